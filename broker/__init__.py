@@ -1,0 +1,1 @@
+"""Owns prompts, leases, the sample buffer, admission, batches and their durable record."""

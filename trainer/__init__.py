@@ -1,0 +1,1 @@
+"""Fetch, pack, logprobs, advantages, loss, optimizer, publish: the trainer, on megatron-core."""
