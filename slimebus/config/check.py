@@ -23,11 +23,13 @@ def _batches(config: RunConfig) -> None:
     samples = r.rollout_batch_size * r.n_samples_per_prompt
     if r.rollout_batch_size % r.num_steps_per_rollout:
         raise ConfigError(
-            f"rollout.rollout_batch_size: {r.rollout_batch_size} groups do not divide into num_steps_per_rollout {r.num_steps_per_rollout} parts"
+            f"rollout.rollout_batch_size: {r.rollout_batch_size} groups do not divide into "
+            f"num_steps_per_rollout {r.num_steps_per_rollout} parts"
         )
     if r.global_batch_size and samples != r.global_batch_size * r.num_steps_per_rollout:
         raise ConfigError(
-            f"rollout.global_batch_size: rollout_batch_size {r.rollout_batch_size} x n_samples_per_prompt {r.n_samples_per_prompt} = {samples} "
+            f"rollout.global_batch_size: rollout_batch_size {r.rollout_batch_size} x "
+            f"n_samples_per_prompt {r.n_samples_per_prompt} = {samples} "
             f"must equal global_batch_size {r.global_batch_size} x num_steps_per_rollout {r.num_steps_per_rollout} = "
             f"{r.global_batch_size * r.num_steps_per_rollout}"
         )

@@ -42,6 +42,8 @@ class BrokerConfig(Section, frozen=True):
     """[groups] Most groups leased or waiting to be trained; 0: what max_staleness needs, or 4 batches when that is unbounded."""
     durability: Literal["fsync", "os", "memory"] = "fsync"
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
+    connect_timeout_s: Seconds = 120.0
+    """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
     finish_wait_s: Seconds = 20.0
     """[seconds] After the last step, how long the broker waits for workers to leave before it ends."""
 
