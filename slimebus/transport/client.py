@@ -24,7 +24,7 @@ import zmq
 
 from slimebus import envelope
 from slimebus.errors import SlimebusError, Unreachable
-from slimebus.messages import TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Message, Welcome
+from slimebus.messages import TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
 
 log = logging.getLogger("slimebus.transport")
 
@@ -71,7 +71,8 @@ class Client:
         self._on_beat: Callable[[HeartbeatReply], None] = lambda reply: None
         self._on_lost: Callable[[SlimebusError], None] = lambda problem: None
         self._beat_every_s, self._next_beat = 0.0, float("inf")
-        self._role = ""
+        self._on_hint: Callable[[Hint], None] = lambda hint: None
+        self._hints_address = ""
         self._heard_at = time.monotonic()
         self._closing = threading.Event()
         self._wake_r, self._wake_w = os.pipe()
@@ -107,7 +108,7 @@ class Client:
         welcome = reply.message
         if not isinstance(welcome, Welcome):
             raise SlimebusError(f"{self.peer} at {self.address} answered hello with {type(welcome).__name__}", code="protocol")
-        self._role, self.run, self.epoch = role, welcome.run, welcome.epoch
+        self.run, self.epoch = welcome.run, welcome.epoch
         return welcome
 
     def keep_alive(
@@ -120,6 +121,11 @@ class Client:
         """Send `beat()` every `every_s` seconds from the background thread; `on_lost` is told when the server refuses us."""
         self._beat, self._on_beat, self._on_lost = beat, on_reply, on_lost
         self._beat_every_s, self._next_beat = every_s, time.monotonic()
+        self._wake()
+
+    def listen(self, address: str, on_hint: Callable[[Hint], None]) -> None:
+        """Call `on_hint`, from the background thread, for every hint published at `address`."""
+        self._on_hint, self._hints_address = on_hint, address
         self._wake()
 
     def beat_now(self) -> None:
@@ -169,17 +175,42 @@ class Client:
         poller = zmq.Poller()
         poller.register(self._wake_r, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
+        hints = None
         while not self._closing.is_set():
             poller.poll(self._poll_ms())
             self._drain_wake()
+            if self._hints_address and hints is None:
+                hints = self._subscribe()
+                poller.register(hints, zmq.POLLIN)
+            if hints is not None:
+                self._hear(hints)
             self._send_new(socket)
             self._receive(socket)
             self._expire(socket)
             self._heartbeat(socket)
         for pending in self._pending.values():
             pending.future.cancel()
+        if hints is not None:
+            hints.close()
         socket.close()
         self._context.term()
+
+    def _subscribe(self) -> Any:
+        socket = self._context.socket(zmq.SUB)
+        socket.linger = 0
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(self._hints_address)
+        return socket
+
+    def _hear(self, hints: Any) -> None:
+        while hints.poll(0):
+            try:
+                hint = envelope.decode(hints.recv_multipart(zmq.NOBLOCK)[-1:], {"hint": Hint}).message
+            except SlimebusError as bad:
+                log.warning("hint from %s refused: %s", self.peer, bad.text)
+                continue
+            if isinstance(hint, Hint):
+                self._on_hint(hint)
 
     def _poll_ms(self) -> int:
         soonest = min((min(p.deadline, p.resend_at) for p in self._pending.values()), default=float("inf"))

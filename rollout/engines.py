@@ -1,0 +1,196 @@
+"""The inference engines of a worker: started here or attached by URL, spoken to only through SGLang's HTTP API.
+
+Generation goes to the engine with the fewest running requests; control and weight updates go to every one.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.response import Response, Task
+from rollout.sglang_client import Completion, EngineClient
+from slimebus.config.schema import EngineConfig
+from slimebus.errors import SlimebusError, WeightsError
+from slimebus.messages import NO_VERSION
+
+log = logging.getLogger("rollout")
+
+
+def version_tag(lineage: str, version: int) -> str:
+    """What an engine is told its weight version is."""
+    return f"{lineage}:{version}"
+
+
+def version_of(tag: str, lineage: str) -> int:
+    """The version behind a tag of this lineage. Raises WeightsError for weights that came from elsewhere."""
+    found, _, version = tag.rpartition(":")
+    if found != lineage or not version.isdigit():
+        raise WeightsError(
+            f"an engine sampled with weights {tag!r}, expected lineage {lineage!r}; the group is given back", code="foreign_weights"
+        )
+    return int(version)
+
+
+class Engine:
+    """One engine: its client, the process if it was started here, and how many requests it is running."""
+
+    def __init__(self, url: str, client: EngineClient, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self.url, self.client, self.process, self.running = url, client, process, 0
+
+    @property
+    def is_dead(self) -> bool:
+        """True once the process that was started here has ended."""
+        return self.process is not None and self.process.poll() is not None
+
+
+class Engines:
+    """All engines of one worker. `sample` makes responses; `update_weights` moves every engine to one version."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, log_dir: Path, *, name: str, sglang_args: dict[str, Any], seed: int) -> None:
+        self.config, self.model_dir, self.log_dir, self.name = config, model_dir, log_dir, name
+        self.sglang_args, self.seed = sglang_args, seed
+        self.engines: list[Engine] = []
+        self.lineage = ""
+        self.tokens_made = 0
+        self._ids = itertools.count()
+
+    async def start(self) -> None:
+        """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
+        for url in self.config.engine_url:
+            self.engines.append(Engine(url.rstrip("/"), EngineClient(url.rstrip("/"))))
+        if not self.engines:
+            self.engines.append(self._launch())
+        for engine in self.engines:
+            await self._await_ready(engine)
+
+    def _launch(self) -> Engine:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        log_file = self.log_dir / f"engine-{self.name}.log"
+        if self.config.engine == "sglang":
+            from rollout import sglang_server
+
+            process = sglang_server.launch(
+                self.model_dir, port=port, python=self.config.engine_python or sys.executable, args=self.sglang_args, log_file=log_file
+            )
+        else:
+            process = self._launch_embedded(port, log_file)
+        log.info("started engine %s at %s (log: %s)", self.config.engine, url, log_file)
+        return Engine(url, EngineClient(url), process)
+
+    def _launch_embedded(self, port: int, log_file: Path) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "rollout.engine", "--model-path", str(self.model_dir), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--max-running-requests", str(self.config.engine_max_running_requests), "--threads", str(self.config.engine_threads)]
+        command += ["--seed", str(self.seed), "--exit-with-parent"]
+        with log_file.open("ab") as out:
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+    async def _await_ready(self, engine: Engine) -> None:
+        deadline = asyncio.get_running_loop().time() + self.config.engine_start_timeout_s
+        while not await engine.client.is_ready():
+            if engine.is_dead:
+                raise SlimebusError(f"engine at {engine.url} ended with code {engine.process.returncode}:\n{self._tail()}", code="engine")  # type: ignore[union-attr]
+            if asyncio.get_running_loop().time() > deadline:
+                raise SlimebusError(
+                    f"worker {self.name} waited {self.config.engine_start_timeout_s:.0f} s for the engine at {engine.url}\n{self._tail()}",
+                    code="engine",
+                )
+            await asyncio.sleep(0.1)
+
+    def _tail(self) -> str:
+        file = self.log_dir / f"engine-{self.name}.log"
+        return "\n".join(file.read_text(errors="replace").splitlines()[-15:]) if file.is_file() else ""
+
+    async def restart_dead(self) -> bool:
+        """Start again each engine that ended; True if there was one (its weights must be updated before use)."""
+        dead = [i for i, engine in enumerate(self.engines) if engine.is_dead]
+        for i in dead:
+            log.error("engine at %s ended with code %s; starting another", self.engines[i].url, self.engines[i].process.returncode)  # type: ignore[union-attr]
+            await self.engines[i].client.close()
+            self.engines[i] = self._launch()
+            await self._await_ready(self.engines[i])
+        return bool(dead)
+
+    async def update_weights(self, path: Path, lineage: str, version: int) -> None:
+        """Every engine serves exactly this version, or WeightsError: then none of them may be used until a later update."""
+        tag = version_tag(lineage, version)
+        await asyncio.gather(*(self._update(engine, path, tag) for engine in self.engines))
+        self.lineage = lineage
+
+    async def _update(self, engine: Engine, path: Path, tag: str) -> None:
+        await engine.client.pause(self.config.pause_mode)
+        try:
+            await engine.client.update_weights_from_disk(str(path), tag)
+        finally:
+            await engine.client.resume()
+        served = (await engine.client.model_info()).get("weight_version")
+        if served != tag:
+            raise WeightsError(f"engine at {engine.url} reports weights {served!r} after an update to {tag!r}", code="unverified")
+
+    async def generate(self, prompt_ids: np.ndarray, sampling: dict[str, Any], n: int) -> list[Completion]:
+        """n completions of one prompt, from the least busy engine; running requests are aborted if the caller is cancelled."""
+        engine = min(self.engines, key=lambda e: e.running)
+        rids = [f"{self.name}-{next(self._ids)}" for _ in range(n)]
+        engine.running += n
+        try:
+            completions = await engine.client.generate([prompt_ids] * n, sampling, rids)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.gather(*(engine.client.abort(rid) for rid in rids), return_exceptions=True))
+            raise
+        finally:
+            engine.running -= n
+        self.tokens_made += sum(len(c.output_ids) for c in completions)
+        return completions
+
+    async def sample(self, tasks: list[Task]) -> list[Response]:
+        """One response to each task; the tasks share prompt and sampling (a group). `text` is left to the caller."""
+        completions = await self.generate(tasks[0].prompt_ids, tasks[0].sampling, len(tasks))
+        return [self._response(task, c) for task, c in zip(tasks, completions, strict=True)]
+
+    def _response(self, task: Task, completion: Completion) -> Response:
+        ids = np.asarray(completion.output_ids, np.int32)
+        runs = [(version_of(tag, self.lineage), end - start) for tag, start, end in completion.versions]
+        covered = sum(length for _, length in runs)
+        if covered != len(ids):
+            raise WeightsError(f"an engine gave versions for {covered} of {len(ids)} tokens", code="foreign_weights")
+        return Response(
+            task=task,
+            token_ids=ids,
+            logprobs=np.asarray(completion.logprobs, np.float32),
+            versions=runs or [(NO_VERSION, 0)],
+            text="",
+            finish_reason=completion.finish_reason,
+        )
+
+    async def stop(self) -> None:
+        """Close the clients and end the processes that were started here, for certain."""
+        for engine in self.engines:
+            await engine.client.close()
+            if engine.process is not None:
+                engine.process.terminate()
+        for engine in self.engines:
+            if engine.process is not None:
+                await asyncio.to_thread(_end, engine.process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(2.0)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
