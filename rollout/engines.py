@@ -6,7 +6,6 @@ Generation goes to the engine with the fewest running requests; control and weig
 import asyncio
 import itertools
 import logging
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from rollout.response import Response, Task
 from rollout.sglang_client import Completion, EngineClient
 from slimebus.config.schema import EngineConfig
 from slimebus.errors import SlimebusError, WeightsError
+from slimebus.launch import free_port
 from slimebus.messages import NO_VERSION
 
 log = logging.getLogger("rollout")
@@ -187,10 +187,3 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(2.0)
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
