@@ -10,7 +10,7 @@ from slimebus.config.flags import ConfigCommand, config_argument, from_context
 @click.command(cls=ConfigCommand, prefixes={"sglang-": "sglang"})
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
-@click.option("--name", "worker_name", help="[name] Of this worker; default: made from host and process id.")
+@click.option("--worker-name", help="[name] Of this worker; default: made from host and process id.")
 @click.pass_context
 def rollout(ctx: click.Context, run_yaml: Path | None, broker: str | None, worker_name: str | None) -> None:
     """Run a rollout worker: lease prompts, sample, reward, put.

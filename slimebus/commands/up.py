@@ -53,7 +53,9 @@ def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: i
     reach = address.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
     fleet.start("trainer", ["trainer", *arguments, "--broker", reach])
     for i in range(workers):
-        fleet.start("rollout" if i == 0 else f"rollout-{i + 1}", ["rollout", *arguments, "--broker", reach, "--name", f"worker-{i + 1}"])
+        fleet.start(
+            "rollout" if i == 0 else f"rollout-{i + 1}", ["rollout", *arguments, "--broker", reach, "--worker-name", f"worker-{i + 1}"]
+        )
     return reach
 
 

@@ -71,7 +71,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{file}: expected a map of sections, got a {type(tree).__name__}")
     origin: dict[str, str] = {}
     _walk(file, node, "", origin)
-    return tree, origin
+    return {name: value for name, value in tree.items() if value is not None or name not in SECTIONS}, origin
 
 
 def _walk(file: Path, node: Any, prefix: str, origin: dict[str, str]) -> None:
