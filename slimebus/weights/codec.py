@@ -77,6 +77,7 @@ def encode(
     if base.shape != target.shape or base.ndim != 1:
         raise WeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length", retryable=False)
     chosen = kernel or load_kernel()
+    target = target if target.flags.aligned else target.copy()  # a mapped file may start a tensor at an odd address
 
     def encode_unit(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
@@ -182,7 +183,7 @@ _EMPTY = _Stored(0, b"")
 
 def _store(stream: Bytes, zstd: bool) -> _Stored:
     if zstd and len(stream) >= MIN_ZSTD_BYTES:
-        compressed = _zstd.compressor.compress(memoryview(stream))
+        compressed = _zstd.compressor.compress(stream.data)
         if len(compressed) < len(stream):
             return _Stored(len(stream), compressed)
     return _Stored(len(stream), stream.tobytes())

@@ -1,5 +1,7 @@
 """The reference kernel: the streams of docs/weights.md in numpy, whole arrays at a time."""
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +29,7 @@ class NumpyKernel:
 
     def pack(self, codes: Bytes) -> Bytes:
         even = np.append(codes, np.uint8(0)) if len(codes) % 2 else codes
-        packed: Bytes = even[0::2] | even[1::2] << 4
-        return packed
+        return cast(Bytes, even[0::2] | even[1::2] << np.uint8(4))
 
     def densify(self, num_values: int, changes: Changes) -> Bytes:
         codes = np.zeros(num_values, np.uint8)
@@ -64,8 +65,8 @@ def _gaps(positions: NDArray[np.int64]) -> Bytes:
 
 def _positions(gaps: Bytes) -> NDArray[np.int64]:
     names_value = gaps != SKIP
-    last: NDArray[np.int64] = np.cumsum(gaps.astype(np.int64) + names_value) - 1
-    return last[names_value]
+    ends = np.cumsum(gaps + names_value.astype(np.int64))
+    return cast(NDArray[np.int64], ends[names_value] - 1)
 
 
 def _differences(num_codes: int, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> Values | None:
