@@ -6,7 +6,7 @@
 DIR of --data is what configs/quickstart/make.py wrote (rl.jsonl, heldout.jsonl). Runs in its own environment, .venv-trl beside
 bin/, made from bin/requirements-trl.txt when it is missing or older than that file. Progress goes to stderr; stdout gets one JSON line:
 
-    {"samples_per_s", "s_per_step", "steps", "curve": [[step, seconds, accuracy], ...], "time_to_090_s": seconds or null}
+    {"samples_per_s", "s_per_step", "s_per_step_best", "steps", "curve": [[step, seconds, accuracy], ...], "time_to_090_s": seconds or null}
 
 Seconds are of training alone: evaluation is not counted, and s_per_step leaves out the first step, which warms up.
 What still differs: TRL keeps groups without variance in the loss's denominator, and its deviation in a group is the unbiased one.
@@ -142,6 +142,7 @@ def result(seconds: list[float], curve: list[tuple[int, float, float]]) -> dict[
     return {
         "samples_per_s": round(PROMPTS * GROUP / s_per_step, 1),
         "s_per_step": round(s_per_step, 3),
+        "s_per_step_best": round(min(warm), 3),
         "steps": len(seconds),
         "curve": [[step, round(at, 2), round(value, 4)] for step, at, value in curve],
         "time_to_090_s": next((round(at, 2) for _, at, value in curve if value >= GOAL), None),
@@ -152,7 +153,7 @@ def stopwatch(every: int, last: int, evaluate: Any) -> Any:
     """A trainer callback: `seconds` of each step, and `curve` from an evaluation before the first and after every `every`-th step."""
     from transformers import TrainerCallback
 
-    class Stopwatch(TrainerCallback):  # type: ignore[misc]
+    class Stopwatch(TrainerCallback):
         def __init__(self) -> None:
             self.seconds: list[float] = []
             self.curve: list[tuple[int, float, float]] = []
@@ -163,13 +164,13 @@ def stopwatch(every: int, last: int, evaluate: Any) -> Any:
             self.curve.append((step, spent, evaluate()))
             say(f"step {step}/{last}  {spent:.1f} s  held-out accuracy {self.curve[-1][2]:.3f}")
 
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.note(0)
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.started = time.perf_counter()
 
-        def on_step_end(self, _args: Any, state: Any, _control: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seconds.append(time.perf_counter() - self.started)
             if state.global_step % every == 0 or state.global_step == last:
                 self.note(state.global_step)

@@ -5,7 +5,7 @@ A problem is two numbers padded with zeros to one width of 2 to 4 digits. It is 
 
     038+954   ->   8+4+0=12,3+5+1=09,0+9+0=09>992
 
-The teacher forgets each carry with probability 0.6 and answers from that wrong work, so a model that only imitates him stays
+The teacher forgets each carry with probability 0.65 and answers from that wrong work, so a model that only imitates him stays
 wrong about as often as he is. The layout is what it can learn from him; the carrying it must find by itself, from rewards.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 Problem = tuple[int, int]
 
 WIDTHS = (2, 3, 4)
-FORGET = 0.6
+FORGET = 0.65
 """The probability that the teacher forgets a carry."""
 
 SPLITS = {"heldout": range(0, 1), "sft": range(1, 3), "rl": range(3, 9), "layout": range(9, 10)}

@@ -106,9 +106,10 @@ def test_demonstrations_cover_the_warm_up(made: Path) -> None:
 
 def test_the_teacher_is_right_without_carries_and_often_wrong_with_them(made: Path) -> None:
     def right(record: dict[str, Any]) -> bool:
-        return record["label"].rpartition(">")[2] == str(sum(problem(record)))
+        return bool(record["label"].rpartition(">")[2] == str(sum(problem(record))))
 
-    easy, hard = [], []
+    easy: list[bool] = []
+    hard: list[bool] = []
     for r in records(made, "sft"):
         (hard if task.has_carry(problem(r)) else easy).append(right(r))
     assert all(easy)
@@ -175,7 +176,8 @@ def test_transformers_loads_every_weight(made: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, output_loading_info=True)
+    model, report = loaded
     assert not any(report.values())
     assert sum(p.numel() for p in model.parameters()) == 448_320
     assert model.generation_config.eos_token_id == 1
