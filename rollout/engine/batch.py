@@ -25,11 +25,16 @@ class RunningBatch:
         self.generated = torch.zeros(num_rows, dtype=torch.int64)
         self.limit = torch.zeros(num_rows, dtype=torch.int64)
         self.stop_ids = torch.full((num_rows, num_stops), NO_TOKEN, dtype=torch.int64)
+        self.temperature = torch.ones(num_rows)
+        self.greedy = torch.zeros(num_rows, dtype=torch.bool)
         self.tokens = torch.zeros(num_rows, max_new, dtype=torch.int64)
         self.logprobs = torch.zeros(num_rows, max_new)
 
     def _fields(self) -> tuple[torch.Tensor, ...]:
-        return self.last_token, self.position, self.generated, self.limit, self.stop_ids, self.tokens, self.logprobs
+        return (
+            self.last_token, self.position, self.generated, self.limit, self.stop_ids,
+            self.temperature, self.greedy, self.tokens, self.logprobs,
+        )  # fmt: skip
 
     def reserve(self, num_rows: int, max_new: int, num_stops: int) -> None:
         """Room for `num_rows` rows of `max_new` generated tokens and `num_stops` stop ids; contents are kept."""
@@ -45,14 +50,17 @@ class RunningBatch:
     def add(self, sequences: list[Sequence]) -> None:
         """Append a row for each sequence, with the tokens it already has."""
         self.reserve(self.num_rows + len(sequences), max(s.limit for s in sequences), max(max(len(s.stop_ids) for s in sequences), 1))
+        rows, width = slice(self.num_rows, self.num_rows + len(sequences)), self.stop_ids.shape[1]
+        self.position[rows] = torch.tensor([len(s.prompt) + len(s.output_ids) - 1 for s in sequences])
+        self.generated[rows] = torch.tensor([len(s.output_ids) for s in sequences])
+        self.limit[rows] = torch.tensor([s.limit for s in sequences])
+        self.stop_ids[rows] = torch.tensor([[*s.stop_ids, *[NO_TOKEN] * (width - len(s.stop_ids))] for s in sequences])
+        self.temperature[rows] = torch.tensor([s.sampling.temperature for s in sequences])
+        self.greedy[rows] = torch.tensor([s.sampling.greedy for s in sequences])
         for row, sequence in enumerate(sequences, self.num_rows):
-            num_generated = len(sequence.output_ids)
-            self.position[row] = len(sequence.prompt) + num_generated - 1
-            self.generated[row], self.limit[row] = num_generated, sequence.limit
-            self.stop_ids[row] = NO_TOKEN
-            self.stop_ids[row, : len(sequence.stop_ids)] = torch.tensor(list(sequence.stop_ids), dtype=torch.int64)
-            self.tokens[row, :num_generated] = torch.tensor(sequence.output_ids, dtype=torch.int64)
-            self.logprobs[row, :num_generated] = torch.tensor(sequence.output_logprobs)
+            if sequence.output_ids:
+                self.tokens[row, : len(sequence.output_ids)] = torch.tensor(sequence.output_ids)
+                self.logprobs[row, : len(sequence.output_ids)] = torch.tensor(sequence.output_logprobs)
         self.num_rows += len(sequences)
 
     def append(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[tuple[int, int | None]]:

@@ -19,9 +19,7 @@ WATCH_OWN_PARENT = 0
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=30000, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 picks a free one.")
 @click.option("--max-running-requests", default=256, show_default=True, type=click.IntRange(1), help="Sequences decoded together.")
-@click.option(
-    "--max-queued-requests", default=4096, show_default=True, type=click.IntRange(0), help="Sequences that may wait; then 503."
-)
+@click.option("--max-queued-requests", default=4096, show_default=True, type=click.IntRange(0), help="Sequences that may wait; then 503.")
 @click.option("--max-prefill-tokens", default=8192, show_default=True, type=click.IntRange(1), help="Prompt tokens computed in one step.")
 @click.option("--kv-cache-gb", default=2.0, show_default=True, help="Most memory for keys and values, GiB.")
 @click.option("--context-length", default=0, type=click.IntRange(0), help="Most tokens of a sequence; 0: as the model's config says.")

@@ -34,7 +34,7 @@ class EngineCore:
         self.is_paused = False
         self.num_generated = 0
         self._batch = RunningBatch()
-        self._rows: SamplingRows | None = None
+        self._num_special = 0
         self._decode_text = decode_text
         self._generator = torch.Generator()
         if seed is None:
@@ -76,7 +76,7 @@ class EngineCore:
         """Send every running sequence back to the queue; its tokens stay, its keys and values are computed again."""
         self._batch.save(list(range(self._batch.num_rows)), self.scheduler.running)
         self.scheduler.retract_all()
-        self._batch.num_rows = 0
+        self._batch.num_rows = self._num_special = 0
         self.cache.drop()
 
     def swap_weights(self, weights: ModelWeights, version: str | None) -> None:
@@ -101,7 +101,7 @@ class EngineCore:
             return []
         self.cache.reserve(first + len(admitted), max(s.max_tokens for s in self.scheduler.running), rows_in_use=first)
         self._batch.add(admitted)
-        self._rows = None
+        self._num_special += sum(sequence.is_special for sequence in admitted)
         logits_BV = self._prefill(first, admitted)
         told = self._finish_empty(first, admitted)
         if told:  # rare: a request for zero tokens leaves before the sampling of the others
@@ -158,30 +158,37 @@ class EngineCore:
     def _sample(self, first: int, logits_BV: torch.Tensor) -> list[Sequence]:
         """Sample and record a token for rows first..n-1; sequences to tell of."""
         batch, running = self._batch, self.scheduler.running
-        rows = self._sampling_rows(first)
-        adjusted = [(row, running[first + row]) for row in range(len(logits_BV)) if running[first + row].sampling.is_adjusted]
-        adjust_logits(logits_BV, [(row, int(batch.generated[first + row]), sequence) for row, sequence in adjusted])
-        tokens, logprobs_BV = sample(logits_BV, rows, batch.position[first : batch.num_rows], self._generator)
+        special = [(row, running[row]) for row in range(first, len(running)) if running[row].is_special] if self._num_special else []
+        adjusted = [(row - first, int(batch.generated[row]), sequence) for row, sequence in special if sequence.sampling.is_adjusted]
+        adjust_logits(logits_BV, adjusted)
+        tokens, logprobs_BV = sample(logits_BV, self._sampling_rows(first, special), self._generator)
         ended = batch.append(first, tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1))
         self.num_generated += len(tokens)
         reasons = {row: stopped(stop) if stop is not None else out_of_length(running[row].limit) for row, stop in ended}
-        streamed = self._look_at_watched(first, tokens, logprobs_BV, reasons)
+        watched = [row for row, sequence in special if sequence.is_watched]
+        streamed = self._look_at(watched, (first, tokens, logprobs_BV), reasons)
         return self._finish(list(reasons), list(reasons.values())) + streamed
 
-    def _sampling_rows(self, first: int) -> SamplingRows:
-        running, vocab_size = self.scheduler.running, self.model.config.vocab_size
-        if first:
-            return SamplingRows.of(running[first:], vocab_size)
-        if self._rows is None:
-            self._rows = SamplingRows.of(running, vocab_size)
-        return self._rows
+    def _sampling_rows(self, first: int, special: list[tuple[int, Sequence]]) -> SamplingRows:
+        batch = self._batch
+        rows = slice(first, batch.num_rows)
+        rowed = [(row - first, row, sequence.sampling) for row, sequence in special]
+        return SamplingRows(
+            temperature_B=batch.temperature[rows],
+            greedy_B=batch.greedy[rows],
+            filtered=[(index, sampling) for index, _, sampling in rowed if sampling.is_filtered],
+            seeded=[(index, sampling.seed, int(batch.position[row])) for index, row, sampling in rowed if sampling.seed is not None],
+        )
 
-    def _look_at_watched(
-        self, first: int, tokens: torch.Tensor, logprobs_BV: torch.Tensor, reasons: dict[int, dict[str, object]]
+    def _look_at(
+        self, rows: list[int], sampled: tuple[int, torch.Tensor, torch.Tensor], reasons: dict[int, dict[str, object]]
     ) -> list[Sequence]:
-        """Per-token work of the few sequences that ask for it; may add a stop string to `reasons`."""
+        """Per-token work of the few sequences that ask for it; may add a stop string to `reasons`.
+
+        `sampled` is (first row, tokens, logprobs). Those that stream and have not ended are returned.
+        """
         running = self.scheduler.running
-        rows = [row for row in range(first, len(running)) if running[row].is_watched]
+        first, tokens, logprobs_BV = sampled
         self._batch.save(rows, [running[row] for row in rows])
         for row in rows:
             sequence = running[row]
@@ -216,12 +223,12 @@ class EngineCore:
             return []
         ended = [self.scheduler.running[row] for row in rows]
         self._batch.save(rows, ended)
+        self._num_special -= sum(sequence.is_special for sequence in ended)
         sources, targets = self.scheduler.remove_running(rows)
         if sources:
             source, target = torch.tensor(sources), torch.tensor(targets)
             self.cache.move_rows(source, target, int(self._batch.position[source].max()) + 1)
         self._batch.move_rows(sources, targets, len(self.scheduler.running))
-        self._rows = None
         return ended
 
 

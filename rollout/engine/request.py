@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -54,16 +54,18 @@ class RequestExpander:
         starts = _per_prompt(body.logprob_start_len, count, -1)
         tops = _per_prompt(body.top_logprobs_num, count, 0)
         sequences = [
-            self._sequence(rids[index * copies + copy], prompts[index], samplings[index], stream=body.stream)
+            self._sequence(
+                rids[index * copies + copy],
+                prompts[index],
+                samplings[index],
+                return_logprob=logprobs[index],
+                logprob_start=starts[index] if logprobs[index] and 0 <= starts[index] < len(prompts[index]) else None,
+                num_top_logprobs=min(max(tops[index], 0), self._config.vocab_size) if logprobs[index] else 0,
+                stream=body.stream,
+            )
             for index in range(count)
             for copy in range(copies)
         ]
-        for position, sequence in enumerate(sequences):
-            index = position // copies
-            sequence.return_logprob = logprobs[index]
-            if logprobs[index]:
-                sequence.logprob_start = starts[index] if 0 <= starts[index] < len(prompts[index]) else None
-                sequence.num_top_logprobs = min(max(tops[index], 0), self._config.vocab_size)
         return Expanded(sequences, is_single and copies == 1)
 
     def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
@@ -98,11 +100,11 @@ class RequestExpander:
                 )
         return prompts
 
-    def _sequence(self, rid: str, prompt: list[int], sampling: Sampling, *, stream: bool) -> Sequence:
+    def _sequence(self, rid: str, prompt: list[int], sampling: Sampling, **asked: Any) -> Sequence:
         if sampling.stop and self._codec is None:
             raise ValueError("stop strings need a tokenizer.json in the model directory; use stop_token_ids")
         stops = frozenset() if sampling.ignore_eos else self._config.eos_token_ids | sampling.stop_token_ids
-        return Sequence(rid, prompt, sampling, self._limit(len(prompt), sampling.max_new_tokens), stops, stream=stream)
+        return Sequence(rid, prompt, sampling, self._limit(len(prompt), sampling.max_new_tokens), stops, **asked)
 
     def _limit(self, num_prompt_tokens: int, max_new_tokens: int | None) -> int:
         room = self._context_length - num_prompt_tokens

@@ -6,61 +6,35 @@ top-p and min-p remove anything: what SGLang reports, and what a trainer can rec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from rollout.engine.sampling_params import Sampling
 from rollout.engine.sequence import Sequence
 
 
 @dataclass
 class SamplingRows:
-    """Sampling parameters of B rows as tensors, and which slow paths any of them needs."""
+    """What differs between B rows that are sampled together; the lists are empty where no row asks for it."""
 
-    temperature: torch.Tensor  # float32 [B]
-    greedy: torch.Tensor  # bool [B]
-    top_k: torch.Tensor  # int64 [B], V where off
-    top_p: torch.Tensor  # float32 [B]
-    min_p: torch.Tensor  # float32 [B]
-    all_temperature_one: bool
-    any_greedy: bool
-    any_filtered: bool
-    seeded: list[tuple[int, int]]  # (row, seed)
-
-    @classmethod
-    def of(cls, sequences: list[Sequence], vocab_size: int) -> SamplingRows:
-        """The rows of `sequences`, in order."""
-        params = [sequence.sampling for sequence in sequences]
-        return cls(
-            temperature=torch.tensor([p.temperature for p in params]),
-            greedy=torch.tensor([p.greedy for p in params]),
-            top_k=torch.tensor([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]),
-            top_p=torch.tensor([p.top_p for p in params]),
-            min_p=torch.tensor([p.min_p for p in params]),
-            all_temperature_one=all(p.temperature == 1.0 for p in params),
-            any_greedy=any(p.greedy for p in params),
-            any_filtered=any(p.is_filtered for p in params),
-            seeded=[(row, p.seed) for row, p in enumerate(params) if p.seed is not None],
-        )
+    temperature_B: torch.Tensor  # float32
+    greedy_B: torch.Tensor  # bool
+    filtered: list[tuple[int, Sampling]] = field(default_factory=list)  # rows with top-k, top-p or min-p
+    seeded: list[tuple[int, int, int]] = field(default_factory=list)  # (row, seed, position)
 
 
-def sample(
-    logits_BV: torch.Tensor, rows: SamplingRows, positions_B: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_BV: torch.Tensor, rows: SamplingRows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 [B] and logprobs float32 [B, V] they were drawn from. Seeded rows draw from (seed, position) alone."""
-    if not rows.all_temperature_one:
-        logits_BV = logits_BV / rows.temperature[:, None]
-    logprobs_BV = logits_BV.log_softmax(-1)
-    probabilities_BV = logprobs_BV.exp()
-    if rows.any_filtered:
-        probabilities_BV = keep_likely(probabilities_BV, rows.top_k, rows.top_p, rows.min_p)
+    logprobs_BV = (logits_BV / rows.temperature_B[:, None]).log_softmax(-1)
+    weights_BV = logprobs_BV.exp()
+    if rows.filtered:
+        index, params = [row for row, _ in rows.filtered], [sampling for _, sampling in rows.filtered]
+        weights_BV[index] = keep_likely(weights_BV[index], params)
     uniform_B = torch.rand(len(logits_BV), dtype=torch.float64, generator=generator)
-    for row, seed in rows.seeded:
-        uniform_B[row] = _seeded_uniform(seed, int(positions_B[row]))
-    tokens_B = draw(probabilities_BV, uniform_B)
-    if rows.any_greedy:
-        tokens_B = torch.where(rows.greedy, logits_BV.argmax(-1), tokens_B)
-    return tokens_B, logprobs_BV
+    for row, seed, position in rows.seeded:
+        uniform_B[row] = _seeded_uniform(seed, position)
+    return torch.where(rows.greedy_B, logits_BV.argmax(-1), draw(weights_BV, uniform_B)), logprobs_BV
 
 
 def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
@@ -73,12 +47,15 @@ def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1).clamp_(max=weights_BV.shape[-1] - 1)
 
 
-def keep_likely(probabilities_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
+def keep_likely(probabilities_BV: torch.Tensor, params: list[Sampling]) -> torch.Tensor:
     """Zero what top-k, top-p or min-p removes, each judged on the unfiltered distribution (SGLang's joint order)."""
+    vocab_size = probabilities_BV.shape[-1]
+    top_k_B1 = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params]).unsqueeze(1)
+    top_p_B1 = torch.tensor([p.top_p for p in params]).unsqueeze(1)
+    min_p_B1 = torch.tensor([p.min_p for p in params]).unsqueeze(1)
     ordered, order = probabilities_BV.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    rank = torch.arange(ordered.shape[-1])
-    removed = (rank >= top_k_B[:, None]) | (before > top_p_B[:, None]) | (ordered < ordered[:, :1] * min_p_B[:, None])
+    removed = (torch.arange(vocab_size) >= top_k_B1) | (before > top_p_B1) | (ordered < ordered[:, :1] * min_p_B1)
     return torch.zeros_like(ordered).scatter_(-1, order, ordered.masked_fill(removed, 0.0))
 
 

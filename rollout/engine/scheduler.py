@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from rollout.engine.sequence import Sequence
 
+FULL_BATCH_SHARE = 16  # rows that must be free before a full batch admits again: 1 of so many
+
 Fits = Callable[[int, int], bool]  # (rows, tokens a row) -> whether the cache holds them
 
 
@@ -24,8 +26,15 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def admit(self) -> list[Sequence]:
-        """Move the next sequences from waiting to running: as many as rows, cache and one prefill batch allow."""
+        """Move the next sequences from waiting to running: as many as rows, cache and one prefill batch allow.
+
+        While the rows are full and the queue is deep, it waits for several free rows, for a prefill of few costs almost
+        as much as one of many.
+        """
         admitted: list[Sequence] = []
+        num_free = self.max_running - len(self.running)
+        if num_free < min(len(self.waiting), self.max_running // FULL_BATCH_SHARE):
+            return admitted
         longest_prompt = 0
         longest = max((sequence.max_tokens for sequence in self.running), default=0)
         while self.waiting:

@@ -40,11 +40,17 @@ class Sequence:
     finish_reason: dict[str, Any] | None = None
     weight_changes: list[tuple[str, int]] = field(default_factory=list)
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    is_special: bool = field(init=False)
     token_counts: torch.Tensor | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
     created_s: float = field(default_factory=time.monotonic)
     finished_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Fix `is_special`, whether the sequence takes any slow path: most take none, and a step then skips looking."""
+        sampling = self.sampling
+        self.is_special = self.is_watched or sampling.is_adjusted or sampling.is_filtered or sampling.seed is not None
 
     @property
     def is_watched(self) -> bool:
