@@ -5,6 +5,7 @@ Generation goes to the engine with the fewest running requests; control and weig
 
 import asyncio
 import itertools
+import json
 import logging
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 from rollout.response import Response, Task
 from rollout.sglang_client import Completion, EngineClient
 from slimebus.config.schema import EngineConfig
-from slimebus.errors import SlimebusError, WeightsError
+from slimebus.errors import SlimebusError, UsageError, WeightsError
 from slimebus.launch import free_port
 from slimebus.messages import NO_VERSION
 
@@ -59,12 +60,13 @@ class Engines:
         self.engines: list[Engine] = []
         self.lineage = ""
         self.tokens_made = 0
+        self.vocab_size = vocab_size(model_dir)
         self._ids = itertools.count()
 
     async def start(self) -> None:
         """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
         for url in self.config.engine_url:
-            self.engines.append(Engine(url.rstrip("/"), EngineClient(url.rstrip("/"))))
+            self.engines.append(Engine(url.rstrip("/"), EngineClient(url, vocab_size=self.vocab_size)))
         if not self.engines:
             self.engines.append(self._launch())
         for engine in self.engines:
@@ -84,7 +86,7 @@ class Engines:
         else:
             process = self._launch_embedded(port, log_file)
         log.info("started engine %s at %s (log: %s)", self.config.engine, url, log_file)
-        return Engine(url, EngineClient(url), process)
+        return Engine(url, EngineClient(url, vocab_size=self.vocab_size), process)
 
     def _launch_embedded(self, port: int, log_file: Path) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "rollout.engine", "--model-path", str(self.model_dir), "--host", "127.0.0.1", "--port", str(port)]
@@ -138,10 +140,10 @@ class Engines:
     async def generate(self, prompt_ids: np.ndarray, sampling: dict[str, Any], n: int) -> list[Completion]:
         """n completions of one prompt, from the least busy engine; running requests are aborted if the caller is cancelled."""
         engine = min(self.engines, key=lambda e: e.running)
-        rids = [f"{self.name}-{next(self._ids)}" for _ in range(n)]
+        rids = [f"{self.name}-{next(self._ids):012d}" for _ in range(n)]  # equal length: SGLang aborts by prefix
         engine.running += n
         try:
-            completions = await engine.client.generate([prompt_ids] * n, sampling, rids)
+            completions = await engine.client.generate([prompt_ids.tolist()] * n, sampling, rids)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.gather(*(engine.client.abort(rid) for rid in rids), return_exceptions=True))
             raise
@@ -179,6 +181,16 @@ class Engines:
         for engine in self.engines:
             if engine.process is not None:
                 await asyncio.to_thread(_end, engine.process)
+
+
+def vocab_size(model_dir: Path) -> int | None:
+    """Of the model's config; None when it does not say."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{model_dir}: no config.json; model.hf_checkpoint must be a Hugging Face directory") from None
+    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(found) if found else None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

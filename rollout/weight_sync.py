@@ -35,6 +35,8 @@ class WeightSync:
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._news = asyncio.Event()
         self._weights: Any = None
+        self._puller: Any = None
+        self._publishers: tuple[str, ...] = ()
         self._slot = 0
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
         self._dir = Path(tempfile.mkdtemp(prefix="slimebus-weights-", dir=root))
@@ -84,10 +86,17 @@ class WeightSync:
     def _pull(self, publishers: tuple[str, ...]) -> Any:
         from slimebus.weights.puller import WeightPuller
 
-        with WeightPuller(list(publishers)) as puller:
-            weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
-            self.pulled_bytes += puller.bytes_pulled
-            return weights
+        if self._puller is None or self._publishers != publishers:
+            self._close_puller()
+            self._puller, self._publishers = WeightPuller(publishers), publishers
+        weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
+        self.pulled_bytes = self._puller.counts.received_bytes
+        return weights
+
+    def _close_puller(self) -> None:
+        if self._puller is not None:
+            self._puller.close()
+            self._puller = None
 
     def _write(self, weights: Any) -> Path:
         from slimebus.weights.safetensors_file import write_model
@@ -98,5 +107,6 @@ class WeightSync:
         return directory
 
     def close(self) -> None:
-        """Free the shared memory."""
+        """Close the connections and free the shared memory."""
+        self._close_puller()
         shutil.rmtree(self._dir, ignore_errors=True)
