@@ -77,15 +77,15 @@ def dropped(status: dict[str, Any]) -> dict[str, int]:
 def trainer_idle(steps: Rows) -> float:
     """Share of its time that the trainer waited for batches, once warm."""
     warm = steps[WARM_STEPS:] or steps
-    waited = sum(row["wait_s"] for row in warm)
+    waited = float(sum(row["wait_s"] for row in warm))
     return waited / (sum(row["wait_s"] + row["train_s"] + row["publish_s"] + row["save_s"] for row in warm) or 1.0)
 
 
 def worker_idle(status: dict[str, Any]) -> float:
     """Share of the time since their first group that workers had nothing to sample, over all workers."""
     metrics = [c["metrics"] for c in status.get("clients", []) if c["role"] == "rollout" and c["metrics"].get("serving_s")]
-    serving = sum(m["serving_s"] for m in metrics)
-    return 1.0 - sum(m["busy_s"] for m in metrics) / serving if serving else 0.0
+    serving = float(sum(m["serving_s"] for m in metrics))
+    return 1.0 - float(sum(m["busy_s"] for m in metrics)) / serving if serving else 0.0
 
 
 def curve(report: Report, dataset: str, max_staleness: float) -> Curve:
