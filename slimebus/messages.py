@@ -160,7 +160,7 @@ class LeasedGroup(Message):
     deadline_s: float
     kind: str = "train"
     dataset: str = ""
-    sampling: dict[str, Scalar | list[str] | list[int]] = {}
+    sampling: dict[str, Scalar | list[str | int]] = {}
 
 
 class LeaseReply(Message):

@@ -7,7 +7,7 @@ import msgspec
 from slimebus.errors import ConfigError
 from slimebus.messages import Scalar
 
-Sampling = dict[str, Scalar | list[str] | list[int]]
+Sampling = dict[str, Scalar | list[str | int]]
 
 
 class EvalDataset(msgspec.Struct, kw_only=True, frozen=True):

@@ -94,8 +94,7 @@ class Process:
 def broker(tmp_path: Path) -> Iterator[Process]:
     process = Process(tmp_path)
     yield process
-    if process.process.poll() is None:
-        process.kill()
+    process.kill()
 
 
 def _client(broker: Process, name: str, role: str) -> Client:
