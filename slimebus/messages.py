@@ -160,7 +160,7 @@ class LeasedGroup(Message):
     deadline_s: float
     kind: str = "train"
     dataset: str = ""
-    sampling: dict[str, Scalar | list[str] | list[int]] = {}
+    sampling: dict[str, Scalar | list[str | int]] = {}
 
 
 class LeaseReply(Message):
@@ -228,8 +228,11 @@ class Batch(Message):
     wait_s: float
 
 
-class BatchGroup(Message):
-    """One group of a batch; sizes are sums over its samples, oldest_version the oldest over their trainable tokens."""
+class BatchGroup(Message, array_like=True):
+    """One group of a batch; sizes are sums over its samples, oldest_version the oldest over their trainable tokens.
+
+    A msgpack array in this order, not a map: a batch of 2,048 groups must fit one header.
+    """
 
     group: str
     num_samples: int

@@ -89,14 +89,15 @@ class Server:
         except SlimebusError as bad:
             self.refused[bad.code] += 1
             log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
-            self._send(peer, envelope.error_reply(bad), request_id)
+            self.answer(peer, request_id, envelope.error_reply(bad))
             return None
 
     def reply(self, request: Request, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Answer a request; a peer that is gone or not reading is counted, not waited for."""
-        self._send(request.peer, message, request.header.id, bulk)
+        self.answer(request.peer, request.header.id, message, bulk)
 
-    def _send(self, peer: bytes, message: Message, request_id: int, bulk: Sequence[Any] = ()) -> None:
+    def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = ()) -> None:
+        """Answer request `request_id` of `peer`, however long ago it came."""
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:
