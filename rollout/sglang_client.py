@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 2.0
+# SGLang aborts every request whose id begins with the given one: a closing mark keeps "w-1" from ending "w-10".
+RID_END = "."
 RETRIED_STATUS = (502, 503, 504)
 
 
@@ -113,13 +115,13 @@ class EngineClient:
     ) -> list[Completion]:
         """One completion for each prompt, in order; `sampling` is one dict for all or one each, `rids` one each.
 
-        SGLang aborts by prefix: no rid in flight may begin with another one. A lost connection is retried under the
+        A lost connection is retried under the
         same rids, so a sequence may be generated twice, but is returned once. UsageError for a request that the
         engine refuses (400) or whose token ids are outside the vocabulary, EngineError for anything else it answers.
         """
         prompts = [[int(token) for token in prompt] for prompt in input_ids_batch]
         self._check(prompts, rids)
-        body = {"input_ids": prompts, "sampling_params": sampling, "rid": list(rids), "return_logprob": True}
+        body = {"input_ids": prompts, "sampling_params": sampling, "rid": [rid + RID_END for rid in rids], "return_logprob": True}
         reply = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s)
         try:
             answers = _decode_answers(reply)
@@ -159,14 +161,14 @@ class EngineClient:
             text=answer.text,
             prompt_tokens=meta.prompt_tokens,
             cached_tokens=meta.cached_tokens,
-            rid=meta.id,
+            rid=meta.id.removesuffix(RID_END),
         )
 
     # -- control (engines only, not routers) ---------------------------------------------------------------------
 
     async def abort(self, rid: str) -> None:
-        """End the requests whose id begins with `rid`; their generate calls return what they have."""
-        await self._call("POST", "/abort_request", {"rid": rid})
+        """End the request `rid`; its generate call returns what it has. No error when there is none."""
+        await self._call("POST", "/abort_request", {"rid": rid + RID_END})
 
     async def abort_all(self) -> None:
         """End every request."""
