@@ -5,7 +5,7 @@ manifest_request (have)        ->
                                <-    manifest_reply + [manifest]
 chunk_request (pieces)         ->    at most `credits` of them unanswered
                                <-    chunk_reply + [piece, piece, ...]
-                               <-    error: gone -> ask for the manifest again
+    a piece is gone                ->    ask for the manifest again
 """
 
 import msgspec
@@ -62,7 +62,9 @@ class ChunkRequest(Message):
 
 
 class ChunkReply(Message):
-    """One bulk frame for each piece asked for, in order."""
+    """One bulk frame for each piece asked for, in order. gone: indices of pieces that can no longer be had; their frames are empty."""
+
+    gone: list[int] = []
 
 
 class TensorEntry(msgspec.Struct, omit_defaults=True):

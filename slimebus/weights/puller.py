@@ -8,7 +8,6 @@ A tensor counts when its bytes hash to what the publisher says, whichever way th
 do. Until then nobody sees any of it.
 """
 
-import itertools
 import random
 import threading
 import time
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slimebus.errors import SlimebusError, WeightsError
+from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.weights import codec
 from slimebus.weights.link import Link
 from slimebus.weights.messages import (
@@ -46,6 +45,10 @@ MAX_WRONG_BYTES = 3
 
 class _Again(Exception):
     """Not an error: the pull goes round once more. The plan no longer holds; what is verified stays."""
+
+
+class _NoAnswer(_Again):
+    """Time ran out while nobody answered; says less than what was wrong before."""
 
 
 @dataclass
@@ -116,15 +119,17 @@ class WeightPuller:
         """
         attempt = _Pull(have, spare)
         deadline = time.monotonic() + deadline_s
-        reason = "no answer yet"
-        for turn in itertools.count():
+        reason = ""
+        in_vain = 0
+        while True:
+            verified_before = attempt.num_verified
             try:
                 return self._round(attempt, deadline)
             except _Again as again:
-                reason = str(again)
-                self.counts.rounds += 1
-            pause_s = random.uniform(0.5, 1.0) * min(0.5, 0.005 * 2**turn)
-            if self._cancelled.wait(pause_s):
+                reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
+            self.counts.rounds += 1
+            in_vain = in_vain + 1 if attempt.num_verified == verified_before else 0
+            if self._cancelled.wait(_pause_s(in_vain)):
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 break
@@ -176,7 +181,7 @@ class WeightPuller:
         except SlimebusError as problem:
             if not problem.retryable:
                 raise
-            raise _Again(problem.text) from None
+            raise (_NoAnswer if isinstance(problem, Unreachable) else _Again)(problem.text) from None
 
     def _fetch(self, pull: "_Pull", queues: Sequence[Sequence[_Job]], target: _Target, deadline: float) -> None:
         """Every job of every part, `credits` requests in flight on each link."""
@@ -187,7 +192,7 @@ class WeightPuller:
             for job in jobs:
                 if not job.missing_bytes:
                     self._complete(pull, job, target)
-        while waiting := [stream for stream in streams if stream.fill()]:
+        while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
@@ -195,6 +200,9 @@ class WeightPuller:
             for stream in waiting:
                 for job in stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts):
                     self._complete(pull, job, target)
+        for stream in streams:
+            if stream.gone:
+                raise _Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
     def _complete(self, pull: "_Pull", job: _Job, target: _Target) -> None:
         if job.base is None:
@@ -215,6 +223,7 @@ class _Pull:
         self.known: dict[str, _Known] = {}
         if have:
             self.known = {name: _Known(have.version, have.hashes[name], tensor) for name, tensor in have.tensors.items()}
+        self.num_verified = 0
         self._wrong: Counter[str] = Counter()
         in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have else set()
         self._spare = {name: t.buffer for name, t in (spare.tensors if spare else {}).items() if id(t.buffer) not in in_use}
@@ -264,6 +273,7 @@ class _Pull:
             return False
         if self.lineage != target.lineage:
             self._enter(target.lineage)
+        self.num_verified += 1
         self.known[entry.name] = _Known(target.version, entry.hash, Tensor(entry.dtype, tuple(entry.shape), buffer))
         return True
 
@@ -294,6 +304,11 @@ class _Pull:
         if len(manifests) == 1 and digest != manifests[0].digest:
             raise _Again(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
         return Weights(target.lineage, target.version, digest, tensors, hashes)
+
+
+def _pause_s(in_vain: int) -> float:
+    """Jittered, from 5 ms to half a second while rounds verify nothing."""
+    return random.uniform(0.5, 1.0) * min(0.5, 0.005 * 2.0 ** min(in_vain, 10))
 
 
 def _agree(manifests: Sequence[Sequence[Manifest]]) -> _Target:
@@ -337,10 +352,11 @@ class _Stream:
     def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int) -> None:
         self._link, self._chunks, self._credits = link, chunks, credits
         self.pending: dict[int, _Chunk] = {}
+        self.gone = ""
 
-    def fill(self) -> bool:
-        """Send requests up to the credits; False when nothing is left to send or to wait for."""
-        while len(self.pending) < self._credits:
+    def fill(self, *, more: bool) -> bool:
+        """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
+        while more and len(self.pending) < self._credits:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
@@ -358,15 +374,28 @@ class _Stream:
                 if not message.retryable:
                     raise message
                 raise _Again(message.text)
-            if not isinstance(message, ChunkReply) or [len(frame) for frame in bulk] != [place[2] for place in chunk.places]:
-                raise _Again(f"{self._link.endpoint} answered a chunk request with other pieces than asked for")
-            for (job, offset, length), frame in zip(chunk.places, bulk, strict=True):
-                job.payload[offset : offset + length] = np.frombuffer(frame, np.uint8)
-                job.missing_bytes -= length
-                counts.received_bytes += length
-                if not job.missing_bytes:
-                    complete.append(job)
+            if not isinstance(message, ChunkReply):
+                raise _Again(f"{self._link.endpoint} answered a chunk request with {type(message).__name__}")
+            complete += self._take(chunk, message, bulk, counts)
         if self.pending and self._link.is_stalled:
             self._link.reconnect()
             self.pending = {self._link.send(chunk.request): chunk for chunk in self.pending.values()}
+        return complete
+
+    def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[_Job]:
+        """Put the pieces where they belong. A job with a piece that is gone never completes."""
+        complete: list[_Job] = []
+        gone = set(reply.gone)
+        expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
+        if [len(frame) for frame in bulk] != expected:
+            raise _Again(f"{self._link.endpoint} answered a chunk request with other pieces than asked for")
+        for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
+            if index in gone:
+                self.gone = job.entry.name
+                continue
+            job.payload[offset : offset + length] = np.frombuffer(frame, np.uint8)
+            job.missing_bytes -= length
+            counts.received_bytes += length
+            if not job.missing_bytes:
+                complete.append(job)
         return complete

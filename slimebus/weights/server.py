@@ -31,6 +31,7 @@ from slimebus.weights.messages import (
     Manifest,
     ManifestReply,
     ManifestRequest,
+    VersionGone,
 )
 from slimebus.weights.store import slice_payload
 
@@ -100,9 +101,9 @@ class WeightServer:
             if isinstance(message, ManifestRequest):
                 self._encoder.submit(self._make_manifest, message).add_done_callback(self._when_made(request))
             elif isinstance(message, ChunkRequest):
-                frames = self._read(message)
+                frames, gone = self._read(message)
                 self.sent_bytes += sum(len(frame) for frame in frames)
-                self._server.reply(request, ChunkReply(), frames)
+                self._server.reply(request, ChunkReply(gone=gone), frames)
             else:
                 raise WeightsError(f"a weight server answers no {type(message).__name__}", code="unexpected", retryable=False)
         except SlimebusError as problem:
@@ -112,15 +113,21 @@ class WeightServer:
         self.refused[problem.code] += 1
         self._server.reply(request, error_reply(problem))
 
-    def _read(self, request: ChunkRequest) -> list[memoryview]:
+    def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
+        """The bytes of the pieces, and the indices of those that are gone."""
         if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
             limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
             raise WeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK, retryable=False)
-        frames = []
-        for piece in request.pieces:
-            payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
-            frames.append(slice_payload(payload, piece.offset, piece.length, piece.name))
-        return frames
+        frames, gone = [], []
+        for index, piece in enumerate(request.pieces):
+            try:
+                payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
+                frames.append(slice_payload(payload, piece.offset, piece.length, piece.name))
+            except VersionGone:
+                frames.append(memoryview(b""))
+                gone.append(index)
+        self.refused[VersionGone.code] += len(gone)
+        return frames, gone
 
     # --- manifests: made in the encoder thread, sent by the serving one ---
 
