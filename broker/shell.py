@@ -113,6 +113,10 @@ class Broker:
         self.server.close()
         self.store.close()
 
+    def last_status(self) -> dict[str, Any]:
+        """The status as it is now; also after close."""
+        return self.machine.status(self.clock.monotonic())
+
     def _wait_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
         return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.clock.monotonic()))

@@ -4,6 +4,7 @@ Position p is prompt `p % n` of epoch `p // n`, in an order that only the seed a
 `epoch/row`, its record a msgpack map {prompt, label, metadata} that no one but the worker reads.
 """
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ import xxhash
 from broker.state.table import Prompt
 from slimebus.errors import DataError
 
+log = logging.getLogger("broker")
+
 SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
@@ -24,12 +27,20 @@ MAX_RECORD_BYTES = 16 * 1024 * 1024
 class JsonlRows:
     """The rows of some jsonl files, `path` or `path@[a:b]`, one after the other.
 
-    Every line is parsed once here. Raises DataError naming file, line number and reason.
+    Every line is parsed once here. Raises DataError naming file, line number and reason; with skip_bad such lines are logged,
+    counted in `num_skipped` and left out.
     """
 
     def __init__(
-        self, paths: Sequence[str], *, input_key: str = "prompt", label_key: str = "label", metadata_key: str = "metadata"
+        self,
+        paths: Sequence[str],
+        *,
+        input_key: str = "prompt",
+        label_key: str = "label",
+        metadata_key: str = "metadata",
+        skip_bad: bool = False,
     ) -> None:
+        self.skip_bad, self.num_skipped = skip_bad, 0
         self.input_key, self.label_key, self.metadata_key = input_key, label_key, metadata_key
         self._files: list[int] = []
         offsets: list[np.ndarray] = []
@@ -75,13 +86,23 @@ class JsonlRows:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 begin, end = end, end + len(line)
-                if line.strip():
+                if line.strip() and self._is_good(path, number, line):
                     rows.append((index, begin, end, number))
-                    self._check(path, number, line)
         chosen = rows[start:stop]
         for _, begin, end, _ in chosen:
             self._digest.update(os.pread(self._files[index], end - begin, begin))
         return np.array([row[:3] for row in chosen], np.int64).reshape(-1, 3)
+
+    def _is_good(self, path: Path, number: int, line: bytes) -> bool:
+        try:
+            self._check(path, number, line)
+        except DataError as bad:
+            if not self.skip_bad:
+                raise
+            self.num_skipped += 1
+            log.warning("skipped %s", bad.text)
+            return False
+        return True
 
     def _check(self, path: Path, number: int, line: bytes) -> None:
         if len(line) > MAX_RECORD_BYTES:

@@ -7,21 +7,22 @@ import asyncio
 import itertools
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.response import Response, Task
 from rollout.sglang_client import Completion, EngineClient
+from rollout.sglang_server import option_list, sglang_server
 from slimebus.config.schema import EngineConfig
-from slimebus.errors import SlimebusError, UsageError, WeightsError
-from slimebus.launch import free_port
+from slimebus.errors import UsageError, WeightsError
 from slimebus.messages import NO_VERSION
 
 log = logging.getLogger("rollout")
+
+STOP_S = 2.0
 
 
 def version_tag(lineage: str, version: int) -> str:
@@ -42,13 +43,14 @@ def version_of(tag: str, lineage: str) -> int:
 class Engine:
     """One engine: its client, the process if it was started here, and how many requests it is running."""
 
-    def __init__(self, url: str, client: EngineClient, process: "subprocess.Popen[bytes] | None" = None) -> None:
-        self.url, self.client, self.process, self.running = url, client, process, 0
+    def __init__(self, url: str, process: EngineProcess | None, vocab_size: int | None) -> None:
+        self.url, self.process, self.running = url, process, 0
+        self.client = EngineClient(url, vocab_size=vocab_size)
 
     @property
     def is_dead(self) -> bool:
         """True once the process that was started here has ended."""
-        return self.process is not None and self.process.poll() is not None
+        return self.process is not None and self.process.is_dead()
 
 
 class Engines:
@@ -66,56 +68,39 @@ class Engines:
     async def start(self) -> None:
         """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
         for url in self.config.engine_url:
-            self.engines.append(Engine(url.rstrip("/"), EngineClient(url, vocab_size=self.vocab_size)))
+            self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size))
         if not self.engines:
             self.engines.append(self._launch())
         for engine in self.engines:
             await self._await_ready(engine)
 
     def _launch(self) -> Engine:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        self.log_dir.mkdir(parents=True, exist_ok=True)
         log_file = self.log_dir / f"engine-{self.name}.log"
         if self.config.engine == "sglang":
-            from rollout import sglang_server
-
-            process = sglang_server.launch(
-                self.model_dir, port=port, python=self.config.engine_python or sys.executable, args=self.sglang_args, log_file=log_file
-            )
+            arguments = option_list(self.sglang_args)
+            process = sglang_server(self.model_dir, log_file, python=self.config.engine_python, arguments=arguments)
         else:
-            process = self._launch_embedded(port, log_file)
-        log.info("started engine %s at %s (log: %s)", self.config.engine, url, log_file)
-        return Engine(url, EngineClient(url, vocab_size=self.vocab_size), process)
+            process = embedded_engine(self.model_dir, log_file, arguments=self._embedded_arguments())
+        process.start()
+        log.info("started engine %s at %s (log: %s)", self.config.engine, process.url, log_file)
+        return Engine(process.url, process, self.vocab_size)
 
-    def _launch_embedded(self, port: int, log_file: Path) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "rollout.engine", "--model-path", str(self.model_dir), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--max-running-requests", str(self.config.engine_max_running_requests), "--threads", str(self.config.engine_threads)]
-        command += ["--seed", str(self.seed), "--exit-with-parent"]
-        with log_file.open("ab") as out:
-            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    def _embedded_arguments(self) -> tuple[str, ...]:
+        c = self.config
+        counts = {"--max-running-requests": c.engine_max_running_requests, "--threads": c.engine_threads, "--seed": self.seed}
+        return tuple(str(word) for pair in counts.items() for word in pair)
 
     async def _await_ready(self, engine: Engine) -> None:
-        deadline = asyncio.get_running_loop().time() + self.config.engine_start_timeout_s
-        while not await engine.client.is_ready():
-            if engine.is_dead:
-                raise SlimebusError(f"engine at {engine.url} ended with code {engine.process.returncode}:\n{self._tail()}", code="engine")  # type: ignore[union-attr]
-            if asyncio.get_running_loop().time() > deadline:
-                raise SlimebusError(
-                    f"worker {self.name} waited {self.config.engine_start_timeout_s:.0f} s for the engine at {engine.url}\n{self._tail()}",
-                    code="engine",
-                )
-            await asyncio.sleep(0.1)
-
-    def _tail(self) -> str:
-        file = self.log_dir / f"engine-{self.name}.log"
-        return "\n".join(file.read_text(errors="replace").splitlines()[-15:]) if file.is_file() else ""
+        if engine.process is not None:
+            await engine.process.wait_ready(self.config.engine_start_timeout_s)
+        else:
+            await engine.client.wait_ready(self.config.engine_start_timeout_s)
 
     async def restart_dead(self) -> bool:
         """Start again each engine that ended; True if there was one (its weights must be updated before use)."""
         dead = [i for i, engine in enumerate(self.engines) if engine.is_dead]
         for i in dead:
-            log.error("engine at %s ended with code %s; starting another", self.engines[i].url, self.engines[i].process.returncode)  # type: ignore[union-attr]
+            log.error("engine at %s ended; starting another", self.engines[i].url)
             await self.engines[i].client.close()
             self.engines[i] = self._launch()
             await self._await_ready(self.engines[i])
@@ -176,11 +161,8 @@ class Engines:
         """Close the clients and end the processes that were started here, for certain."""
         for engine in self.engines:
             await engine.client.close()
-            if engine.process is not None:
-                engine.process.terminate()
-        for engine in self.engines:
-            if engine.process is not None:
-                await asyncio.to_thread(_end, engine.process)
+        processes = [engine.process for engine in self.engines if engine.process is not None]
+        await asyncio.gather(*(asyncio.to_thread(process.stop, STOP_S) for process in processes))
 
 
 def vocab_size(model_dir: Path) -> int | None:
@@ -191,11 +173,3 @@ def vocab_size(model_dir: Path) -> int | None:
         raise UsageError(f"{model_dir}: no config.json; model.hf_checkpoint must be a Hugging Face directory") from None
     found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(found) if found else None
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        process.wait(2.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(2.0)
