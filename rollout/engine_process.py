@@ -43,13 +43,14 @@ class EngineProcess:
         """Process id once started."""
         return None if self._process is None else self._process.pid
 
-    def start(self) -> None:
-        """Start the command; its log file is truncated."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command and return its process; what it writes is appended to the log."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
+        with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
             )
+        return self._process
 
     def is_dead(self) -> bool:
         """Whether the process was not started or has ended."""
