@@ -116,9 +116,9 @@ def sampling(config: RunConfig) -> Sampling:
     if r.rollout_top_k > 0:
         chosen["top_k"] = r.rollout_top_k
     if r.rollout_stop:
-        chosen["stop"] = r.rollout_stop
+        chosen["stop"] = list[str | int](r.rollout_stop)
     if r.rollout_stop_token_ids:
-        chosen["stop_token_ids"] = r.rollout_stop_token_ids
+        chosen["stop_token_ids"] = list[str | int](r.rollout_stop_token_ids)
     return chosen
 
 
