@@ -114,31 +114,33 @@ class PackedAttention(MegatronModule):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[n, h, L, d]; keys and values may have fewer heads, each shared by a run of query heads."""
-        shared = q.shape[1] // k.shape[1]
-        if shared > 1:  # on CPU enable_gqa is slower than the copy, and flash there has none
-            k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale)
+        is_shared = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale, enable_gqa=is_shared)
 
 
-def half_turn(x: torch.Tensor) -> torch.Tensor:
-    """(a, b) to (-b, a) over the halves of the last dimension."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """(a, b) to (a cos - sign b sin, b cos + sign a sin) over the halves of the last dimension."""
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = cos[..., :half], sin[..., :half]  # megatron repeats the angles over both halves
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin, value=sign)
+    return out
 
 
 class Rotate(torch.autograd.Function):
-    """x * cos + half_turn(x) * sin; its transpose is the rotation by the opposite angle."""
+    """The rotary embedding; its transpose is the rotation by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(half_turn(x), sin)
+        return rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return (grads[0] * cos).addcmul_(half_turn(grads[0]), sin, value=-1), None, None
+        return rotate(grads[0], *ctx.saved_tensors, -1), None, None
 
 
 def rotate_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, angles: torch.Tensor, **unused: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What megatron-core assumes of CUDA, bridged for machines without it; where CUDA is there nothing is touched.
+"""What megatron-core assumes of CUDA, bridged for machines without it; where CUDA is there only deprecated names are renewed.
 
 `install()` runs before the first `import megatron` and replaces torch names that megatron reads.
 `repair_megatron()` runs after it, on any machine without Transformer Engine, and mends what megatron-core 0.16.1 gets wrong there.
@@ -9,7 +9,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CREATORS = (
@@ -19,21 +20,43 @@ CREATORS = (
 MARK = "_slimebus_cuda_bridge"
 
 
+@contextlib.contextmanager
+def library_warnings_ignored() -> Iterator[None]:
+    """Ignore what megatron and mbridge warn of in their own code (each import names Transformer Engine as missing, and old modules).
+
+    Only around imports, building and calls known to warn.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
+        yield
+
+
 def install() -> None:
-    """Let megatron-core run on gloo. Must come before `import megatron`; does nothing where CUDA is available."""
+    """Let megatron-core run on gloo. Must come before `import megatron`."""
     import torch
 
+    renew_collectives(torch.distributed)
     if torch.cuda.is_available() or hasattr(torch, MARK):
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # megatron's jit_fuser is torch.compile; read when torch._dynamo is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by TP + sequence parallel
     setattr(torch, MARK, True)
-    import torch._dynamo  # builds its table of torch names: must see the originals
+    # these build their tables of torch names once, and must see the originals
+    import torch._dynamo
+    from torch.utils._device import _device_constructors
 
+    _device_constructors()  # else `with torch.device("meta")` has no effect, and transformers loads buffers without values
     bridge_devices(torch)
     bridge_collectives(torch.distributed)
     bridge_streams(torch)
     bridge_random_state(torch)
+
+
+def renew_collectives(dist: Any) -> None:
+    """Give torch's new functions their old names, which megatron takes at import and which warn at every call."""
+    for old, new in (("all_gather_into_tensor", "all_gather_single"), ("reduce_scatter_tensor", "reduce_scatter_single")):
+        if hasattr(dist, new):
+            setattr(dist, old, getattr(dist, new))
 
 
 def bridge_devices(torch: Any) -> None:

@@ -69,7 +69,6 @@ def ddp_config(options: dict[str, Any]) -> DistributedDataParallelConfig:
 
 def make_bridge(settings: ModelSettings, options: dict[str, Any]) -> Any:
     """mbridge's Bridge for the model family that config.json names."""
-    from mbridge import AutoBridge
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.hf_checkpoint)
@@ -77,13 +76,30 @@ def make_bridge(settings: ModelSettings, options: dict[str, Any]) -> Any:
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):  # transformers 5 moved them; mbridge 0.15 reads these
         if not hasattr(config, name):
             setattr(config, name, rope.get(name, default))
-    try:
-        bridge = AutoBridge.from_config(config, dtype=DTYPES[settings.dtype])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{settings.hf_checkpoint}: model_type {config.model_type!r} has no weight map in mbridge ({error})") from None
+    bridge = new_bridge(config, DTYPES[settings.dtype])
     if settings.tensor_model_parallel_size > 1:
         bridge.make_vocab_size_divisible_by = settings.tensor_model_parallel_size
     bridge.set_extra_args(**transformer_options(settings) | options)
+    return bridge
+
+
+def new_bridge(config: Any, dtype: torch.dtype) -> Any:
+    """The bridge of the family that `config` names. Raises ConfigError when mbridge has none."""
+    from mbridge import AutoBridge
+    from mbridge.core.bridge import _MODEL_REGISTRY
+
+    family = _MODEL_REGISTRY.get(config.model_type)
+    if family is None:
+        known = ", ".join(sorted(_MODEL_REGISTRY))
+        raise ConfigError(f"model_type {config.model_type!r} has no weight map in mbridge; it has {known}")
+    # a model with tied embeddings changes the map of its class: give it one of its own, or the next model reads wrong names
+    shared = family._DIRECT_MAPPING
+    family._DIRECT_MAPPING = dict(shared)
+    try:
+        bridge = AutoBridge.from_config(config, dtype=dtype)
+        bridge._DIRECT_MAPPING = family._DIRECT_MAPPING
+    finally:
+        family._DIRECT_MAPPING = shared
     return bridge
 
 
@@ -102,7 +118,8 @@ def transformer_options(settings: ModelSettings) -> dict[str, Any]:
         **(unfused if without_te else {}),
         **recompute,
         "apply_rope_fusion": True,  # without Transformer Engine this is attention.rotate_packed
-        "bias_activation_fusion": True,
+        "bias_activation_fusion": False,
+        "use_te_activation_func": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
         "sequence_parallel": settings.sequence_parallel,

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from trainer import cuda_bridge
 from trainer.megatron_fields import split_megatron_options
 from trainer.model import DTYPES, Model
 from trainer.settings import OptimizerSettings
@@ -47,3 +48,10 @@ def set_learning_rate(optimizer: Any, value: float) -> None:
     """Give every parameter group this learning rate, times its own multiplier if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = value * group.get("lr_mult", 1.0)
+
+
+def clear_gradients(model: Model, optimizer: Any) -> None:
+    """Zero the gradient buffers before a step."""
+    model.module.zero_grad_buffer()
+    with cuda_bridge.library_warnings_ignored():  # each time: the optimizer asks for the .grad of its shards, which are views
+        optimizer.zero_grad()

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer import parallel
+from slimebus.errors import DataError
+from trainer import cuda_bridge, parallel
 from trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -29,12 +30,17 @@ class Policy:
 
         Raises ConfigError or DataError with one line when the settings, the layout or the model directory do not fit.
         """
-        parallel.start(settings.model)
-        from trainer.model import build_model
-        from trainer.optimizer import build_optimizer
+        with cuda_bridge.library_warnings_ignored():
+            parallel.start(settings.model)
+            try:
+                from trainer.model import build_model
+                from trainer.optimizer import build_optimizer
 
-        model = build_model(settings.model)
-        return cls(settings, model, build_optimizer(settings.optimizer, model))
+                model = build_model(settings.model)
+                return cls(settings, model, build_optimizer(settings.optimizer, model))
+            except BaseException:
+                parallel.stop()
+                raise
 
     @property
     def is_main(self) -> bool:
@@ -49,6 +55,8 @@ class Policy:
         from trainer.optimizer import learning_rate, set_learning_rate
         from trainer.update import train_step
 
+        if batch is not None and reference_logprobs is None and self.settings.algorithm.needs_reference:
+            raise DataError("the loss has a KL term (kl_loss_coef) but the batch has no reference_logprobs; give them to train()")
         tokens = self._shared(batch, reference_logprobs)
         if self.settings.algorithm.needs_old_pass:
             tokens = tokens.with_old_logprobs(self._logprobs(tokens))

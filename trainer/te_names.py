@@ -15,6 +15,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from trainer.activation import Activation
 from trainer.attention import PackedAttention, rotate_packed
 from trainer.norm import RMSNorm, rms_norm
 
@@ -141,7 +142,7 @@ class Provider:
         return PackedAttention
 
     def activation_func(self) -> Any:
-        return None
+        return Activation
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
         if moe_use_grouped_gemm:

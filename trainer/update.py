@@ -17,6 +17,7 @@ from trainer.algorithms.terms import TokenLoss, TokenTerms
 from trainer.batch import TokenBatch
 from trainer.logprobs import logprobs_and_entropy
 from trainer.model import Model
+from trainer.optimizer import clear_gradients
 from trainer.packing import MicroBatch, RowRules, pack
 from trainer.settings import AlgorithmSettings, BatchSettings
 
@@ -127,8 +128,7 @@ def train_step(
     }
     if kept.num_tokens == 0:
         return counts | {"updated": 0.0, "loss": 0.0, "grad_norm": 0.0}
-    model.module.zero_grad_buffer()
-    optimizer.zero_grad()
+    clear_gradients(model, optimizer)
     model.module.train()
     rows = micro_batches(model, batch, kept.samples, settings)
     reports = run_schedule(model, rows, loss_of_row(batch, algorithm, kept.num_tokens, len(rows)), forward_only=False)
