@@ -13,11 +13,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
@@ -68,6 +69,20 @@ class _Job:
     base: _Known | None  # None: the payload is the tensor itself
     payload: NDArray[np.uint8]
     missing_bytes: int
+    hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    hashed_bytes: int = 0
+
+    def put(self, offset: int, frame: memoryview) -> None:
+        """Put a piece in its place, hashing it on the way while it is in the cache."""
+        self.payload[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
+        self.missing_bytes -= len(frame)
+        if offset == self.hashed_bytes:
+            self.hasher.update(frame)
+            self.hashed_bytes += len(frame)
+
+    def hash(self) -> str:
+        """The hash of the whole payload."""
+        return self.hasher.hexdigest() if self.hashed_bytes == len(self.payload) else hash_bytes(self.payload)
 
 
 class _Target(NamedTuple):
@@ -99,7 +114,7 @@ class WeightPuller:
         endpoints: Sequence[str],
         *,
         name: str = "puller",
-        credits: int = 6,
+        credits: int = 8,
         chunk_bytes: int = CHUNK_BYTES,
         stall_s: float = 3.0,
         max_bytes: int = 1 << 42,
@@ -266,7 +281,7 @@ class _Pull:
         """Make the tensor of a complete payload known, if it is what its publisher says."""
         entry = job.entry
         buffer = job.payload if job.base is None else self._apply(job, job.base)
-        if buffer is None or hash_bytes(buffer) != entry.hash:
+        if buffer is None or (job.hash() if job.base is None else hash_bytes(buffer)) != entry.hash:
             self._wrong[entry.name] += 1
             if self._wrong[entry.name] >= MAX_WRONG_BYTES:
                 raise WeightsError(f"tensor {entry.name!r} of version {target.version} failed its checksum {MAX_WRONG_BYTES} times")
@@ -278,7 +293,7 @@ class _Pull:
         return True
 
     def _apply(self, job: _Job, base: _Known) -> NDArray[np.uint8] | None:
-        if hash_bytes(job.payload) != job.entry.payload_hash:
+        if job.hash() != job.entry.payload_hash:
             return None
         buffer = self._buffer(job.entry.name, len(base.tensor.buffer))
         np.copyto(buffer, base.tensor.buffer)
@@ -393,8 +408,7 @@ class _Stream:
             if index in gone:
                 self.gone = job.entry.name
                 continue
-            job.payload[offset : offset + length] = np.frombuffer(frame, np.uint8)
-            job.missing_bytes -= length
+            job.put(offset, frame)
             counts.received_bytes += length
             if not job.missing_bytes:
                 complete.append(job)
