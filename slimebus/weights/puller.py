@@ -124,6 +124,7 @@ class WeightPuller:
         self._links = [Link(endpoint, name=name, stall_s=stall_s) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._cancelled = threading.Event()
+        self._pulling = threading.Lock()
         self.counts = PullCounts()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -132,11 +133,14 @@ class WeightPuller:
         spare: a version that nobody reads any more, whose buffers may be reused. Survives lost connections, restarted servers and
         newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
         """
-        attempt = _Pull(have, spare)
+        with self._pulling:
+            return self._pull(_Pull(have, spare), deadline_s)
+
+    def _pull(self, attempt: "_Pull", deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
         reason = ""
         in_vain = 0
-        while True:
+        while not self._cancelled.is_set():
             verified_before = attempt.num_verified
             try:
                 return self._round(attempt, deadline)
@@ -144,10 +148,11 @@ class WeightPuller:
                 reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
             self.counts.rounds += 1
             in_vain = in_vain + 1 if attempt.num_verified == verified_before else 0
-            if self._cancelled.wait(_pause_s(in_vain)):
-                raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 break
+            self._cancelled.wait(_pause_s(in_vain))
+        if self._cancelled.is_set():
+            raise WeightsError("the pull was cancelled")
         raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self._addresses()}: {reason}")
 
     def cancel(self) -> None:
@@ -155,9 +160,11 @@ class WeightPuller:
         self._cancelled.set()
 
     def close(self) -> None:
-        """Close the connections."""
-        for link in self._links:
-            link.close()
+        """End a pull that another thread waits for (within a second), and close the connections; for good."""
+        self._cancelled.set()
+        with self._pulling:
+            for link in self._links:
+                link.close()
 
     @property
     def refused(self) -> Counter[str]:
