@@ -12,7 +12,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ CHUNK_BYTES = 1 << 20
 """Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
 
 MAX_PIECES = 64
+MIN_POOLED_BYTES = 1 << 18
+"""Smaller tensors are verified sooner than another thread would begin."""
 MAX_WRONG_BYTES = 3
 """A tensor that fails its hash this often in one pull is not tried again."""
 
@@ -68,6 +71,7 @@ class _Job:
     entry: TensorEntry
     base: _Known | None  # None: the payload is the tensor itself
     payload: NDArray[np.uint8]
+    result: NDArray[np.uint8]  # where the tensor comes to be; the payload itself when there is no base
     missing_bytes: int
     hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     hashed_bytes: int = 0
@@ -83,6 +87,19 @@ class _Job:
     def hash(self) -> str:
         """The hash of the whole payload."""
         return self.hasher.hexdigest() if self.hashed_bytes == len(self.payload) else hash_bytes(self.payload)
+
+    def is_right(self) -> bool:
+        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers."""
+        if self.base is None:
+            return self.hash() == self.entry.hash
+        if self.hash() != self.entry.payload_hash:
+            return False
+        np.copyto(self.result, self.base.tensor.buffer)
+        try:
+            codec.apply(self.payload, self.result.view(np.uint16))
+        except WeightsError:
+            return False
+        return hash_bytes(self.result) == self.entry.hash
 
 
 class _Target(NamedTuple):
@@ -106,7 +123,8 @@ class WeightPuller:
     """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it). Used by one thread at a time.
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
-    version that is accepted, a bound on what a wrong manifest can make this process allocate.
+    version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
+    verified at once while others arrive.
     """
 
     def __init__(
@@ -118,6 +136,7 @@ class WeightPuller:
         chunk_bytes: int = CHUNK_BYTES,
         stall_s: float = 3.0,
         max_bytes: int = 1 << 42,
+        threads: int = 2,
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
@@ -125,6 +144,7 @@ class WeightPuller:
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
         self.counts = PullCounts()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -165,6 +185,8 @@ class WeightPuller:
         with self._pulling:
             for link in self._links:
                 link.close()
+            if self._pool:
+                self._pool.shutdown()
 
     @property
     def refused(self) -> Counter[str]:
@@ -210,30 +232,33 @@ class WeightPuller:
         streams = [
             _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits) for link, jobs in zip(self._links, queues, strict=True)
         ]
-        for jobs in queues:
-            for job in jobs:
-                if not job.missing_bytes:
-                    self._complete(pull, job, target)
+        checks = _Checks(self._pool)
+        checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
             for stream in waiting:
-                for job in stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts):
-                    self._complete(pull, job, target)
+                checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
+            for job, is_right in checks.finished():
+                self._accept(pull, job, target, is_right)
+        for job, is_right in checks.finished(wait=True):
+            self._accept(pull, job, target, is_right)
         for stream in streams:
             if stream.gone:
                 raise _Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
-    def _complete(self, pull: "_Pull", job: _Job, target: _Target) -> None:
+    def _accept(self, pull: "_Pull", job: _Job, target: _Target, is_right: bool) -> None:
         if job.base is None:
             self.counts.full_tensors += 1
         else:
             self.counts.delta_tensors += 1
-        if not pull.verify(job, target):
+        if not is_right:
             self.counts.wrong_bytes += 1
+            pull.note_wrong(job.entry, target)
             raise _Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
+        pull.learn(job, target)
 
 
 class _Pull:
@@ -269,11 +294,13 @@ class _Pull:
         return entry.kind == DELTA and is_same_form and is_smaller and known.hash == entry.base_hash and not self._wrong[entry.name]
 
     def _delta_job(self, known: _Known, entry: TensorEntry) -> _Job:
-        return _Job(entry, known, np.empty(entry.size, np.uint8), entry.size)
+        result = self._buffer(entry.name, len(known.tensor.buffer))
+        return _Job(entry, known, np.empty(entry.size, np.uint8), result, entry.size)
 
     def _full_job(self, entry: TensorEntry) -> _Job:
         size = tensor_bytes(entry.name, entry.dtype, entry.shape)
-        return _Job(entry, None, self._buffer(entry.name, size), size)
+        buffer = self._buffer(entry.name, size)
+        return _Job(entry, None, buffer, buffer, size)
 
     def _buffer(self, name: str, size: int) -> NDArray[np.uint8]:
         spare = self._spare.pop(name, None)
@@ -284,31 +311,19 @@ class _Pull:
         except MemoryError:
             raise WeightsError(f"no memory for the {size} bytes of tensor {name!r}", retryable=False) from None
 
-    def verify(self, job: _Job, target: _Target) -> bool:
-        """Make the tensor of a complete payload known, if it is what its publisher says."""
-        entry = job.entry
-        buffer = job.payload if job.base is None else self._apply(job, job.base)
-        if buffer is None or (job.hash() if job.base is None else hash_bytes(buffer)) != entry.hash:
-            self._wrong[entry.name] += 1
-            if self._wrong[entry.name] >= MAX_WRONG_BYTES:
-                raise WeightsError(f"tensor {entry.name!r} of version {target.version} failed its checksum {MAX_WRONG_BYTES} times")
-            return False
+    def learn(self, job: _Job, target: _Target) -> None:
+        """A tensor is verified."""
         if self.lineage != target.lineage:
             self._enter(target.lineage)
         self.num_verified += 1
-        self.known[entry.name] = _Known(target.version, entry.hash, Tensor(entry.dtype, tuple(entry.shape), buffer))
-        return True
+        tensor = Tensor(job.entry.dtype, tuple(job.entry.shape), job.result)
+        self.known[job.entry.name] = _Known(target.version, job.entry.hash, tensor)
 
-    def _apply(self, job: _Job, base: _Known) -> NDArray[np.uint8] | None:
-        if job.hash() != job.entry.payload_hash:
-            return None
-        buffer = self._buffer(job.entry.name, len(base.tensor.buffer))
-        np.copyto(buffer, base.tensor.buffer)
-        try:
-            codec.apply(job.payload, buffer.view(np.uint16))
-        except WeightsError:
-            return None
-        return buffer
+    def note_wrong(self, entry: TensorEntry, target: _Target) -> None:
+        """Raises WeightsError when it was wrong too often."""
+        self._wrong[entry.name] += 1
+        if self._wrong[entry.name] >= MAX_WRONG_BYTES:
+            raise WeightsError(f"tensor {entry.name!r} of version {target.version} failed its checksum {MAX_WRONG_BYTES} times")
 
     def _enter(self, lineage: str) -> None:
         """Versions of another lineage are no base any more; their tensors still serve where the hashes agree."""
@@ -326,6 +341,31 @@ class _Pull:
         if len(manifests) == 1 and digest != manifests[0].digest:
             raise _Again(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
         return Weights(target.lineage, target.version, digest, tensors, hashes)
+
+
+class _Checks:
+    """Verifies completed jobs, large ones in the pool while more arrives."""
+
+    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
+        self._pool = pool
+        self._running: list[tuple[_Job, Future[bool]]] = []
+        self._done: list[tuple[_Job, bool]] = []
+
+    def add(self, jobs: Iterable[_Job]) -> None:
+        for job in jobs:
+            if self._pool is None or len(job.result) < MIN_POOLED_BYTES:
+                self._done.append((job, job.is_right()))
+            else:
+                self._running.append((job, self._pool.submit(job.is_right)))
+
+    def finished(self, *, wait: bool = False) -> list[tuple[_Job, bool]]:
+        """Each verdict once; with wait, of all jobs."""
+        ready = [(job, future.result()) for job, future in self._running if wait or future.done()]
+        finished = self._done + ready
+        taken = {id(job) for job, _ in ready}
+        self._running = [item for item in self._running if id(item[0]) not in taken]
+        self._done = []
+        return finished
 
 
 def _pause_s(in_vain: int) -> float:
