@@ -228,6 +228,17 @@ def test_a_wrong_base_falls_back_to_a_full_copy(store, model, after, check, clos
     check(puller.pull(have), newer)
 
 
+def test_a_base_that_rotted_in_memory_is_noticed_after_the_apply(store, model, after, check, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    have = puller.pull()
+    have.tensors["embed"].buffer[100] ^= 1
+    newer = after(model, 1)
+    store.publish(newer)
+    check(puller.pull(have), newer)
+    assert puller.counts.wrong_bytes == 1
+
+
 def test_a_new_lineage_replaces_the_old_one_and_reuses_equal_tensors(store, model, after, check, closing):
     server = closing(WeightServer(store))
     puller = closing(WeightPuller([server.endpoint]))

@@ -117,6 +117,36 @@ def test_tensors_may_come_go_and_change_their_form(model, after):
     assert {entry.name for entry in manifest.tensors} == back.keys()
 
 
+def test_a_tensor_that_once_travelled_whole_has_no_delta_across_that_version(model, after):
+    store = VersionStore()
+    store.publish(model)
+    store.publish(after(model, 1))
+    noise = np.random.default_rng(9).integers(0, 65536, model["embed"].shape).astype(np.uint16)
+    store.publish({**after(model, 1), "embed": noise})
+    store.publish(after({**model, "embed": noise}, 2))
+    assert [entry(store.manifest(store.lineage, base), "embed").kind for base in (0, 1, 2)] == [FULL, FULL, DELTA]
+
+
+def test_a_tensor_that_is_being_overwritten_is_gone(model, after, monkeypatch):
+    store = VersionStore()
+    store.publish(model)
+    encode, refused = codec.encode, []
+
+    def read_meanwhile(base, target, **options):
+        for name in ("embed", "norm"):
+            try:
+                store.read(store.lineage, 0, name, NO_BASE)
+            except VersionGone:
+                refused.append(name)
+        return encode(base, target, **options)
+
+    monkeypatch.setattr(codec, "encode", read_meanwhile)
+    store.publish({**model, "embed": after(model, 1)["embed"]})
+    assert refused[0] == "embed"
+    assert refused.count("norm") == 1  # only while it is being diffed, since it turned out unchanged
+    assert len(store.read(store.lineage, 0, "norm", NO_BASE)) == 128
+
+
 def test_a_publish_with_a_wrong_tensor_changes_nothing(model, after):
     store = VersionStore()
     before = store.publish(model)
