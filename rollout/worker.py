@@ -64,7 +64,7 @@ class Worker:
         self.busy = BusyMeter()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.finished = False
-        self._failure: SlimebusError | None = None
+        self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
         self._slot_free = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ class Worker:
                 background.append(asyncio.create_task(self.sync.run()))
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
-            await self._serve()
+            await self._serve(background)
         finally:
             await self._leave(background)
         if self._failure is not None:
@@ -129,15 +129,17 @@ class Worker:
 
     # --- leasing ---
 
-    async def _serve(self) -> None:
+    async def _serve(self, background: list["asyncio.Task[None]"]) -> None:
+        """Lease until the run ends; raises what ended leasing or anything it rests on."""
         leasing = asyncio.create_task(self._lease_forever())
         stopped = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({leasing, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         leasing.cancel()
-        (outcome,) = await asyncio.gather(leasing, return_exceptions=True)
-        if isinstance(outcome, Exception):
-            raise outcome
+        ended = [task for task in background if task.done()]
+        for outcome in await asyncio.gather(leasing, *ended, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     async def _lease_forever(self) -> None:
         while not self.finished:
@@ -166,9 +168,12 @@ class Worker:
         task = asyncio.create_task(self._finish(leased, record))
         self.running[leased.lease] = task
         self.busy.enter()
-        task.add_done_callback(lambda _: self._ended(leased.lease))
+        task.add_done_callback(lambda done: self._ended(leased.lease, done))
 
-    def _ended(self, lease: int) -> None:
+    def _ended(self, lease: int, done: "asyncio.Task[None]") -> None:
+        if not done.cancelled() and (fault := done.exception()) is not None:  # ours, not a plug-in's: end loudly
+            self._failure = fault
+            self.stop()
         self.running.pop(lease, None)
         self.busy.leave()
         self._slot_free.set()
