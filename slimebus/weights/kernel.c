@@ -35,7 +35,7 @@ typedef struct {
 
 static inline uint32_t zigzag(uint16_t difference) {
     int32_t d = (int16_t)difference;
-    return (uint32_t)((d << 1) ^ (d >> 31)) & 0xFFFFu;
+    return (((uint32_t)d << 1) ^ (uint32_t)(d >> 31)) & 0xFFFFu;
 }
 
 static inline uint16_t unzigzag(uint32_t z) { return (uint16_t)((z >> 1) ^ (0u - (z & 1u))); }

@@ -94,6 +94,7 @@ class Link:
         self._socket = self._connect()
 
     def close(self) -> None:
+        """Closing again does nothing."""
         self._socket.close(linger=0)
         self._context.term()
 

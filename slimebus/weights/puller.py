@@ -12,35 +12,32 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
-from slimebus.weights import codec
 from slimebus.weights.link import Link
 from slimebus.weights.messages import (
-    DELTA,
     ChunkReply,
     ChunkRequest,
     Manifest,
     ManifestReply,
     ManifestRequest,
     Piece,
-    TensorEntry,
 )
-from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, hash_bytes, tensor_bytes, version_digest
+from slimebus.weights.plan import Job, Plan, Target, WrongDigest
+from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
 """Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
 
 MAX_PIECES = 64
-MAX_WRONG_BYTES = 3
-"""A tensor that fails its hash this often in one pull is not tried again."""
+MIN_POOLED_BYTES = 1 << 18
+"""Smaller tensors are verified sooner than another thread would begin."""
 
 
 class _Again(Exception):
@@ -49,30 +46,6 @@ class _Again(Exception):
 
 class _NoAnswer(_Again):
     """Time ran out while nobody answered; says less than what was wrong before."""
-
-
-@dataclass
-class _Known:
-    """A verified tensor and the version it is of (the newest it is known to be the same in)."""
-
-    version: int
-    hash: str
-    tensor: Tensor
-
-
-@dataclass
-class _Job:
-    """One payload under way."""
-
-    entry: TensorEntry
-    base: _Known | None  # None: the payload is the tensor itself
-    payload: NDArray[np.uint8]
-    missing_bytes: int
-
-
-class _Target(NamedTuple):
-    lineage: str
-    version: int
 
 
 @dataclass
@@ -91,7 +64,8 @@ class WeightPuller:
     """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it). Used by one thread at a time.
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
-    version that is accepted, a bound on what a wrong manifest can make this process allocate.
+    version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
+    verified at once while others arrive.
     """
 
     def __init__(
@@ -99,16 +73,19 @@ class WeightPuller:
         endpoints: Sequence[str],
         *,
         name: str = "puller",
-        credits: int = 6,
+        credits: int = 8,
         chunk_bytes: int = CHUNK_BYTES,
         stall_s: float = 3.0,
         max_bytes: int = 1 << 42,
+        threads: int = 2,
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
         self._links = [Link(endpoint, name=name, stall_s=stall_s) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._cancelled = threading.Event()
+        self._pulling = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
         self.counts = PullCounts()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -117,22 +94,26 @@ class WeightPuller:
         spare: a version that nobody reads any more, whose buffers may be reused. Survives lost connections, restarted servers and
         newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
         """
-        attempt = _Pull(have, spare)
+        with self._pulling:
+            return self._pull(Plan(have, spare), deadline_s)
+
+    def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
         reason = ""
         in_vain = 0
-        while True:
-            verified_before = attempt.num_verified
+        while not self._cancelled.is_set():
+            verified_before = plan.num_verified
             try:
-                return self._round(attempt, deadline)
+                return self._round(plan, deadline)
             except _Again as again:
                 reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
             self.counts.rounds += 1
-            in_vain = in_vain + 1 if attempt.num_verified == verified_before else 0
-            if self._cancelled.wait(_pause_s(in_vain)):
-                raise WeightsError("the pull was cancelled")
+            in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
             if time.monotonic() >= deadline:
                 break
+            self._cancelled.wait(_pause_s(in_vain))
+        if self._cancelled.is_set():
+            raise WeightsError("the pull was cancelled")
         raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self._addresses()}: {reason}")
 
     def cancel(self) -> None:
@@ -140,9 +121,13 @@ class WeightPuller:
         self._cancelled.set()
 
     def close(self) -> None:
-        """Close the connections."""
-        for link in self._links:
-            link.close()
+        """End a pull that another thread waits for (within a second), and close the connections; for good."""
+        self._cancelled.set()
+        with self._pulling:
+            for link in self._links:
+                link.close()
+            if self._pool:
+                self._pool.shutdown()
 
     @property
     def refused(self) -> Counter[str]:
@@ -154,20 +139,23 @@ class WeightPuller:
 
     # --- one round: agree on a version, fetch, verify ---
 
-    def _round(self, pull: "_Pull", deadline: float) -> Weights:
-        manifests = self._manifests(pull, deadline)
+    def _round(self, plan: Plan, deadline: float) -> Weights:
+        manifests = self._manifests(plan, deadline)
         target = _agree(manifests)
-        if pull.have is not None and (pull.have.lineage, pull.have.version) == target:
-            return pull.have
-        queues = [list(pull.plan(part, self._max_bytes)) for part in manifests]
-        self._fetch(pull, queues, target, deadline)
+        if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
+            return plan.have
+        queues = [list(plan.missing(part, self._max_bytes)) for part in manifests]
+        self._fetch(plan, queues, target, deadline)
         self.counts.pulls += 1
-        return pull.finish([part[0] for part in manifests], target)
+        try:
+            return plan.finish([part[0] for part in manifests], target)
+        except WrongDigest as wrong:
+            raise _Again(wrong.text) from None
 
-    def _manifests(self, pull: "_Pull", deadline: float) -> list[list[Manifest]]:
+    def _manifests(self, plan: Plan, deadline: float) -> list[list[Manifest]]:
         """For each part, its manifest relative to each version that is known."""
-        bases = sorted({known.version for known in pull.known.values()}) or [NO_BASE]
-        wanted = [ManifestRequest(have_lineage=pull.lineage, have_version=base) for base in bases]
+        bases = sorted({known.version for known in plan.known.values()}) or [NO_BASE]
+        wanted = [ManifestRequest(have_lineage=plan.lineage, have_version=base) for base in bases]
         return [[self._manifest(link, request, deadline) for request in wanted] for link in self._links]
 
     def _manifest(self, link: Link, request: ManifestRequest, deadline: float) -> Manifest:
@@ -183,127 +171,63 @@ class WeightPuller:
                 raise
             raise (_NoAnswer if isinstance(problem, Unreachable) else _Again)(problem.text) from None
 
-    def _fetch(self, pull: "_Pull", queues: Sequence[Sequence[_Job]], target: _Target, deadline: float) -> None:
+    def _fetch(self, plan: Plan, queues: Sequence[Sequence[Job]], target: Target, deadline: float) -> None:
         """Every job of every part, `credits` requests in flight on each link."""
         streams = [
             _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits) for link, jobs in zip(self._links, queues, strict=True)
         ]
-        for jobs in queues:
-            for job in jobs:
-                if not job.missing_bytes:
-                    self._complete(pull, job, target)
+        checks = _Checks(self._pool)
+        checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
             for stream in waiting:
-                for job in stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts):
-                    self._complete(pull, job, target)
+                checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
+            for job, is_right in checks.finished():
+                self._accept(plan, job, target, is_right)
+        for job, is_right in checks.finished(wait=True):
+            self._accept(plan, job, target, is_right)
         for stream in streams:
             if stream.gone:
                 raise _Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
-    def _complete(self, pull: "_Pull", job: _Job, target: _Target) -> None:
+    def _accept(self, plan: Plan, job: Job, target: Target, is_right: bool) -> None:
         if job.base is None:
             self.counts.full_tensors += 1
         else:
             self.counts.delta_tensors += 1
-        if not pull.verify(job, target):
+        if not is_right:
             self.counts.wrong_bytes += 1
+            plan.note_wrong(job.entry, target)
             raise _Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
+        plan.learn(job, target)
 
 
-class _Pull:
-    """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice."""
+class _Checks:
+    """Verifies completed jobs, large ones in the pool while more arrives."""
 
-    def __init__(self, have: Weights | None, spare: Weights | None) -> None:
-        self.have = have
-        self.lineage = have.lineage if have else ""
-        self.known: dict[str, _Known] = {}
-        if have:
-            self.known = {name: _Known(have.version, have.hashes[name], tensor) for name, tensor in have.tensors.items()}
-        self.num_verified = 0
-        self._wrong: Counter[str] = Counter()
-        in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have else set()
-        self._spare = {name: t.buffer for name, t in (spare.tensors if spare else {}).items() if id(t.buffer) not in in_use}
+    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
+        self._pool = pool
+        self._running: list[tuple[Job, Future[bool]]] = []
+        self._done: list[tuple[Job, bool]] = []
 
-    def plan(self, relative: Sequence[Manifest], max_bytes: int) -> Iterator[_Job]:
-        """The payloads that are still missing of a part; its manifests differ only in their base."""
-        deltas = {manifest.base: {entry.name: entry for entry in manifest.tensors} for manifest in relative}
-        if sum(tensor_bytes(e.name, e.dtype, e.shape) for e in relative[0].tensors) > max_bytes:
-            version = relative[0].version
-            raise WeightsError(f"version {version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
-        for entry in relative[0].tensors:
-            known = self.known.get(entry.name)
-            if known and known.hash == entry.hash and (known.tensor.dtype, known.tensor.shape) == (entry.dtype, entry.shape):
-                continue
-            delta = deltas.get(known.version, {}).get(entry.name) if known else None
-            yield self._delta_job(known, delta) if known and delta and self._can_step(known, delta) else self._full_job(entry)
+    def add(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if self._pool is None or len(job.result) < MIN_POOLED_BYTES:
+                self._done.append((job, job.is_right()))
+            else:
+                self._running.append((job, self._pool.submit(job.is_right)))
 
-    def _can_step(self, known: _Known, entry: TensorEntry) -> bool:
-        is_same_form = (known.tensor.dtype, known.tensor.shape) == (entry.dtype, entry.shape) and entry.dtype in STEPPED_DTYPES
-        is_smaller = 0 < entry.size < len(known.tensor.buffer)
-        return entry.kind == DELTA and is_same_form and is_smaller and known.hash == entry.base_hash and not self._wrong[entry.name]
-
-    def _delta_job(self, known: _Known, entry: TensorEntry) -> _Job:
-        return _Job(entry, known, np.empty(entry.size, np.uint8), entry.size)
-
-    def _full_job(self, entry: TensorEntry) -> _Job:
-        size = tensor_bytes(entry.name, entry.dtype, entry.shape)
-        return _Job(entry, None, self._buffer(entry.name, size), size)
-
-    def _buffer(self, name: str, size: int) -> NDArray[np.uint8]:
-        spare = self._spare.pop(name, None)
-        if spare is not None and len(spare) == size and spare.flags.writeable:
-            return spare
-        try:
-            return np.empty(size, np.uint8)
-        except MemoryError:
-            raise WeightsError(f"no memory for the {size} bytes of tensor {name!r}", retryable=False) from None
-
-    def verify(self, job: _Job, target: _Target) -> bool:
-        """Make the tensor of a complete payload known, if it is what its publisher says."""
-        entry = job.entry
-        buffer = job.payload if job.base is None else self._apply(job, job.base)
-        if buffer is None or hash_bytes(buffer) != entry.hash:
-            self._wrong[entry.name] += 1
-            if self._wrong[entry.name] >= MAX_WRONG_BYTES:
-                raise WeightsError(f"tensor {entry.name!r} of version {target.version} failed its checksum {MAX_WRONG_BYTES} times")
-            return False
-        if self.lineage != target.lineage:
-            self._enter(target.lineage)
-        self.num_verified += 1
-        self.known[entry.name] = _Known(target.version, entry.hash, Tensor(entry.dtype, tuple(entry.shape), buffer))
-        return True
-
-    def _apply(self, job: _Job, base: _Known) -> NDArray[np.uint8] | None:
-        if hash_bytes(job.payload) != job.entry.payload_hash:
-            return None
-        buffer = self._buffer(job.entry.name, len(base.tensor.buffer))
-        np.copyto(buffer, base.tensor.buffer)
-        try:
-            codec.apply(job.payload, buffer.view(np.uint16))
-        except WeightsError:
-            return None
-        return buffer
-
-    def _enter(self, lineage: str) -> None:
-        """Versions of another lineage are no base any more; their tensors still serve where the hashes agree."""
-        self.lineage = lineage
-        for known in self.known.values():
-            known.version = NO_BASE
-
-    def finish(self, manifests: Sequence[Manifest], target: _Target) -> Weights:
-        entries = [entry for manifest in manifests for entry in manifest.tensors]
-        tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
-        hashes = {entry.name: entry.hash for entry in entries}
-        if len(tensors) != len(entries):
-            raise WeightsError(f"version {target.version}: two publishers serve a tensor of one name", retryable=False)
-        digest = version_digest(tensors, hashes)
-        if len(manifests) == 1 and digest != manifests[0].digest:
-            raise _Again(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
-        return Weights(target.lineage, target.version, digest, tensors, hashes)
+    def finished(self, *, wait: bool = False) -> list[tuple[Job, bool]]:
+        """Each verdict once, right ones first; with wait, of all jobs."""
+        ready = [(job, future.result()) for job, future in self._running if wait or future.done()]
+        finished = self._done + ready
+        taken = {id(job) for job, _ in ready}
+        self._running = [item for item in self._running if id(item[0]) not in taken]
+        self._done = []
+        return sorted(finished, key=lambda item: not item[1])
 
 
 def _pause_s(in_vain: int) -> float:
@@ -311,9 +235,9 @@ def _pause_s(in_vain: int) -> float:
     return random.uniform(0.5, 1.0) * min(0.5, 0.005 * 2.0 ** min(in_vain, 10))
 
 
-def _agree(manifests: Sequence[Sequence[Manifest]]) -> _Target:
+def _agree(manifests: Sequence[Sequence[Manifest]]) -> Target:
     """The one version that all manifests are of."""
-    targets = {_Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
+    targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
     if len(targets) > 1:
         raise _Again(f"the publishers are at different versions: {', '.join(f'{t.version} of {t.lineage}' for t in sorted(targets))}")
     return targets.pop()
@@ -321,12 +245,12 @@ def _agree(manifests: Sequence[Sequence[Manifest]]) -> _Target:
 
 class _Chunk(NamedTuple):
     request: ChunkRequest
-    places: list[tuple[_Job, int, int]]  # job, offset, length of each piece
+    places: list[tuple[Job, int, int]]  # job, offset, length of each piece
 
 
-def _chunks(jobs: Sequence[_Job], target: _Target, chunk_bytes: int) -> Iterator[_Chunk]:
+def _chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[_Chunk]:
     """The jobs cut into requests of chunk_bytes; small payloads share one."""
-    places: list[tuple[_Job, int, int]] = []
+    places: list[tuple[Job, int, int]] = []
     room = chunk_bytes
     for job in jobs:
         offset, size = 0, job.missing_bytes
@@ -341,7 +265,7 @@ def _chunks(jobs: Sequence[_Job], target: _Target, chunk_bytes: int) -> Iterator
         yield _chunk(places, target)
 
 
-def _chunk(places: list[tuple[_Job, int, int]], target: _Target) -> _Chunk:
+def _chunk(places: list[tuple[Job, int, int]], target: Target) -> _Chunk:
     pieces = [Piece(job.entry.name, job.base.version if job.base else NO_BASE, offset, length) for job, offset, length in places]
     return _Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
 
@@ -363,9 +287,9 @@ class _Stream:
             self.pending[self._link.send(chunk.request)] = chunk
         return bool(self.pending)
 
-    def receive(self, timeout_s: float, counts: PullCounts) -> list[_Job]:
+    def receive(self, timeout_s: float, counts: PullCounts) -> list[Job]:
         """The jobs that the next replies complete; reconnects and asks again after a silence."""
-        complete: list[_Job] = []
+        complete: list[Job] = []
         for request_id, message, bulk in self._link.receive(timeout_s):
             chunk = self.pending.pop(request_id, None)
             if chunk is None:
@@ -382,9 +306,9 @@ class _Stream:
             self.pending = {self._link.send(chunk.request): chunk for chunk in self.pending.values()}
         return complete
 
-    def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[_Job]:
+    def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
         """Put the pieces where they belong. A job with a piece that is gone never completes."""
-        complete: list[_Job] = []
+        complete: list[Job] = []
         gone = set(reply.gone)
         expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
         if [len(frame) for frame in bulk] != expected:
@@ -393,8 +317,7 @@ class _Stream:
             if index in gone:
                 self.gone = job.entry.name
                 continue
-            job.payload[offset : offset + length] = np.frombuffer(frame, np.uint8)
-            job.missing_bytes -= length
+            job.put(offset, frame)
             counts.received_bytes += length
             if not job.missing_bytes:
                 complete.append(job)

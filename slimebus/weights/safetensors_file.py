@@ -43,7 +43,7 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5",
 
 
 def write_model(
-    tensors: Mapping[str, Tensor], directory: Path, *, config_from: Path | None = None, metadata: Mapping[str, str] | None = None
+    directory: Path, weights: Weights | Mapping[str, Tensor], *, config_from: Path | None = None, metadata: Mapping[str, str] | None = None
 ) -> Path:
     """Make `directory` a model that transformers and SGLang load: model.safetensors, and the small files of config_from beside it.
 
@@ -55,12 +55,12 @@ def write_model(
             if file.is_file() and not file.name.endswith(NOT_COPIED):
                 _copy(file, directory / file.name)
     path = directory / WEIGHTS_FILE
-    write_file(tensors, path, metadata=metadata)
+    write_file(path, weights.tensors if isinstance(weights, Weights) else weights, metadata=metadata)
     (directory / INDEX_FILE).unlink(missing_ok=True)  # of shards that this one file replaces
     return path
 
 
-def write_file(tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
+def write_file(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
     """Write one safetensors file atomically, tensors aligned to 8 bytes."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:

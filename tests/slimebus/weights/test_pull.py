@@ -259,13 +259,16 @@ def test_nothing_published_yet_is_waited_for(model, check, closing):
     check(puller.pull(deadline_s=10), model)
 
 
-def test_a_cancelled_pull_ends_soon(closing):
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_pull_that_another_thread_ends_is_over_soon(closing, end):
     puller = closing(WeightPuller(["tcp://127.0.0.1:9"]))
-    threading.Timer(0.1, puller.cancel).start()
+    threading.Timer(0.1, getattr(puller, end)).start()
     started = time.monotonic()
     with pytest.raises(WeightsError, match="cancelled"):
         puller.pull(deadline_s=60)
     assert time.monotonic() - started < 5
+    with pytest.raises(WeightsError, match="cancelled"):
+        puller.pull(deadline_s=60)
 
 
 def test_the_server_survives_garbage_and_refuses_what_it_cannot_serve(store, model, check, closing):

@@ -28,16 +28,18 @@ def test_a_written_model_reads_back_and_brings_its_config(tmp_path: Path, tensor
     source.mkdir()
     (source / "config.json").write_text("{}")
     (source / "model-00001-of-00001.safetensors").write_text("stays behind")
-    write_model(tensors, tmp_path / "out", config_from=source)
+    write_model(tmp_path / "out", tensors, config_from=source)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert_same(read_model(tmp_path / "out"), tensors)
     weights = read_weights(tmp_path / "out", version=3)
+    write_model(tmp_path / "again", weights)
+    assert_same(read_model(tmp_path / "again"), tensors)
     assert (weights.version, weights.size_bytes) == (3, sum(len(t.buffer) for t in tensors.values()))
 
 
 def test_the_safetensors_library_agrees(tmp_path: Path, tensors):
     safetensors = pytest.importorskip("safetensors.numpy")
-    write_file(tensors, tmp_path / "a.safetensors")
+    write_file(tmp_path / "a.safetensors", tensors)
     from safetensors import safe_open
 
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -52,7 +54,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path, tensors):
     names = list(tensors)
     shards = {"model-1.safetensors": names[:4], "model-2.safetensors": names[4:]}
     for file, part in shards.items():
-        write_file({name: tensors[name] for name in part}, tmp_path / file)
+        write_file(tmp_path / file, {name: tensors[name] for name in part})
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_same(read_model(tmp_path), tensors)
@@ -65,9 +67,9 @@ def test_shards_are_read_through_their_index(tmp_path: Path, tensors):
 
 
 def test_a_reader_keeps_the_old_model_while_a_new_one_is_written(tmp_path: Path, tensors):
-    write_model(tensors, tmp_path)
+    write_model(tmp_path, tensors)
     old = read_model(tmp_path)
-    write_model({"other": as_tensor("other", np.ones(3, np.float32))}, tmp_path)
+    write_model(tmp_path, {"other": as_tensor("other", np.ones(3, np.float32))})
     assert_same(old, tensors)
     assert read_model(tmp_path).keys() == {"other"}
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
