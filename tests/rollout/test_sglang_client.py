@@ -93,6 +93,19 @@ def test_nobody_listening_is_unreachable_after_the_deadline():
         asyncio.run(talk())
 
 
+def test_where_lists_of_ids_are_refused_each_prompt_becomes_a_request():
+    engine = ScriptedEngine(generate=[(422, {"error": "rid: invalid type"}), (200, answer("a.")), (200, answer("b."))])
+
+    async def talk(client: EngineClient) -> list[list[str]]:
+        batches = [await client.generate([[3], [4]], {"n": 1}, ["a", "b"]) for _ in range(2)]
+        return [[completion.rid for completion in batch] for batch in batches]
+
+    assert talk_to(engine, talk)[0] == ["a", "b"]
+    single = {"sampling_params": {"n": 1}, "return_logprob": True}
+    assert [body for _, body in engine.asked[1:3]] == [{"input_ids": [3], "rid": "a.", **single}, {"input_ids": [4], "rid": "b.", **single}]
+    assert len(engine.asked) == 5
+
+
 def test_a_refused_request_is_a_usage_error_with_the_engines_words():
     engine = ScriptedEngine(generate=[(400, {"error": "Object contains unknown field `x`"})])
     with pytest.raises(UsageError, match="answered 400: Object contains unknown field"):
