@@ -180,10 +180,13 @@ class EngineClient:
         if len(scored) != len(answer.output_ids):
             raise EngineError(f"engine {self.url}: request {meta.id} has {len(answer.output_ids)} tokens and {len(scored)} logprobs")
         num_tokens = len(scored)
+        logprobs = np.array([entry[0] for entry in scored], dtype=np.float32)
+        if not np.isfinite(logprobs).all():
+            raise EngineError(f"engine {self.url}: request {meta.id} has logprobs that are no numbers; its weights are probably broken")
         spans = [(span.version, span.start, span.end) for span in meta.weight_versions or []]
         return Completion(
             output_ids=np.array(answer.output_ids, dtype=np.int32),
-            logprobs=np.array([entry[0] for entry in scored], dtype=np.float32),
+            logprobs=logprobs,
             finish_reason=meta.finish_reason.type,
             versions=spans or [(meta.weight_version, 0, num_tokens)],
             text=answer.text,

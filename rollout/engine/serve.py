@@ -60,11 +60,12 @@ async def serve(settings: Settings, sock: socket.socket, parent_pid: int | None)
     """Serve on `sock` until SIGTERM, SIGINT or the parent's end; raises what ended the decode thread, if that did."""
     ended = asyncio.Event()
     event_loop = asyncio.get_running_loop()
+    # Loading blocks the event loop, and until it is done a signal simply ends the process: nothing is being served yet.
+    settings, core, expander, codec = load_engine(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         event_loop.add_signal_handler(number, ended.set)
     if parent_pid is not None:
         watch_parent(event_loop, parent_pid, ended.set)
-    settings, core, expander, codec = load_engine(settings)
     server = EngineServer(settings, core, expander, codec)
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S / 2)
     await runner.setup()

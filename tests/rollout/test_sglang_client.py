@@ -125,6 +125,7 @@ def test_a_failing_engine_is_an_engine_error_and_not_retried():
     [
         ([answer(), answer()], "2 answers to 1 prompts"),
         ([answer(output_token_logprobs=[])], "2 tokens and 0 logprobs"),
+        ([answer(output_token_logprobs=[[None, 7, None], [-0.25, 1, None]])], "no numbers"),
         ([answer(finish_reason=None)], "before it finished"),
         ({"surprise": 1}, "is not SGLang's"),
     ],
