@@ -439,17 +439,13 @@ def check(world: World) -> None:
     leased = {g.lease for g in groups.by_id.values() if g.phase == LEASED}
     require(leased == set(groups.by_lease) == set(state.lease_deadlines), "a lease leaks")
     require(min(state.lease_deadlines.values(), default=world.now) >= world.now, "a lease outlives its deadline")
-    require(
-        [name for _, name in groups.ready]
-        == sorted((n for n, g in groups.by_id.items() if g.phase == READY), key=lambda n: groups.by_id[n].admitted),
-        "ready order",
-    )
+    ready = sorted((g for g in groups.by_id.values() if g.phase == READY), key=lambda g: g.admitted)
+    require([name for _, name in groups.ready] == [g.id for g in ready], "the ready list is out of order")
 
 
 def check_bounds(world: World) -> None:
     """What is cheap to look at, after each event."""
     state = world.machine.state
-    require(
-        state.num_held <= state.rules.buffer_capacity + 2 * state.rules.batch_size * (state.rules.num_steps or 1), "the buffer overflows"
-    )
+    bound = state.rules.buffer_capacity + 2 * state.rules.batch_size * (state.rules.num_steps or 1)
+    require(state.num_held <= bound, "the buffer overflows")
     require(len(state.parked_leases) <= state.rules.max_parked, "parked requests overflow")
