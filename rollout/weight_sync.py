@@ -103,7 +103,7 @@ class WeightSync:
 
         self._slot ^= 1
         directory = self._dir / "ab"[self._slot]
-        write_model(weights.tensors, directory, config_from=self.model_dir)
+        write_model(directory, weights, config_from=self.model_dir)
         return directory
 
     def close(self) -> None:
