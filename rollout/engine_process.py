@@ -28,7 +28,7 @@ class EngineProcess:
 
     def __init__(self, command: list[str], url: str, log_path: Path, *, env: dict[str, str] | None = None) -> None:
         self.command, self.url, self.log_path = command, url.rstrip("/"), log_path
-        self._env = {**os.environ, **(env or {})}
+        self.environment = {**os.environ, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> EngineProcess:
@@ -48,7 +48,7 @@ class EngineProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
             )
         return self._process
 

@@ -15,7 +15,7 @@ from rollout.response import Response, Task, to_sample
 from rollout.tokenizer import Tokenizer
 from slimebus import hooks
 from slimebus.config.schema import RunConfig
-from slimebus.errors import HookError
+from slimebus.errors import HookError, SlimebusError
 from slimebus.messages import LeasedGroup
 from slimebus.samples import Sample
 
@@ -52,11 +52,18 @@ class GroupMaker:
         for problem in {p.text: p for p in problems if p is not None}.values():
             log.warning("group %s: %s", leased.group, problem.text)
         samples = [to_sample(r, failed=p is not None) for r, p in zip(responses, problems, strict=True)]
-        if self.keep is not None and leased.kind == "train":
-            verdict = self.keep(samples)
-            if not verdict:
-                raise Dropped("filtered")
+        if leased.kind == "train" and not self._is_kept(samples):
+            raise Dropped("filtered")
         return samples
+
+    def _is_kept(self, samples: list[Sample]) -> bool:
+        if self.keep is None:
+            return True
+        try:
+            return bool(self.keep(samples))
+        except Exception as bad:  # a plug-in may fail in any way; the group is given back as failed
+            path = self.config.rollout.dynamic_sampling_filter_path
+            raise HookError(f"dynamic filter {path}: {type(bad).__name__}: {bad}") from bad
 
     def _tasks(self, leased: LeasedGroup, record: bytes) -> list[Task]:
         prompt: dict[str, Any] = msgspec.msgpack.decode(record)
@@ -74,17 +81,24 @@ class GroupMaker:
 
     async def _call_hook(self, task: Task) -> list[Response]:
         assert self.hook is not None
+        path = self.config.rollout.custom_generate_function_path
         offered = {"task": task, "engines": self.engines, "tokenizer": self.tokenizer}
-        made = self.hook(**{name: offered[name] for name in inspect.signature(self.hook).parameters})
-        made = await made if inspect.isawaitable(made) else made
+        try:
+            made = self.hook(**{name: offered[name] for name in inspect.signature(self.hook).parameters})
+            made = await made if inspect.isawaitable(made) else made
+        except SlimebusError:
+            raise
+        except Exception as bad:  # a plug-in may fail in any way; the group is given back as failed
+            raise HookError(f"generate hook {path}: {type(bad).__name__}: {bad}") from bad
         made = [made] if isinstance(made, Response) else made
         if not isinstance(made, list) or not made or not all(isinstance(r, Response) for r in made):
-            path = self.config.rollout.custom_generate_function_path
             raise HookError(f"generate hook {path}: gave {type(made).__name__}; expected a Response or a list of them")
         return made
 
     def _fill_text(self, responses: list[Response]) -> None:
         blank = [r for r in responses if not r.text]
+        if not blank:
+            return
         for response, text in zip(blank, self.tokenizer.decode_batch([r.token_ids for r in blank]), strict=True):
             response.text = text
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,10 +18,15 @@ from slimebus.errors import SlimebusError, Unreachable, UsageError, WeightsError
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 2.0
 # SGLang aborts every request whose id begins with the given one: a closing mark keeps "w-1" from ending "w-10".
 RID_END = "."
+UNPROCESSABLE = 422
 RETRIED_STATUS = (502, 503, 504)
 
 
@@ -79,6 +84,11 @@ class _Answer(msgspec.Struct):
 
 
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class _BatchRefused(Exception):
+    """This URL wants one prompt a request: sglang-router 0.3.2 takes one rid only, and answers 422 to a list."""
 
 
 class EngineClient:
@@ -94,6 +104,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.vocab_size = vocab_size
         self._retry_s, self._request_timeout_s = retry_s, request_timeout_s
+        self._takes_batches = True
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
@@ -111,7 +122,7 @@ class EngineClient:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def generate(
-        self, input_ids_batch: Sequence[Sequence[int]], sampling: dict[str, Any] | list[dict[str, Any]], rids: Sequence[str]
+        self, input_ids_batch: Sequence[TokenIds], sampling: dict[str, Any] | list[dict[str, Any]], rids: Sequence[str]
     ) -> list[Completion]:
         """One completion for each prompt, in order; `sampling` is one dict for all or one each, `rids` one each.
 
@@ -119,17 +130,34 @@ class EngineClient:
         same rids, so a sequence may be generated twice, but is returned once. UsageError for a request that the
         engine refuses (400) or whose token ids are outside the vocabulary, EngineError for anything else it answers.
         """
-        prompts = [[int(token) for token in prompt] for prompt in input_ids_batch]
+        prompts = [np.asarray(prompt, dtype=np.int64).tolist() for prompt in input_ids_batch]
         self._check(prompts, rids)
-        body = {"input_ids": prompts, "sampling_params": sampling, "rid": [rid + RID_END for rid in rids], "return_logprob": True}
-        reply = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s)
-        try:
-            answers = _decode_answers(reply)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"engine {self.url}: the answer to /generate is not SGLang's: {error}") from None
+        names = [rid + RID_END for rid in rids]
+        if self._takes_batches:
+            try:
+                return await self._generate_batch(prompts, sampling, names)
+            except _BatchRefused:
+                self._takes_batches = False
+        samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        return await _all_or_cancel([self._generate_one(*one) for one in zip(prompts, samplings, names, strict=True)])
+
+    async def _generate_batch(self, prompts: list[list[int]], sampling: object, names: list[str]) -> list[Completion]:
+        body = {"input_ids": prompts, "sampling_params": sampling, "rid": names, "return_logprob": True}
+        answers = self._answers(await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s), _decode_answers)
         if len(answers) != len(prompts):
             raise EngineError(f"engine {self.url}: {len(answers)} answers to {len(prompts)} prompts")
         return [self._completion(answer) for answer in answers]
+
+    async def _generate_one(self, prompt: list[int], sampling: object, name: str) -> Completion:
+        body = {"input_ids": prompt, "sampling_params": sampling, "rid": name, "return_logprob": True}
+        reply = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s)
+        return self._completion(self._answers(reply, _decode_answer))
+
+    def _answers(self, reply: bytes, decode: Callable[[bytes], T]) -> T:
+        try:
+            return decode(reply)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"engine {self.url}: the answer to /generate is not SGLang's: {error}") from None
 
     def _check(self, prompts: list[list[int]], rids: Sequence[str]) -> None:
         if len(rids) != len(prompts):
@@ -152,10 +180,13 @@ class EngineClient:
         if len(scored) != len(answer.output_ids):
             raise EngineError(f"engine {self.url}: request {meta.id} has {len(answer.output_ids)} tokens and {len(scored)} logprobs")
         num_tokens = len(scored)
+        logprobs = np.array([entry[0] for entry in scored], dtype=np.float32)
+        if not np.isfinite(logprobs).all():
+            raise EngineError(f"engine {self.url}: request {meta.id} has logprobs that are no numbers; its weights are probably broken")
         spans = [(span.version, span.start, span.end) for span in meta.weight_versions or []]
         return Completion(
             output_ids=np.array(answer.output_ids, dtype=np.int32),
-            logprobs=np.array([entry[0] for entry in scored], dtype=np.float32),
+            logprobs=logprobs,
             finish_reason=meta.finish_reason.type,
             versions=spans or [(meta.weight_version, 0, num_tokens)],
             text=answer.text,
@@ -215,11 +246,11 @@ class EngineClient:
 
     async def is_ready(self, timeout_s: float = 2.0) -> bool:
         """Whether `/ready` answers 200 within `timeout_s`: it is up and not paused. Never raises."""
-        return await self._answers("/ready", timeout_s)
+        return await self._is_200("/ready", timeout_s)
 
     async def is_healthy(self, timeout_s: float = 25.0) -> bool:
         """Whether `/health` answers 200 within `timeout_s`; a real SGLang generates a token for it."""
-        return await self._answers("/health", timeout_s)
+        return await self._is_200("/health", timeout_s)
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
         """Return once `/ready` answers 200; Unreachable after `timeout_s`, or as soon as `is_dead()`."""
@@ -247,7 +278,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"})
         return self._session
 
-    async def _answers(self, path: str, timeout_s: float) -> bool:
+    async def _is_200(self, path: str, timeout_s: float) -> bool:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -258,13 +289,12 @@ class EngineClient:
             return False
 
     async def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0) -> bytes:
-        """The body of a 200; lost connections and busy answers are retried until `retry_s` of them in a row have passed."""
+        """The body of a 200; lost connections and busy answers are retried for `retry_s` from the first of them."""
         import aiohttp
 
         payload = None if body is None else msgspec.json.encode(body)
-        give_up_s, pause_s = time.monotonic() + self._retry_s, RETRY_FIRST_S
+        failing_since_s, pause_s = 0.0, RETRY_FIRST_S
         while True:
-            started_s = time.monotonic()
             try:
                 status, reply = await self._send(method, path, payload, timeout_s)
             except TimeoutError:
@@ -273,11 +303,13 @@ class EngineClient:
                 status, reply = 0, repr(error).encode()
             if status == 200:
                 return reply
+            if status == UNPROCESSABLE and isinstance(body, dict) and isinstance(body.get("rid"), list):
+                raise _BatchRefused
             if status and status not in RETRIED_STATUS:
                 raise self._refusal(status, path, reply)
-            # What the request itself took does not count: only the outage after it does.
-            give_up_s += time.monotonic() - started_s if status == 0 and time.monotonic() - started_s > self._retry_s else 0
-            if time.monotonic() + pause_s > give_up_s:
+            # Counted from the first failure: how long a request ran before it was lost is not part of the outage.
+            failing_since_s = failing_since_s or time.monotonic()
+            if time.monotonic() + pause_s > failing_since_s + self._retry_s:
                 raise Unreachable(f"engine {self.url}: {path} failed for {self._retry_s:.0f} s, last: {status or ''} {_text(reply)}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
@@ -292,6 +324,16 @@ class EngineClient:
     def _refusal(self, status: int, path: str, reply: bytes) -> SlimebusError:
         text = f"engine {self.url}: {path} answered {status}: {_text(reply)}"
         return UsageError(text) if 400 <= status < 500 else EngineError(text)
+
+
+async def _all_or_cancel(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; when one fails, or the caller is cancelled, the others are cancelled too."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _text(reply: bytes) -> str:

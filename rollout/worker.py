@@ -32,7 +32,7 @@ from slimebus.messages import (
     PutReply,
     Welcome,
 )
-from slimebus.metrics import BusyMeter
+from slimebus.metrics import BusyMeter, MetricsWriter
 from slimebus.samples import encode_group
 from slimebus.transport.client import Client
 
@@ -63,8 +63,10 @@ class Worker:
         self.counts = Counts()
         self.busy = BusyMeter()
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.putting: set[int] = set()
+        self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
         self.finished = False
-        self._failure: SlimebusError | None = None
+        self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
         self._slot_free = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -92,7 +94,7 @@ class Worker:
                 background.append(asyncio.create_task(self.sync.run()))
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
-            await self._serve()
+            await self._serve(background)
         finally:
             await self._leave(background)
         if self._failure is not None:
@@ -101,7 +103,7 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None
         w = self.config.weights
-        return WeightSync(self.engines, self.model_dir, shm=w.weights_shm, pull_timeout_s=w.pull_timeout_s, on_change=self.client.beat_now)
+        return WeightSync(self.engines, self.model_dir, shm=w.weights_shm, pull_timeout_s=w.pull_timeout_s, on_change=self._on_new_version)
 
     async def _or_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -126,18 +128,21 @@ class Worker:
             await self.engines.stop()
         if self.sync is not None:
             self.sync.close()
+        self.writer.close()
 
     # --- leasing ---
 
-    async def _serve(self) -> None:
+    async def _serve(self, background: list["asyncio.Task[None]"]) -> None:
+        """Lease until the run ends; raises what ended leasing or anything it rests on."""
         leasing = asyncio.create_task(self._lease_forever())
         stopped = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({leasing, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         leasing.cancel()
-        (outcome,) = await asyncio.gather(leasing, return_exceptions=True)
-        if isinstance(outcome, Exception):
-            raise outcome
+        ended = [task for task in background if task.done()]
+        for outcome in await asyncio.gather(leasing, *ended, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     async def _lease_forever(self) -> None:
         while not self.finished:
@@ -166,9 +171,12 @@ class Worker:
         task = asyncio.create_task(self._finish(leased, record))
         self.running[leased.lease] = task
         self.busy.enter()
-        task.add_done_callback(lambda _: self._ended(leased.lease))
+        task.add_done_callback(lambda done: self._ended(leased.lease, done))
 
-    def _ended(self, lease: int) -> None:
+    def _ended(self, lease: int, done: "asyncio.Task[None]") -> None:
+        if not done.cancelled() and (fault := done.exception()) is not None:  # ours, not a plug-in's: end loudly
+            self._failure = fault
+            self.stop()
         self.running.pop(lease, None)
         self.busy.leave()
         self._slot_free.set()
@@ -207,12 +215,15 @@ class Worker:
             await self._put(put, frames)
 
     async def _put(self, put: Put, frames: list[bytes]) -> None:
+        self.putting.add(put.lease)
         try:
             reply = (await self.client.ask(put, frames, timeout_s=PUT_TIMEOUT_S)).message
         except SlimebusError as bad:
             self.counts.discarded += 1
             log.error("group %s not put: %s", put.group, bad.text)
             return
+        finally:
+            self.putting.discard(put.lease)
         if isinstance(reply, PutReply) and reply.result == "discarded":
             self.counts.discarded += 1
             log.info("group %s discarded: %s", put.group, reply.reason)
@@ -247,6 +258,11 @@ class Worker:
             return "joining"
         return "serving" if self.sync.serving[1] != NO_VERSION else "syncing"
 
+    def _on_new_version(self) -> None:
+        assert self.sync is not None
+        self.client.beat_now()
+        self.writer.write(self.sync.serving[1], {name: round(value, 4) for name, value in self._metrics().items()})
+
     def _beat(self) -> Heartbeat:
         lineage, serving = self.sync.serving if self.sync else ("", NO_VERSION)
         return Heartbeat(state=self.state, lineage=lineage, serving=serving, leases=list(self.running), metrics=self._metrics())
@@ -275,7 +291,7 @@ class Worker:
             self.sync.announce(news.lineage, news.version, news.publishers)
         for lease in getattr(news, "lost", []):
             task = self.running.get(lease)
-            if task is not None:
+            if task is not None and lease not in self.putting:  # a put crosses the heartbeat that still lists its lease
                 log.warning("lease %d was lost; its group is sampled by someone else", lease)
                 task.cancel()
         if news.finished and not self.finished:

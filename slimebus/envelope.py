@@ -28,7 +28,7 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     id: int
     body: msgspec.Raw
-    v: int = PROTOCOL_VERSION
+    v: int
     run: str = ""
     sender: str = ""
     epoch: int = 0
@@ -49,7 +49,9 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 def encode(message: Message, *, id: int, run: str = "", sender: str = "", epoch: int = 0) -> bytes:
     """The header frame of `message`. Raises ProtocolError when it would exceed the header bound."""
     body = msgspec.Raw(_encoder.encode(message))
-    frame = _encoder.encode(Header(type=wire_name(type(message)), id=id, run=run, sender=sender, epoch=epoch, body=body))
+    frame = _encoder.encode(
+        Header(v=PROTOCOL_VERSION, type=wire_name(type(message)), id=id, run=run, sender=sender, epoch=epoch, body=body)
+    )
     if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"{wire_name(type(message))}: header of {len(frame)} bytes, at most {MAX_HEADER_BYTES}; "
@@ -64,7 +66,7 @@ def decode_header(frame: Any) -> Header:
         raise ProtocolError(f"header of {len(frame)} bytes, at most {MAX_HEADER_BYTES}")
     try:
         header = _header_decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as bad:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise ProtocolError(f"header does not parse: {bad}") from None
     if header.v != PROTOCOL_VERSION:
         raise ProtocolError(
@@ -81,7 +83,7 @@ def decode_body(header: Header, types: Mapping[str, type[Message]] = TYPES) -> M
         raise ProtocolError(f"unknown message type {header.type[:64]!r}", code="unknown_type")
     try:
         return msgspec.msgpack.decode(header.body, type=cls)
-    except (msgspec.DecodeError, RecursionError) as bad:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise ProtocolError(f"{header.type}: {bad}") from None
 
 

@@ -1,4 +1,4 @@
-"""What a run did, read from the records it left: metrics/trainer.jsonl, metrics/broker.jsonl, status.json."""
+"""What a run did, read from the records it left under metrics/ (trainer.jsonl, broker.jsonl, rollout-*.jsonl) and status.json."""
 
 import json
 from collections.abc import Iterable
@@ -17,10 +17,14 @@ Rows = list[dict[str, Any]]
 
 
 class Report(msgspec.Struct):
-    """A run's records. steps: the trainer's rows, each step once; evals: finished evaluations, oldest version first."""
+    """A run's records. steps: the trainer's rows, each step once; evals: finished evaluations, oldest version first.
+
+    workers: for each rollout worker its rows, one for each version it served.
+    """
 
     steps: Rows
     evals: Rows
+    workers: list[Rows]
     status: dict[str, Any]
 
     def evaluations(self, dataset: str) -> Rows:
@@ -38,7 +42,9 @@ def read(run_dir: Path) -> Report:
     evals = {
         (row["dataset"], row["version"]): row for row in _rows(run_dir / "metrics" / "broker.jsonl") if row.get("kind") == "evaluation"
     }
-    return Report([steps[s] for s in sorted(steps)], [evals[key] for key in sorted(evals, key=lambda k: k[1])], status)
+    ordered = [evals[key] for key in sorted(evals, key=lambda k: k[1])]
+    workers = [_rows(file) for file in sorted((run_dir / "metrics").glob("rollout-*.jsonl"))]
+    return Report([steps[s] for s in sorted(steps)], ordered, workers, status)
 
 
 def _rows(file: Path) -> Rows:
@@ -65,13 +71,18 @@ def summarise(report: Report) -> dict[str, Any]:
             mean(r["weights_delta_bytes"] / r["weights_total_bytes"] for r in steps if r.get("weights_delta_bytes")), 4
         ),
         "trainer_idle": round(trainer_idle(steps), 4),
-        "worker_idle": round(worker_idle(report.status), 4),
+        "worker_idle": round(worker_idle(report.workers), 4),
     }
 
 
+UNUSED = "unused: "
+
+
 def dropped(status: dict[str, Any]) -> dict[str, int]:
-    """Groups that were sampled and gave no gradient, by reason."""
-    return {reason: waste["groups"] for reason, waste in status.get("waste", {}).items() if waste["groups"]}
+    """Groups that were sampled and gave no gradient, by reason: wasted ones, and those the trainer had no use for."""
+    found = {reason: waste["groups"] for reason, waste in status.get("waste", {}).items() if waste["groups"]}
+    unused = {name.removeprefix(UNUSED): n for name, n in status.get("counted", {}).items() if name.startswith(UNUSED)}
+    return found | unused
 
 
 def trainer_idle(steps: Rows) -> float:
@@ -81,11 +92,12 @@ def trainer_idle(steps: Rows) -> float:
     return waited / (sum(row["wait_s"] + row["train_s"] + row["publish_s"] + row["save_s"] for row in warm) or 1.0)
 
 
-def worker_idle(status: dict[str, Any]) -> float:
-    """Share of the time since their first group that workers had nothing to sample, over all workers."""
-    metrics = [c["metrics"] for c in status.get("clients", []) if c["role"] == "rollout" and c["metrics"].get("serving_s")]
-    serving = float(sum(m["serving_s"] for m in metrics))
-    return 1.0 - float(sum(m["busy_s"] for m in metrics)) / serving if serving else 0.0
+def worker_idle(workers: list[Rows]) -> float:
+    """Share of their time that workers had nothing to sample, once warm, over all workers."""
+    spans = [(rows[min(WARM_STEPS, len(rows) - 1)], rows[-1]) for rows in workers if len(rows) > 1]
+    serving = float(sum(last["serving_s"] - first["serving_s"] for first, last in spans))
+    busy = float(sum(last["busy_s"] - first["busy_s"] for first, last in spans))
+    return 1.0 - busy / serving if serving else 0.0
 
 
 def curve(report: Report, dataset: str, max_staleness: float) -> Curve:

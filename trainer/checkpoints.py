@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimebus.config import Resolved
+from trainer.checkpoint_folder import latest_checkpoint
 
 if TYPE_CHECKING:
     from trainer.policy import Policy
@@ -25,12 +26,10 @@ class Checkpoints:
 
     def resume(self, policy: "Policy") -> int:
         """Load the newest checkpoint, if there is one; the step to train next."""
-        from trainer.checkpoint import newest
-
-        found = newest(self.directory)
+        found = latest_checkpoint(str(self.directory))
         if found is None:
             return 0
-        self.durable, _ = policy.load_checkpoint(self.directory)
+        self.durable, _ = policy.load_checkpoint(str(self.directory))
         log.info("resumed at step %d from %s", self.durable, found)
         return self.durable
 
@@ -38,7 +37,7 @@ class Checkpoints:
         """Save when the interval or the end says so; the step that the newest durable checkpoint goes on with."""
         due = self.interval and next_step % self.interval == 0
         if due or next_step == self.num_rollout:
-            policy.save_checkpoint(self.directory, next_step, {}, keep=self.keep)
+            policy.save_checkpoint(str(self.directory), next_step, keep=self.keep)
             self.durable = next_step
         return self.durable
 

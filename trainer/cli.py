@@ -11,9 +11,9 @@ from slimebus.config.flags import ConfigCommand, config_argument, from_context
 
 def megatron_flags() -> Mapping[str, str]:
     """Every field of megatron-core's configs as a flag, read from its source without importing it."""
-    from trainer.megatron_fields import field_names
+    from trainer.megatron_fields import megatron_fields
 
-    return {name.replace("_", "-"): f"megatron.{name}" for name in field_names()}
+    return {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
 
 
 @click.command(cls=ConfigCommand, foreign=megatron_flags)

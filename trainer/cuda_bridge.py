@@ -28,6 +28,7 @@ def library_warnings_ignored() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints are made of ShardedTensor
         yield
 
 
@@ -50,6 +51,15 @@ def install() -> None:
     bridge_collectives(torch.distributed)
     bridge_streams(torch)
     bridge_random_state(torch)
+
+
+def import_megatron() -> None:
+    """Install the bridge, then import megatron-core without its remarks on what else could be installed."""
+    install()
+    with library_warnings_ignored():
+        import megatron.core
+        import megatron.core.models.gpt
+        import megatron.core.optimizer  # noqa: F401
 
 
 def renew_collectives(dist: Any) -> None:

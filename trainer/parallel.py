@@ -24,7 +24,7 @@ def start(settings: ModelSettings) -> None:
 
     Raises ConfigError when the ranks do not divide by the layout.
     """
-    cuda_bridge.install()
+    cuda_bridge.import_megatron()
     import torch
     import torch.distributed as dist
 

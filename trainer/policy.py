@@ -1,6 +1,7 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name, checkpoints."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,6 +90,32 @@ class Policy:
             from trainer.hf_folder import write_folder
 
             write_folder(folder, tensors, self.settings.model.hf_checkpoint, self.settings.model.dtype)
+
+    def save_checkpoint(self, folder: str, step: int, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
+        """Write `folder`/step_N and point `folder`/latest at it once it is whole; the newest `keep` remain. Every rank calls it.
+
+        `extra` is a small JSON dictionary (rank 0's counts) that load_checkpoint gives back.
+        """
+        from trainer.checkpoint import save_checkpoint
+
+        state = {"step": step, "num_updates": self.num_updates, "extra": extra or {}}
+        save_checkpoint(folder, self.model, self.optimizer, state, keep=keep)
+
+    def load_checkpoint(self, folder: str) -> tuple[int, dict[str, Any]]:
+        """Continue from the newest checkpoint under `folder` exactly as if there had been no stop; (step, extra). Every rank calls it.
+
+        Raises DataError when there is none: trainer.checkpoint_folder.latest_checkpoint tells.
+        """
+        from trainer.checkpoint import load_checkpoint
+        from trainer.checkpoint_folder import latest_checkpoint
+
+        path = latest_checkpoint(folder) if self.is_main else None
+        name = parallel.broadcast_bytes(path.name.encode() if path else b"").decode()
+        if not name:
+            raise DataError(f"{folder}: no checkpoint to resume from (no file named latest)")
+        state = load_checkpoint(Path(folder) / name, self.model, self.optimizer)
+        self.num_updates = state["num_updates"]
+        return state["step"], state["extra"]
 
     def close(self) -> None:
         """Leave the other ranks."""

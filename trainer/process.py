@@ -11,7 +11,8 @@ from slimebus import joining, logs
 from slimebus.config import Resolved
 from slimebus.errors import UsageError
 from slimebus.transport.client import Client
-from trainer.settings import TrainerSettings, from_config
+from trainer.from_config import settings_from
+from trainer.settings import TrainerSettings
 
 log = logging.getLogger("trainer")
 
@@ -31,7 +32,7 @@ def settings_of(resolved: Resolved) -> TrainerSettings:
     model_dir = resolved.path(checkpoint)
     if not checkpoint or not (model_dir / "config.json").is_file():
         raise UsageError(f"model.hf_checkpoint: no model at {model_dir} (expected a directory with config.json and safetensors)")
-    return from_config(resolved.config, model_dir)
+    return settings_from(resolved.config, model_dir)
 
 
 def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
@@ -77,15 +78,15 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
 
 def export_checkpoint(resolved: Resolved, out: Path) -> int:
     """Write the newest checkpoint to `out` in Hugging Face layout; the number of steps it has trained."""
-    from trainer.checkpoint import newest
+    from trainer.checkpoint_folder import latest_checkpoint
     from trainer.policy import Policy
 
     directory = resolved.run_dir / "checkpoints"
-    if newest(directory) is None:
+    if latest_checkpoint(str(directory)) is None:
         raise UsageError(f"{directory}: no checkpoint; has the run saved one (trainer.save_interval)?")
     policy = Policy.build(settings_of(resolved))
     try:
-        step, _ = policy.load_checkpoint(directory)
+        step, _ = policy.load_checkpoint(str(directory))
         policy.save_hf(str(out))
         return step
     finally:

@@ -1,10 +1,9 @@
 """Batch, fetch, commit: what the trainer does with groups.
 
-The groups of a step are chosen first in, first out by admission, once, and stay chosen until the step is committed. None is
-staler than `max_staleness` in the step that it is chosen for.
+The groups of a step are chosen once and stay chosen until the step is committed.
 """
 
-from broker.state import admission
+from broker.state import admission, staleness
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
 from broker.state.table import Client, Parked, State, StepRecord
@@ -65,25 +64,16 @@ def give_up(state: State, step: int, now: float) -> None:
 
 
 def _choose(state: State, step: int) -> bool:
-    sweep(state, step)
-    size = state.rules.batch_size
-    if len(state.groups.ready) < size or _must_wait(state, step):
+    staleness.sweep(state, step)
+    chosen = staleness.choose(state, step)
+    if not chosen:
         return False
-    chosen = state.groups.first_ready(size)
     state.steps[step] = StepRecord(step=step, version=state.version_of(step), groups=[g.id for g in chosen])
     state.changed("steps", step)
     for group in chosen:
         group.step = step
         state.move(group, ASSIGNED, "assigned")
     return True
-
-
-def _must_wait(state: State, step: int) -> bool:
-    """`on_stale: wait`: some leased group would be too old for the next step. Admission lets at most B groups be so."""
-    if state.rules.on_stale != "wait":
-        return False
-    oldest_usable = state.version_of(step + 1) - state.rules.max_staleness
-    return any(g.lease_version != NO_VERSION and g.lease_version < oldest_usable for g in state.groups.leased_for())
 
 
 def _can_never_fill(state: State, step: int) -> bool:
@@ -128,33 +118,6 @@ def _why_no_leases(state: State) -> str:
         parked = next(iter(state.parked_leases.values()))
         return f"{parked.client} waits: {admission.why_parked(state, parked)}"
     return f"none leased; {len(workers)} workers are connected and ask for nothing"
-
-
-# --- staleness ---
-
-
-def is_stale(state: State, group: Group, step: int) -> bool:
-    """True when some trainable token of the group would be more than `max_staleness` versions old in `step`."""
-    return group.oldest_version != NO_VERSION and state.version_of(step) - group.oldest_version > state.rules.max_staleness
-
-
-def sweep(state: State, step: int) -> None:
-    """Take every ready group that is too old for `step`, and so for all later steps, out of the buffer."""
-    seen = (state.version_of(step), state.rules.max_staleness)
-    if state.swept == seen:
-        return
-    state.swept = seen
-    for group in state.groups.first_ready(len(state.groups.ready)):
-        if is_stale(state, group, step):
-            remove_stale(state, group)
-
-
-def remove_stale(state: State, group: Group) -> None:
-    """What `on_stale` says."""
-    if state.rules.on_stale == "drop":
-        state.drop(group, "stale")
-    else:
-        state.requeue(group, "stale")
 
 
 # --- fetch ---

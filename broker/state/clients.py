@@ -121,7 +121,7 @@ def _check_hello(event: Event, hello: Hello) -> None:
 
 
 def _fence_other_trainers(state: State, newest: Client) -> None:
-    state.meta.trainer_epoch = newest.epoch
+    state.meta.finishing, state.finished_said = False, False  # a trainer that joins has more to train, or will finish again
     for client in state.clients.values():
         if client.role == "trainer" and client is not newest and not client.is_fenced:
             client.is_fenced = True

@@ -79,6 +79,7 @@ class Groups:
         self.by_id: dict[str, Group] = {}
         self.by_lease: dict[int, Group] = {}
         self._by_worker: dict[str, dict[int, Group]] = {}
+        self._by_request: dict[tuple[str, int], list[Group]] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
         self.ready: list[tuple[int, str]] = []
         self._queues: dict[str, list[tuple[int, str]]] = {TRAIN: [], EVAL: []}
@@ -109,6 +110,10 @@ class Groups:
         """The groups that a worker holds, oldest lease first."""
         return list(self._by_worker.get(worker, {}).values())
 
+    def leased_at(self, worker: str, request: int) -> list[Group]:
+        """The groups that a worker still holds of those that one request of it was granted."""
+        return list(self._by_request.get((worker, request), ()))
+
     def leased_for(self, kind: str = TRAIN) -> list[Group]:
         """The leased groups of a kind, oldest lease first."""
         return [group for group in self.by_lease.values() if group.kind == kind]
@@ -134,16 +139,23 @@ class Groups:
         elif group.phase == LEASED:
             self.by_lease[group.lease] = group
             self._by_worker.setdefault(group.worker, {})[group.lease] = group
+            self._by_request.setdefault((group.worker, group.request), []).append(group)
         elif group.phase == READY:
             bisect.insort(self.ready, (group.admitted, group.id))
 
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
         if group.phase == LEASED:
-            del self.by_lease[group.lease]
-            held = self._by_worker[group.worker]
-            del held[group.lease]
-            if not held:
-                del self._by_worker[group.worker]
+            self._leave_lease(group)
         elif group.phase == READY:
             del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
+
+    def _leave_lease(self, group: Group) -> None:
+        del self.by_lease[group.lease]
+        held, granted = self._by_worker[group.worker], self._by_request[group.worker, group.request]
+        del held[group.lease]
+        granted.remove(group)
+        if not held:
+            del self._by_worker[group.worker]
+        if not granted:
+            del self._by_request[group.worker, group.request]

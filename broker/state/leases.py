@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from broker.state import admission, batches, evaluation
+from broker.state import admission, evaluation, staleness
 from broker.state.clients import is_present
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
@@ -40,7 +40,7 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
     if ask.want < 1:
         raise ProtocolError(f"lease: want is {ask.want}; expected at least 1")
     client.lineage, client.serving = ask.lineage, ask.serving
-    held = [g for g in state.groups.leased_by(client.name) if g.request == event.to.request]
+    held = state.groups.leased_at(client.name, event.to.request)
     if held:
         _answer(state, ParkedLease(to=event.to, client=client.name, message=ask), held, now)
         return
@@ -247,8 +247,8 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     state.move(group, READY, "put")
-    if batches.is_stale(state, group, state.next_unassigned):
-        batches.remove_stale(state, group)
+    if staleness.is_stale(state, group, state.next_unassigned):
+        staleness.remove_stale(state, group)
     else:
         state.save("payloads", group.id, [event.body, *event.bulk])
     return PutReply(result="accepted")

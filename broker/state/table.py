@@ -57,7 +57,6 @@ class Meta(msgspec.Struct, kw_only=True):
     next_admitted: int = 1
     next_epoch: int = 1
     next_evaluation: int = 1
-    trainer_epoch: int = 0
     finishing: bool = False
     moves: dict[str, int] = {}
     lags: dict[int, int] = {}

@@ -262,7 +262,8 @@ def finish(run_dir: Path, seed: int, rl_s: float, total_s: float) -> None:
         "seed": seed,
     }
     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw_curve({**report.curve(found, "heldout", bound), "machine": f"{os.cpu_count()} CPU cores"}, run_dir / "curve.png")
+    names = {"machine": f"{os.cpu_count()} CPU cores", "evaluation": f"{result['heldout_problems']} held-out problems"}
+    draw_curve({**report.curve(found, "heldout", bound), **names}, run_dir / "curve.png")  # type: ignore[typeddict-item]
     console.print(result_table(result))
     solved = subprocess.run(
         [

@@ -41,11 +41,18 @@ def engine(exit_with_parent: int | None, debug: bool, **options: Any) -> None:
     parent_pid = os.getppid() if exit_with_parent == WATCH_OWN_PARENT else exit_with_parent
     # Before torch is imported: MKL reads it once.
     os.environ["OMP_NUM_THREADS"] = str(options["threads"])
-    from rollout.engine.serve import run
+    from rollout.engine.listen import bind
+    from rollout.engine.model_config import ModelConfig
     from rollout.engine.settings import Settings
 
+    settings = Settings(**options)
     try:
-        run(Settings(**options), parent_pid)
+        # What is wrong is said at once, not after the import of torch.
+        ModelConfig.read(settings.model_path)
+        sock = bind(settings.host, settings.port)
+        from rollout.engine.serve import run
+
+        run(settings, sock, parent_pid)
     except SlimebusError as error:
         if debug:
             raise

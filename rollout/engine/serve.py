@@ -23,24 +23,11 @@ from rollout.engine.server import EngineServer
 from rollout.engine.settings import Settings
 from rollout.engine.text import TextCodec
 from rollout.engine.weights import read_parameters
-from slimebus.errors import ConfigError, UsageError
+from slimebus.errors import ConfigError
 
 SHUTDOWN_S = 1.0
 # Torch releases the GIL in every operation; without this the decode thread waits up to 5 ms to get it back.
 SWITCH_INTERVAL_S = 0.0005
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening; UsageError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    return sock
 
 
 def load_engine(settings: Settings) -> tuple[Settings, EngineCore, RequestExpander, TextCodec | None]:
@@ -73,11 +60,12 @@ async def serve(settings: Settings, sock: socket.socket, parent_pid: int | None)
     """Serve on `sock` until SIGTERM, SIGINT or the parent's end; raises what ended the decode thread, if that did."""
     ended = asyncio.Event()
     event_loop = asyncio.get_running_loop()
+    # Loading blocks the event loop, and until it is done a signal simply ends the process: nothing is being served yet.
+    settings, core, expander, codec = load_engine(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         event_loop.add_signal_handler(number, ended.set)
     if parent_pid is not None:
         watch_parent(event_loop, parent_pid, ended.set)
-    settings, core, expander, codec = load_engine(settings)
     server = EngineServer(settings, core, expander, codec)
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S / 2)
     await runner.setup()
@@ -93,12 +81,11 @@ async def serve(settings: Settings, sock: socket.socket, parent_pid: int | None)
         server.failure.result()
 
 
-def run(settings: Settings, parent_pid: int | None) -> None:
-    """Bind, then load and serve; returns when told to end."""
+def run(settings: Settings, sock: socket.socket, parent_pid: int | None) -> None:
+    """Load the model and serve it on the bound `sock`; returns when told to end."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sock = bind(settings.host, settings.port)
     with contextlib.closing(sock):
         uvloop.run(serve(settings, sock, parent_pid))

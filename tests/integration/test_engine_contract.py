@@ -24,11 +24,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE, EOS = 512, 2
+SPECIAL_TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>"]
+LETTER_A = 67  # in the byte-level alphabet, sorted, after the special tokens
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44, 45, 46], [300], [7, 8]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {"temperature": 1.0, "max_new_tokens": 1500, "ignore_eos": True}
-# float32 against bfloat16 compute: the latter rounds each activation to 3 digits.
-TOLERANCE = {"embedded": 1e-4, "sglang": 1e-3}
+# Both compute in float32 here. In bfloat16 SGLang differs by 4e-3 (6e-3 at temperature 0.5) on this model.
+TOLERANCE = 1e-4
 
 
 def sglang_python() -> str:
@@ -50,9 +52,8 @@ def save_model(path: Path, seed: int) -> Any:
         pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    special = ["<|endoftext|>", "<|start|>", "<|end|>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(special + letters)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(SPECIAL_TOKENS + letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|endoftext|>").save_pretrained(path)
@@ -100,7 +101,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "embedded":
         process, timeout_s = embedded_engine(path / "model", path / "engine.log"), 60.0
     else:
-        process, timeout_s = sglang_server(path / "model", path / "engine.log", python=sglang_python(), on_cpu=True), READY_TIMEOUT_S
+        arguments = ("--dtype", "float32")
+        process = sglang_server(path / "model", path / "engine.log", python=sglang_python(), arguments=arguments, on_cpu=True)
+        timeout_s = READY_TIMEOUT_S
     process.start()
     try:
         asyncio.run(process.wait_ready(timeout_s))
@@ -138,12 +141,9 @@ def expected_logprobs(engine: Engine, prompt: list[int], completion: Completion,
 def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(engine: Engine, temperature: float):
     sampling = {**GREEDY, "temperature": temperature, "top_k": 40 if temperature else -1}
     completions = engine.run(lambda client: client.generate(PROMPTS, sampling, rids(4, f"logprob{temperature}")))
-    # bfloat16 logits divided by 0.5 carry twice the rounding.
-    tolerance = TOLERANCE[engine.kind] * (20 if engine.kind == "sglang" else 1)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         expected = expected_logprobs(engine, prompt, completion, temperature or 1.0)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=tolerance, rtol=0)
-        assert abs(completion.logprobs.mean() - expected.mean()) < tolerance
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_stop_token_is_kept_in_the_output_and_cut_from_the_text(engine: Engine):
@@ -156,6 +156,33 @@ def test_a_stop_token_is_kept_in_the_output_and_cut_from_the_text(engine: Engine
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
     assert answer["meta_info"]["output_token_logprobs"][0][1:] == [greedy[0], None]
+
+
+@pytest.mark.parametrize(("no_stop_trim", "text"), [(False, ""), (True, "aaa")])
+def test_a_stop_string_ends_the_sequence_and_is_cut_from_the_text_alone(engine: Engine, no_stop_trim: bool, text: str):
+    forced = {"temperature": 0.0, "max_new_tokens": 12, "logit_bias": {str(LETTER_A): 100.0}}
+    body = {"text": "hello", "sampling_params": {**forced, "stop": ["aaa"], "no_stop_trim": no_stop_trim}}
+    status, answer = engine.post("/generate", body)
+    assert status == 200
+    assert answer["output_ids"] == [LETTER_A] * 3
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "aaa"}
+    assert answer["text"] == text
+
+
+def test_penalties_count_generated_tokens_and_are_part_of_the_logprobs(engine: Engine):
+    import torch
+
+    sampling = {**GREEDY, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+    completion = engine.run(lambda client: client.generate([PROMPTS[1]], sampling, ["penalised"]))[0]
+    ids = torch.tensor([[*PROMPTS[1], *completion.output_ids.tolist()]])
+    with torch.no_grad():
+        logits = engine.model(ids, use_cache=False).logits[0, len(PROMPTS[1]) - 1 : -1]
+    counts = torch.zeros(VOCAB_SIZE)
+    for row, token, logprob in zip(logits, completion.output_ids.tolist(), completion.logprobs.tolist(), strict=True):
+        penalised = row - 0.7 * counts - 0.4 * (counts > 0)
+        assert abs(float(penalised.log_softmax(-1)[token]) - logprob) < TOLERANCE
+        assert token == int(penalised.argmax())
+        counts[token] += 1
 
 
 def test_n_samples_come_as_a_list_grouped_by_prompt(engine: Engine):
@@ -265,7 +292,7 @@ def test_updated_weights_are_the_ones_that_answer(engine: Engine):
     assert back.versions == [("back", 0, 12)]
     assert other.output_ids.tolist() != back.output_ids.tolist()
     expected = expected_logprobs(engine, PROMPTS[1], back, 1.0)
-    np.testing.assert_allclose(back.logprobs, expected, atol=TOLERANCE[engine.kind] * 20, rtol=0)
+    np.testing.assert_allclose(back.logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_weights_that_are_not_there_are_refused_and_nothing_changes(engine: Engine, tmp_path: Path):

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.batch import Group, Sample
-from trainer.policy import Policy
-from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings
+from trainer import cuda_bridge
+
+cuda_bridge.import_megatron()
+
+from trainer.batch import Group, Sample  # noqa: E402
+from trainer.policy import Policy  # noqa: E402
+from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings  # noqa: E402
 
 VOCAB_SIZE = 38
 
