@@ -1,0 +1,109 @@
+"""A tiny random Qwen3 on disk, and a policy on it."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import cuda_bridge
+
+cuda_bridge.import_megatron()
+
+from trainer.batch import Group, Sample  # noqa: E402
+from trainer.policy import Policy  # noqa: E402
+from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings  # noqa: E402
+
+VOCAB_SIZE = 38
+
+
+def write_model(folder: Path, *, tied: bool, seed: int = 3) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        rope_theta=10000.0,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, num_tokens: int) -> None:
+    """The least that a tokenizer.json needs for its vocabulary to be read."""
+    vocab = {f"t{i}": i for i in range(num_tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocab}, "added_tokens": []}))
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture
+def build_policy() -> Iterator[Callable[..., Policy]]:
+    """Builds a policy on a model directory; the one before is closed first."""
+    built: list[Policy] = []
+
+    def build(
+        folder: Path,
+        *,
+        algorithm: AlgorithmSettings | None = None,
+        optimizer: OptimizerSettings | None = None,
+        max_tokens_per_gpu: int = 64,
+        dtype: str = "float32",
+    ) -> Policy:
+        while built:
+            built.pop().close()
+        settings = TrainerSettings(
+            model=ModelSettings(hf_checkpoint=str(folder), dtype=dtype),
+            optimizer=optimizer or OptimizerSettings(lr=1e-2, lr_warmup_iters=2),
+            algorithm=algorithm or AlgorithmSettings(eps_clip_high=0.28),
+            batch=BatchSettings(max_tokens_per_gpu=max_tokens_per_gpu),
+        )
+        built.append(Policy.build(settings))
+        return built[0]
+
+    yield build
+    while built:
+        built.pop().close()
+
+
+def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> list[Group]:
+    draw = np.random.default_rng(seed)
+
+    def sample(prompt: int, reward: float) -> Sample:
+        length = prompt + int(draw.integers(1, 20))
+        return Sample(
+            tokens=draw.integers(0, VOCAB_SIZE, length).astype(np.int32),
+            loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
+            rollout_logprobs=(-3.6 + 0.2 * draw.standard_normal(length)).astype(np.float32),
+            reward=reward,
+        )
+
+    return [
+        Group(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float)])
+        for g in range(num_groups)
+    ]
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., list[Group]]:
+    """Groups of random samples by seed."""
+    return random_batch

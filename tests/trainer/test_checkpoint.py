@@ -1,0 +1,73 @@
+"""Saving and resuming: bitwise, atomic, and bounded in number."""
+
+import time
+
+import pytest
+import torch
+
+from slimebus.errors import DataError
+from trainer.checkpoint_folder import latest_checkpoint
+
+
+def weights(policy):
+    return {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_three_steps_then_resume_for_three_equals_six_steps_bitwise(dtype, tied_model, build_policy, make_batch, tmp_path):
+    policy = build_policy(tied_model, dtype=dtype)
+    for step in range(3):
+        policy.train(make_batch(step))
+    policy.save_checkpoint(str(tmp_path), 3, {"lineage": "abc"})
+    straight = [policy.train(make_batch(step)) for step in range(3, 6)]
+    want = weights(policy)
+
+    resumed = build_policy(tied_model, dtype=dtype)
+    assert resumed.load_checkpoint(str(tmp_path)) == (3, {"lineage": "abc"})
+    assert [resumed.train(make_batch(step)) for step in range(3, 6)] == straight
+    got = weights(resumed)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_policy_that_never_stepped_can_be_saved_and_resumed(tied_model, build_policy, make_batch, tmp_path):
+    policy = build_policy(tied_model)
+    policy.save_checkpoint(str(tmp_path), 0)
+    want = policy.train(make_batch())
+    resumed = build_policy(tied_model)
+    assert resumed.load_checkpoint(str(tmp_path)) == (0, {})
+    assert resumed.train(make_batch()) == want
+
+
+def test_only_the_newest_remain_and_latest_names_the_last(tied_model, build_policy, tmp_path):
+    policy = build_policy(tied_model)
+    for step in (1, 2, 3):
+        policy.save_checkpoint(str(tmp_path), step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002", "step_00000003"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000003"
+
+
+def test_a_half_written_checkpoint_is_not_read_and_is_cleared(tied_model, build_policy, tmp_path):
+    policy = build_policy(tied_model)
+    policy.save_checkpoint(str(tmp_path), 1)
+    (tmp_path / "step_00000002.part").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+    policy.save_checkpoint(str(tmp_path), 2)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_saving_pauses_the_run_for_less_than_two_seconds(tied_model, build_policy, tmp_path):
+    policy = build_policy(tied_model)
+    start = time.monotonic()
+    policy.save_checkpoint(str(tmp_path), 1)
+    assert time.monotonic() - start < 2.0
+
+
+def test_resuming_from_nothing_is_a_clear_error(tied_model, build_policy, tmp_path):
+    with pytest.raises(DataError, match="no checkpoint to resume from"):
+        build_policy(tied_model).load_checkpoint(str(tmp_path))
+
+
+def test_a_pointer_to_a_missing_checkpoint_is_a_clear_error(tmp_path):
+    (tmp_path / "latest").write_text("step_00000009")
+    with pytest.raises(DataError, match="names step_00000009, which is not a complete checkpoint"):
+        latest_checkpoint(tmp_path)

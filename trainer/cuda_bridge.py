@@ -1,0 +1,266 @@
+"""What megatron-core assumes of CUDA, bridged for machines without it; where CUDA is there only deprecated names are renewed.
+
+`install()` runs before the first `import megatron` and replaces torch names that megatron reads.
+`repair_megatron()` runs after it, on any machine without Transformer Engine, and mends what megatron-core 0.16.1 gets wrong there.
+Both may be called again; the second call does nothing.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+CREATORS = (
+    *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "randperm", "as_tensor", "linspace", "eye"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
+)
+MARK = "_slimebus_cuda_bridge"
+
+
+@contextlib.contextmanager
+def library_warnings_ignored() -> Iterator[None]:
+    """Ignore what megatron and mbridge warn of in their own code (each import names Transformer Engine as missing, and old modules).
+
+    Only around imports, building and calls known to warn.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints are made of ShardedTensor
+        yield
+
+
+def install() -> None:
+    """Let megatron-core run on gloo. Must come before `import megatron`."""
+    import torch
+
+    renew_collectives(torch.distributed)
+    if torch.cuda.is_available() or hasattr(torch, MARK):
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # megatron's jit_fuser is torch.compile; read when torch._dynamo is imported
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by TP + sequence parallel
+    setattr(torch, MARK, True)
+    # these build their tables of torch names once, and must see the originals
+    import torch._dynamo
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # else `with torch.device("meta")` has no effect, and transformers loads buffers without values
+    bridge_devices(torch)
+    bridge_collectives(torch.distributed)
+    bridge_streams(torch)
+    bridge_random_state(torch)
+
+
+def import_megatron() -> None:
+    """Install the bridge, then import megatron-core without its remarks on what else could be installed."""
+    install()
+    with library_warnings_ignored():
+        import megatron.core
+        import megatron.core.models.gpt
+        import megatron.core.optimizer  # noqa: F401
+
+
+def renew_collectives(dist: Any) -> None:
+    """Give torch's new functions their old names, which megatron takes at import and which warn at every call."""
+    for old, new in (("all_gather_into_tensor", "all_gather_single"), ("reduce_scatter_tensor", "reduce_scatter_single")):
+        if hasattr(dist, new):
+            setattr(dist, old, getattr(dist, new))
+
+
+def bridge_devices(torch: Any) -> None:
+    """Read every "cuda" device as the CPU."""
+    cpu = torch.device("cpu")
+
+    def on_cpu(device: Any) -> Any:
+        if device is None or isinstance(device, int):
+            return device
+        return cpu if torch.device(device).type == "cuda" else device
+
+    def creator(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def create(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None:
+                kwargs["device"] = on_cpu(kwargs["device"])
+            kwargs.pop("pin_memory", None)
+            return make(*args, **kwargs)
+
+        return create
+
+    for name in CREATORS:
+        setattr(torch, name, creator(getattr(torch, name)))
+    tensor = torch.Tensor
+    original_type, original_to = tensor.type, tensor.to
+
+    def type_name(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None or args or kwargs:
+            return original_type(self, dtype, *args, **kwargs)
+        name = original_type(self)  # megatron's optimizers compare with 'torch.cuda.FloatTensor'
+        return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], (str, torch.device)):
+            args = (on_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return original_to(self, *args, **kwargs)
+
+    tensor.type, tensor.to = type_name, to
+    tensor.cuda = tensor.pin_memory = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.cuda.current_device = lambda: cpu
+
+
+def bridge_collectives(dist: Any) -> None:
+    """Accept what NCCL accepts and gloo refuses: splits given as tensors, and parts of unequal size."""
+    import torch
+
+    all_to_all, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+
+    def plain(splits: Any) -> Any:
+        return splits.tolist() if hasattr(splits, "tolist") else splits
+
+    def padded(tensor: Any, rows: int) -> Any:
+        return tensor if tensor.shape[0] == rows else torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])
+
+    def is_uneven(tensors: Any) -> bool:
+        return len({tuple(t.shape) for t in tensors}) > 1
+
+    def all_to_all_single(output: Any, input: Any, output_splits: Any = None, input_splits: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return all_to_all(output, input, plain(output_splits), plain(input_splits), *args, **kwargs)
+
+    def all_gather(tensors: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_uneven(tensors):
+            return gather(tensors, tensor, *args, **kwargs)
+        rows = max(t.shape[0] for t in tensors)
+        parts = [tensor.new_empty((rows, *tensor.shape[1:])) for _ in tensors]
+        gather(parts, padded(tensor, rows), *args, **kwargs)
+        for target, part in zip(tensors, parts, strict=True):
+            target.copy_(part[: target.shape[0]])
+        return None
+
+    def reduce_scatter(output: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_uneven(inputs):
+            return scatter(output, list(inputs), *args, **kwargs)
+        rows = max(t.shape[0] for t in inputs)
+        part = output.new_empty((rows, *output.shape[1:]))
+        scatter(part, [padded(t, rows) for t in inputs], *args, **kwargs)
+        output.copy_(part[: output.shape[0]])
+        return None
+
+    dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = all_to_all_single, all_gather, reduce_scatter
+
+
+class Event:
+    """A CUDA event on a machine where everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 0.0
+
+
+class Stream:
+    """The one stream there is; always the current one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def bridge_streams(torch: Any) -> None:
+    """One stream, always current, always done."""
+    cuda, current = torch.cuda, Stream()
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: current
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.set_stream = cuda.set_device = cuda.synchronize = cuda.empty_cache = cuda.reset_peak_memory_stats = nothing
+    cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *args, **kwargs: 0
+    cuda.get_device_properties = nothing
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
+    torch.Tensor.record_stream = nothing
+
+
+def bridge_random_state(torch: Any) -> None:
+    """The "cuda" random state is the CPU's, so that megatron's tracker governs dropout on CPU too."""
+    cuda, generator = torch.cuda, torch.default_generator
+
+    class Generators(tuple):
+        def __getitem__(self, index: Any) -> Any:
+            return generator
+
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: generator.get_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: generator.set_state(state)
+    cuda.manual_seed = cuda.random.manual_seed = lambda seed: generator.manual_seed(seed)
+    cuda.default_generators = Generators((generator,))
+    cuda._lazy_call = lambda call, **kwargs: call()
+    cuda._lazy_init = lambda: None
+    # its fork() warns that the CPU state changed; here that is the point
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def repair_megatron() -> None:
+    """Mend megatron-core 0.16.1 where neither Transformer Engine nor Apex is installed. Call after importing megatron."""
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # else NameError in every MoE router
+    if not hasattr(random, "FP8GlobalStateManager"):  # else NameError when layer norms are recomputed
+        random.FP8GlobalStateManager = NoFP8
+        random.fp8_autocast = random.activation_recompute_forward = lambda **kwargs: contextlib.nullcontext()
+    if not distrib_optimizer.HAVE_APEX_OR_TE and not hasattr(distrib_optimizer.DistributedOptimizer, MARK):
+        repair_optimizer_loading(distrib_optimizer.DistributedOptimizer)
+
+
+class NoFP8:
+    """Transformer Engine's FP8 state where there is none."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None
+
+
+def repair_optimizer_loading(optimizer_class: Any) -> None:
+    """With torch's Adam, loading fails on 'step', and then gives all parameters ONE step tensor, each of which counts it up."""
+    import torch
+
+    set_states, load_state_dict = optimizer_class._set_main_param_and_optimizer_states, optimizer_class.load_state_dict
+
+    def set_states_with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        with torch.no_grad():
+            set_states(self, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    def load_with_own_steps(self: Any, state_dict: Any) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    optimizer_class._set_main_param_and_optimizer_states = set_states_with_step
+    optimizer_class.load_state_dict = load_with_own_steps
+    setattr(optimizer_class, MARK, True)

@@ -1,0 +1,133 @@
+"""The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name, checkpoints."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slimebus.errors import DataError
+from trainer import cuda_bridge, parallel
+from trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.batch import Batch, TokenBatch
+
+
+class Policy:
+    """Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
+
+    def __init__(self, settings: TrainerSettings, model: Any, optimizer: Any) -> None:
+        self.settings, self.model, self.optimizer = settings, model, optimizer
+        self.num_updates = 0
+        """Steps of the learning-rate schedule done so far; one for each train()."""
+        self._export: Any = None
+
+    @classmethod
+    def build(cls, settings: TrainerSettings) -> "Policy":
+        """Join the other ranks, build the model with its weights, and the optimizer. `close` undoes it.
+
+        Raises ConfigError or DataError with one line when the settings, the layout or the model directory do not fit.
+        """
+        with cuda_bridge.library_warnings_ignored():
+            parallel.start(settings.model)
+            try:
+                from trainer.model import build_model
+                from trainer.optimizer import build_optimizer
+
+                model = build_model(settings.model)
+                return cls(settings, model, build_optimizer(settings.optimizer, model))
+            except BaseException:
+                parallel.stop()
+                raise
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return parallel.is_main_rank()
+
+    def train(self, batch: "Batch | None", *, reference_logprobs: Sequence[np.ndarray] | None = None) -> dict[str, float]:
+        """One optimizer step on a batch of groups; metrics on every rank (docs/algorithms.md lists them).
+
+        `reference_logprobs` [T] per sample in batch order is needed when the loss has a KL term. Raises DataError for a malformed sample.
+        """
+        from trainer.optimizer import learning_rate, set_learning_rate
+        from trainer.update import train_step
+
+        if batch is not None and reference_logprobs is None and self.settings.algorithm.needs_reference:
+            raise DataError("the loss has a KL term (kl_loss_coef) but the batch has no reference_logprobs; give them to train()")
+        tokens = self._shared(batch, reference_logprobs)
+        if self.settings.algorithm.needs_old_pass:
+            tokens = tokens.with_old_logprobs(self._logprobs(tokens))
+        lr = learning_rate(self.settings.optimizer, self.num_updates)
+        set_learning_rate(self.optimizer, lr)
+        metrics = train_step(self.model, self.optimizer, tokens, self.settings.algorithm, self.settings.batch)
+        self.num_updates += 1
+        return metrics | {"lr": lr}
+
+    def logprobs(self, batch: "Batch | None") -> list[np.ndarray]:
+        """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
+        tokens = self._shared(batch)
+        return tokens.split(self._logprobs(tokens))
+
+    def hf_tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """(name, tensor) of the whole model on rank 0, nothing elsewhere; every rank runs it to its end.
+
+        Tensors may be views of the live weights: use or copy them before the next train().
+        """
+        if self._export is None:
+            from trainer.hf_export import HfExport
+
+            self._export = HfExport(self.model)
+        yield from self._export.tensors()
+
+    def save_hf(self, folder: str) -> None:
+        """Write a directory that transformers reloads with equal weights: safetensors, config and the tokenizer it came with."""
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.hf_tensors()}
+        if self.is_main:
+            from trainer.hf_folder import write_folder
+
+            write_folder(folder, tensors, self.settings.model.hf_checkpoint, self.settings.model.dtype)
+
+    def save_checkpoint(self, folder: str, step: int, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
+        """Write `folder`/step_N and point `folder`/latest at it once it is whole; the newest `keep` remain. Every rank calls it.
+
+        `extra` is a small JSON dictionary (rank 0's counts) that load_checkpoint gives back.
+        """
+        from trainer.checkpoint import save_checkpoint
+
+        state = {"step": step, "num_updates": self.num_updates, "extra": extra or {}}
+        save_checkpoint(folder, self.model, self.optimizer, state, keep=keep)
+
+    def load_checkpoint(self, folder: str) -> tuple[int, dict[str, Any]]:
+        """Continue from the newest checkpoint under `folder` exactly as if there had been no stop; (step, extra). Every rank calls it.
+
+        Raises DataError when there is none: trainer.checkpoint_folder.latest_checkpoint tells.
+        """
+        from trainer.checkpoint import load_checkpoint
+        from trainer.checkpoint_folder import latest_checkpoint
+
+        path = latest_checkpoint(folder) if self.is_main else None
+        name = parallel.broadcast_bytes(path.name.encode() if path else b"").decode()
+        if not name:
+            raise DataError(f"{folder}: no checkpoint to resume from (no file named latest)")
+        state = load_checkpoint(Path(folder) / name, self.model, self.optimizer)
+        self.num_updates = state["num_updates"]
+        return state["step"], state["extra"]
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        parallel.stop()
+
+    def _logprobs(self, tokens: "TokenBatch") -> np.ndarray:
+        from trainer.update import compute_logprobs
+
+        return compute_logprobs(self.model, tokens, self.settings.batch)
+
+    def _shared(self, batch: "Batch | None", reference_logprobs: Sequence[np.ndarray] | None = None) -> "TokenBatch":
+        """The batch with its advantages, on every rank."""
+        from trainer.batch import prepare, share
+
+        return share(None if batch is None else prepare(batch, self.settings.algorithm, self.model.vocab_size, reference_logprobs))
