@@ -104,10 +104,8 @@ class EngineCore:
         self._num_special += sum(sequence.is_special for sequence in admitted)
         logits_BV = self._prefill(first, admitted)
         told = self._finish_empty(first, admitted)
-        if told:  # rare: a request for zero tokens leaves before the sampling of the others
-            keep = [row for row, sequence in enumerate(admitted) if sequence not in told]
-            moved = [admitted.index(sequence) for sequence in self.scheduler.running[first:]]
-            logits_BV = logits_BV[moved] if keep else logits_BV[:0]
+        if told:  # rare: requests for zero tokens have left, and others have moved into their rows
+            logits_BV = logits_BV[[admitted.index(sequence) for sequence in self.scheduler.running[first:]]]
         if len(logits_BV):
             told += self._sample(first, logits_BV)
         return told
