@@ -1,11 +1,11 @@
 """Where checkpoints lie in a folder, and which one is the newest. No torch.
 
-    DIR/
-      latest                 name of the newest complete checkpoint, replaced atomically after everything else is on disk
-      step_00000012/         Megatron's torch_dist files (any tensor, pipeline or data-parallel layout can read them)
-        state.json           step, num_updates, and the caller's extra
-        random_00000.safetensors   one a rank; read only by as many ranks as wrote it
-      step_00000013.part/    being written, or left by a process that died: never read, removed by the next save
+DIR/
+  latest                 name of the newest complete checkpoint, replaced atomically after everything else is on disk
+  step_00000012/         Megatron's torch_dist files (any tensor, pipeline or data-parallel layout can read them)
+    state.json           step, num_updates, and the caller's extra
+    random_00000.safetensors   one a rank; read only by as many ranks as wrote it
+  step_00000013.part/    being written, or left by a process that died: never read, removed by the next save
 """
 
 import os
@@ -24,7 +24,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     path = Path(folder) / pointer.read_text().strip()
     if not (path / "state.json").exists():
-        raise DataError(f"{pointer}: names {path.name}, which is not a complete checkpoint; write the name of one of the step_* folders into it")
+        raise DataError(f"{pointer}: names {path.name}, which is not a complete checkpoint; write the name of a step_* folder into it")
     return path
 
 

@@ -129,7 +129,14 @@ def pack_row(batch: TokenBatch, samples: np.ndarray, rules: RowRules, device: to
 
 
 def pack(
-    batch: TokenBatch, samples: Sequence[int] | np.ndarray, *, dp_size: int, dp_rank: int, max_tokens: int, rules: RowRules, device: torch.device
+    batch: TokenBatch,
+    samples: Sequence[int] | np.ndarray,
+    *,
+    dp_size: int,
+    dp_rank: int,
+    max_tokens: int,
+    rules: RowRules,
+    device: torch.device,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the given samples of the batch (indices). Samples of one token are left out."""
     chosen = np.asarray(samples, dtype=np.int64)

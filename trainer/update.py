@@ -111,9 +111,7 @@ def choose_samples(batch: TokenBatch, settings: AlgorithmSettings) -> Kept:
     return Kept(np.flatnonzero(kept), int(trained[kept].sum()), zero_variance)
 
 
-def train_step(
-    model: Model, optimizer: Any, batch: TokenBatch, algorithm: AlgorithmSettings, settings: BatchSettings
-) -> dict[str, float]:
+def train_step(model: Model, optimizer: Any, batch: TokenBatch, algorithm: AlgorithmSettings, settings: BatchSettings) -> dict[str, float]:
     """One optimizer step on the whole batch (the same on every rank); metrics, the same on every rank.
 
     The loss is the mean over all trained tokens of the batch. A batch without signal makes no step: `updated` is 0.

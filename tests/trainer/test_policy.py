@@ -97,9 +97,7 @@ def test_three_steps_equal_a_naive_loop_over_samples(tied_model, build_policy, m
 
 
 def with_reward(batch, reward):
-    return [
-        Group(g.id, [Sample(s.tokens, s.loss_mask, s.rollout_logprobs, reward) for s in g.samples]) for g in batch
-    ]
+    return [Group(g.id, [Sample(s.tokens, s.loss_mask, s.rollout_logprobs, reward) for s in g.samples]) for g in batch]
 
 
 def test_groups_of_equal_reward_are_left_out_and_counted(tied_model, build_policy, make_batch):

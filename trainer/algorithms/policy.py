@@ -12,9 +12,7 @@ from trainer.algorithms.terms import TokenLoss, TokenTerms
 from trainer.settings import AlgorithmSettings
 
 
-def clipped_loss(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, clip_range: tuple[float, float]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_range: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
     """-min(w A, clip(w, low, high) A) per token with w = exp(log_ratio), and where the clip took the gradient away (0 or 1)."""
     low, high = clip_range
     ratio = log_ratio.clamp(-kl.LOG_RATIO_LIMIT, kl.LOG_RATIO_LIMIT).exp()
