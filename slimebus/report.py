@@ -40,7 +40,7 @@ def read(run_dir: Path) -> Report:
     status_file = run_dir / "status.json"
     status = json.loads(status_file.read_text()) if status_file.is_file() else {}
     evals = {
-        (row["dataset"], row["version"]): row for row in _rows(run_dir / "metrics" / "broker.jsonl") if row.get("kind") == "evaluation"
+        (row["dataset"], row["version"]): row for row in _rows(run_dir / "metrics" / "broker.jsonl") if "evaluation" in row
     }
     ordered = [evals[key] for key in sorted(evals, key=lambda k: k[1])]
     workers = [_rows(file) for file in sorted((run_dir / "metrics").glob("rollout-*.jsonl"))]

@@ -159,10 +159,8 @@ def prepare(
 ) -> TokenBatch:
     """A TokenBatch with advantages, and reference_logprobs [T] per sample where given. Raises DataError for a malformed batch."""
     estimate = ADVANTAGES[algorithm.advantage_estimator]
-    advantages = [
-        estimate(np.array([sample.reward for sample in group.samples]), std_normalization=algorithm.grpo_std_normalization)
-        for group in batch
-    ]
+    rewards = [np.array([sample.reward for sample in group.samples]) for group in batch]
+    advantages = [estimate(values, std_normalization=algorithm.grpo_std_normalization) for values in rewards]
     tokens = flatten(batch, advantages, vocab_size)
     if reference_logprobs is not None:
         return replace(tokens, reference_logprobs=np.concatenate(reference_logprobs).astype(np.float32))

@@ -39,9 +39,8 @@ def save_checkpoint(folder: str | Path, model: Model, optimizer: Any, state: dic
     dist.barrier()
     with cuda_bridge.library_warnings_ignored(), writing_in_this_process():
         sharded, metadata = sharded_state(model, optimizer, is_loading=False)
-        dist_checkpointing.save(
-            sharded, str(building), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1), content_metadata=metadata
-        )
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        dist_checkpointing.save(sharded, str(building), strategy, content_metadata=metadata)
     save_file(random_state(), building / f"random_{dist.get_rank():05d}.safetensors")
     dist.barrier()
     if parallel.is_main_rank():

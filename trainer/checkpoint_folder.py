@@ -24,9 +24,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     path = Path(folder) / pointer.read_text().strip()
     if not (path / "state.json").exists():
-        raise DataError(
-            f"{pointer}: names {path.name}, which is not a complete checkpoint; write the name of one of the step_* folders into it"
-        )
+        raise DataError(f"{pointer}: names {path.name}, which is not a complete checkpoint; write the name of a step_* folder into it")
     return path
 
 

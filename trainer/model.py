@@ -49,7 +49,9 @@ def build_model(settings: ModelSettings) -> Model:
     """
     cuda_bridge.repair_megatron()
     check_vocabulary(settings.hf_checkpoint)
-    vocab_size = int(read_config(settings.hf_checkpoint)["vocab_size"])
+    config = read_config(settings.hf_checkpoint)
+    check_division(settings, config)
+    vocab_size = int(config["vocab_size"])
     options = split_megatron_options(settings.megatron)
     bridge = make_bridge(settings, options["TransformerConfig"])
     gpt = make_gpt(bridge)
@@ -59,6 +61,18 @@ def build_model(settings: ModelSettings) -> Model:
     wrapped = DistributedDataParallel(bridge.config, ddp_config(options["DistributedDataParallelConfig"]), module)
     bridge.config.finalize_model_grads_func = finalize_model_grads
     return Model(module=wrapped, config=bridge.config, bridge=bridge, settings=settings, vocab_size=vocab_size)
+
+
+def check_division(settings: ModelSettings, config: dict[str, Any]) -> None:
+    """Raise ConfigError unless layers and heads divide by the ranks that share them."""
+    tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+    split = {"num_hidden_layers": ("pipeline", pipeline), "num_attention_heads": ("tensor", tensor)}
+    for name, (kind, size) in split.items():
+        if name in config and config[name] % size:
+            raise ConfigError(
+                f"{settings.hf_checkpoint}: {name} {config[name]} does not divide by {kind}_model_parallel_size {size};"
+                f" choose a divisor of {config[name]}"
+            )
 
 
 def ddp_config(options: dict[str, Any]) -> DistributedDataParallelConfig:
@@ -121,7 +135,7 @@ def transformer_options(settings: ModelSettings) -> dict[str, Any]:
         "bias_activation_fusion": False,
         "use_te_activation_func": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        "perform_initialization": False,
+        "perform_initialization": True,  # also marks which parameters are split over tensor-parallel ranks
         "sequence_parallel": settings.sequence_parallel,
         "batch_p2p_comm": False,  # with gloo and two pipeline stages batched messages carry wrong numbers
         "variable_seq_lengths": True,
@@ -129,7 +143,7 @@ def transformer_options(settings: ModelSettings) -> dict[str, Any]:
 
 
 def make_gpt(bridge: Any) -> Any:
-    """The GPTModel of this pipeline stage, on this rank's device, uninitialised."""
+    """The GPTModel of this pipeline stage, on this rank's device, with random weights."""
     provide = bridge._model_provider([])
     gpt = provide(pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage())
     gpt.model_type = ModelType.encoder_or_decoder

@@ -1,0 +1,85 @@
+"""Tensor, pipeline, context and data parallelism give what one rank gives, on gloo, in real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2": (2, {}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "recompute": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+}
+
+
+def run_ranks(model: Path, out: Path, ranks: int, layout: dict) -> dict:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(Path(__file__).with_name("layout_rank.py")), str(model), str(out), json.dumps(layout)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, tied embeddings, and a vocabulary that two ranks share evenly."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=38,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run_ranks(model, tmp_path_factory.mktemp("one") / "out.json", 1, {})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_rank_does(name: str, model: Path, one_rank: dict, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    ranks, layout = LAYOUTS[name]
+    got = run_ranks(model, tmp_path / "out.json", ranks, layout)
+    assert got["exported"] == one_rank["exported"]
+    assert got["logprobs"] == pytest.approx(one_rank["logprobs"], rel=1e-5)
+    for mine, reference in zip(got["metrics"], one_rank["metrics"], strict=True):
+        for metric in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_mismatch_mean", "logprob_mismatch_max", "tis"):
+            assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), metric
+        assert mine["tokens_trained"] == reference["tokens_trained"]
+    assert got["after_load"] == got["after_save"]
+    assert load_file(tmp_path / "out.hf" / "model.safetensors").keys() == got["exported"].keys()
+
+
+def test_ranks_that_do_not_divide_are_refused_in_one_line(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from slimebus.errors import ConfigError
+    from trainer.parallel import check_layout
+    from trainer.settings import ModelSettings
+
+    settings = ModelSettings(hf_checkpoint=str(model), tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1"):
+        check_layout(settings, 6)
