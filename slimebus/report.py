@@ -39,9 +39,7 @@ def read(run_dir: Path) -> Report:
         raise DataError(f"{run_dir}: no trained step on record (metrics/trainer.jsonl)")
     status_file = run_dir / "status.json"
     status = json.loads(status_file.read_text()) if status_file.is_file() else {}
-    evals = {
-        (row["dataset"], row["version"]): row for row in _rows(run_dir / "metrics" / "broker.jsonl") if "evaluation" in row
-    }
+    evals = {(row["dataset"], row["version"]): row for row in _rows(run_dir / "metrics" / "broker.jsonl") if "evaluation" in row}
     ordered = [evals[key] for key in sorted(evals, key=lambda k: k[1])]
     workers = [_rows(file) for file in sorted((run_dir / "metrics").glob("rollout-*.jsonl"))]
     return Report([steps[s] for s in sorted(steps)], ordered, workers, status)
