@@ -149,6 +149,14 @@ def give_up(state: State, name: str, request: int) -> None:
     state.reply(parked.to, _reply(evaluation), [Inline(encoded_results(evaluation))])
 
 
+def cancel_impossible(state: State) -> None:
+    """After a restart with other held-out sets: what can no longer be scored is ended."""
+    sizes = {name: dataset.num_prompts for name, dataset in state.rules.eval_datasets.items()}
+    running = [e for e in state.evaluations.values() if not e.is_done]
+    if any(sizes.get(name) != tally.num_prompts for e in running for name, tally in e.tallies.items()):
+        cancel_running(state, "the held-out sets changed")
+
+
 def cancel_running(state: State, reason: str) -> None:
     """End every running evaluation with what was scored so far."""
     for evaluation in [e for e in state.evaluations.values() if not e.is_done]:

@@ -87,6 +87,15 @@ def test_an_evaluation_survives_a_restart_in_the_middle(new_desk: Any) -> None:
     assert (row["mean_reward"], row["num_samples"]) == (0.5, 2)
 
 
+def test_a_restart_with_other_held_out_sets_ends_what_cannot_be_scored(new_desk: Any) -> None:
+    desk = new_desk(eval_datasets=HELD)
+    desk.begin()
+    desk.rules = new_desk(eval_datasets={"other": EvalDataset(num_prompts=1)}).rules
+    desk.restart()
+    assert [g.kind for g in desk.lease(1)] == ["train"]
+    assert desk.status["evaluations"][0]["reason"] == "the held-out sets changed"
+
+
 def test_wilsons_interval_is_that_of_the_paper() -> None:
     low, high = interval_95(Tally(num_prompts=10, num_samples=10, total=8.0, total_squares=8.0))
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
