@@ -5,13 +5,13 @@
 Nobody is answered before what the answer rests on is as durable as the store promises.
 """
 
-import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from broker.source import JsonlRows
@@ -174,8 +174,8 @@ class Broker:
         if self.metrics_path is None:
             return
         self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps({"time": self.clock.wall(), **row}) + "\n")
+        with self.metrics_path.open("ab") as file:
+            file.write(msgspec.json.encode({"time": self.clock.wall(), **row}) + b"\n")
 
     # --- hints ---
 

@@ -109,7 +109,7 @@ class JsonlRows:
             raise DataError(f"{path}:{number}: a line of {len(line)} bytes; at most {MAX_RECORD_BYTES}")
         try:
             fields = msgspec.json.decode(line)
-        except msgspec.DecodeError as bad:
+        except (msgspec.DecodeError, UnicodeDecodeError) as bad:
             raise DataError(f"{path}:{number}: not JSON: {bad}") from None
         if not isinstance(fields, dict):
             raise DataError(f"{path}:{number}: expected a JSON object, got {type(fields).__name__}")

@@ -7,11 +7,9 @@ from broker.state import admission, staleness
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
 from broker.state.table import Client, Parked, State, StepRecord
+from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
-
-MAX_WAIT_S = 600.0
-
 
 # --- batch ---
 
@@ -23,7 +21,7 @@ def batch(state: State, event: Event, client: Client, ask: Batch, now: float) ->
     if ask.step < state.meta.next_step:
         raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
     state.parked_batches[ask.step] = Parked(to=event.to, client=client.name, key=str(ask.step))
-    state.timers.set(("parked batch", ask.step), now + min(max(ask.wait_s, 0.0), MAX_WAIT_S))
+    state.timers.set(("parked batch", ask.step), now + bounded_wait(ask.wait_s))
     assign(state)
     if ask.step in state.parked_batches and not ask.wait_s > 0:
         give_up(state, ask.step, now)

@@ -11,11 +11,11 @@ import msgspec
 from broker.state.effects import Event, Inline
 from broker.state.groups import EVAL, Group
 from broker.state.table import Evaluation, Parked, State, Tally
+from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Evaluate, EvaluateReply, SampleHeader
 
 MAX_RUNNING = 16
-MAX_WAIT_S = 600.0
 Z_95 = 1.959964
 """The 97.5% quantile of the normal distribution."""
 
@@ -74,7 +74,7 @@ def evaluate(state: State, event: Event, ask: Evaluate, now: float) -> None:
         raise SlimebusError("too many requests wait already (max_parked)", code="busy", retryable=True)
     key = (event.sender, event.to.request)
     state.parked_evaluations[key] = Parked(to=event.to, client=event.sender, key=ask.key)
-    state.timers.set(("parked evaluation", *key), now + min(ask.wait_s, MAX_WAIT_S))
+    state.timers.set(("parked evaluation", *key), now + bounded_wait(ask.wait_s))
 
 
 def _start_asked(state: State, ask: Evaluate) -> Evaluation:
@@ -147,6 +147,14 @@ def give_up(state: State, name: str, request: int) -> None:
     state.timers.cancel(("parked evaluation", name, request))
     evaluation = state.evaluations[parked.key]
     state.reply(parked.to, _reply(evaluation), [Inline(encoded_results(evaluation))])
+
+
+def cancel_impossible(state: State) -> None:
+    """After a restart with other held-out sets: what can no longer be scored is ended."""
+    sizes = {name: dataset.num_prompts for name, dataset in state.rules.eval_datasets.items()}
+    running = [e for e in state.evaluations.values() if not e.is_done]
+    if any(sizes.get(name) != tally.num_prompts for e in running for name, tally in e.tallies.items()):
+        cancel_running(state, "the held-out sets changed")
 
 
 def cancel_running(state: State, reason: str) -> None:

@@ -14,6 +14,7 @@ from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
 from broker.state.rules import Sampling
 from broker.state.table import Client, ParkedLease, State
+from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import (
     NO_VERSION,
@@ -27,7 +28,7 @@ from slimebus.messages import (
     SampleHeader,
 )
 
-MAX_WAIT_S = 600.0
+MAX_TOKENS = 1 << 31
 REPLY_BYTES = 48 * 1024
 """A lease reply names its groups in one header of at most 64 KiB."""
 
@@ -48,7 +49,7 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
     if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
         raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
-    state.timers.set(("parked lease", *key), now + min(max(ask.wait_s, 0.0), MAX_WAIT_S))
+    state.timers.set(("parked lease", *key), now + bounded_wait(ask.wait_s))
     deal(state, now)
     if key in state.parked_leases and not ask.wait_s > 0:
         give_up(state, client.name, event.to.request)
@@ -215,6 +216,8 @@ def check_put(done: Put, num_frames: int) -> None:
         raise ProtocolError(f"put of group {done.group[:64]}: {num_frames} bulk frames for {len(done.fields)} fields")
     for i, sample in enumerate(done.samples):
         runs = sum(length for _, length in sample.versions)
+        if sample.num_tokens > MAX_TOKENS:
+            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
         if runs != sample.num_tokens or any(length < 0 or version < NO_VERSION for version, length in sample.versions):
             raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
         if not 0 <= sample.num_trainable <= sample.num_tokens:

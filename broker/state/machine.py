@@ -67,6 +67,7 @@ class Machine:
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
         self._restart_deadlines(now)
+        evaluation.cancel_impossible(state)
 
     def _restore_meta(self, meta: Meta) -> None:
         state = self.state

@@ -97,6 +97,9 @@ def waiting(state: State, now: float) -> list[str]:
     for reason, names in list(reasons.items())[:8]:
         who = names[0] if len(names) == 1 else f"{len(names)} workers"
         lines.append(f"{who} waits for a lease: {reason}" if len(names) == 1 else f"{who} wait for a lease: {reason}")
+    for client in state.clients.values():
+        if client.role != "client" and not client.is_fenced and now - client.heard_at > 3 * state.rules.heartbeat_s:
+            lines.append(f"{client.role} {client.name} has been silent for {now - client.heard_at:.0f} s")
     if not state.meta.lineage:
         lines.append("everyone waits for a trainer to join")
     return lines

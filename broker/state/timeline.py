@@ -12,6 +12,7 @@ from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
 
 MAX_LINEAGE_CHARS = 128
+MAX_NUMBER = 1 << 40
 MAX_PUBLISHERS = 1024
 
 
@@ -21,8 +22,10 @@ MAX_PUBLISHERS = 1024
 def resume(state: State, event: Event, ask: Resume) -> None:
     """Begin `lineage` at `step` with `version`. The same request repeated changes nothing."""
     meta = state.meta
-    if ask.step < 0 or ask.version < 0 or not 0 < len(ask.lineage) <= MAX_LINEAGE_CHARS:
-        raise ProtocolError(f"resume: step {ask.step}, version {ask.version}; expected both >= 0 and a lineage of 1 to 128 characters")
+    if not 0 <= ask.step <= MAX_NUMBER or not 0 <= ask.version <= MAX_NUMBER or not 0 < len(ask.lineage) <= MAX_LINEAGE_CHARS:
+        raise ProtocolError(
+            f"resume: step {ask.step}, version {ask.version}; expected both from 0 to 2^40, a lineage of 1 to 128 characters"
+        )
     if ask.lineage != meta.lineage:
         _begin(state, ask)
     elif (ask.step, ask.version) != (meta.base_step, meta.base_version):
@@ -51,17 +54,14 @@ def _begin(state: State, ask: Resume) -> None:
 
 def _accept_trained(state: State, step: int) -> None:
     """Steps that the trainer has behind it and the broker not yet committed are trained."""
-    num_unknown = 0
-    for earlier in range(state.meta.next_step, step):
-        record = state.steps.get(earlier)
-        if record is None:
-            num_unknown += 1
-            continue
+    known = [record for s, record in state.steps.items() if state.meta.next_step <= s < step]
+    for record in known:
         record.is_committed = True
-        state.changed("steps", earlier)
+        state.changed("steps", record.step)
         for group in _groups_of(state, record, ASSIGNED):
             state.move(group, COMMITTED, "trained, says the resumed trainer")
-    if num_unknown:
+    num_unknown = step - state.meta.next_step - len(known)
+    if num_unknown > 0:
         _skip_unknown(state, num_unknown)
 
 

@@ -3,6 +3,14 @@
 import heapq
 from collections.abc import Hashable, Iterator
 
+MAX_WAIT_S = 600.0
+"""The longest a request may be parked."""
+
+
+def bounded_wait(wait_s: float) -> float:
+    """The seconds that a request is parked: 0 for anything that is not a positive number, at most 600."""
+    return min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0
+
 
 class Timers:
     """Deadlines that may move; moving one later costs a dictionary write, not a heap operation."""

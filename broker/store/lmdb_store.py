@@ -26,13 +26,16 @@ class LmdbStore:
         self.path = path
         self._lock = _lock(path)
         try:
-            self._env = lmdb.open(
-                str(path), map_size=map_bytes, max_dbs=len(TABLES) + 1, sync=is_synced, metasync=is_synced, max_readers=64, subdir=True
-            )
-        except lmdb.Error as bad:
-            raise UsageError(f"cannot open the broker's store at {path}: {bad}", code="store") from None
+            self._env = _open(path, is_synced, map_bytes)
+        except UsageError:
+            self._lock.close()
+            raise
         self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
-        self._check_format()
+        try:
+            self._check_format()
+        except UsageError:
+            self.close()
+            raise
 
     def _check_format(self) -> None:
         with self._env.begin(write=True) as txn:
@@ -92,6 +95,15 @@ class LmdbStore:
         self._env.sync(True)
         self._env.close()
         self._lock.close()
+
+
+def _open(path: Path, is_synced: bool, map_bytes: int) -> Any:
+    try:
+        return lmdb.open(
+            str(path), map_size=map_bytes, max_dbs=len(TABLES) + 1, sync=is_synced, metasync=is_synced, max_readers=64, subdir=True
+        )
+    except lmdb.Error as bad:
+        raise UsageError(f"cannot open the broker's store at {path}: {bad}", code="store") from None
 
 
 def _lock(path: Path) -> Any:

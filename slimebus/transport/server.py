@@ -18,6 +18,8 @@ from slimebus.messages import TYPES, Error, Message
 
 log = logging.getLogger("slimebus.transport")
 
+ZERO_COPY_BYTES = 64 * 1024
+"""Below this, handing a frame over costs more than copying it."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
@@ -105,7 +107,7 @@ class Server:
             bulk = ()
             header = envelope.encode(Error(code=bad.code, text=bad.text), id=request_id, run=self.run, sender=self.name)
         try:
-            self.socket.send_multipart([peer, header, *bulk], zmq.NOBLOCK, copy=not bulk)
+            self.socket.send_multipart([peer, header, *bulk], zmq.NOBLOCK, copy=sum(map(len, bulk)) < ZERO_COPY_BYTES)
         except zmq.ZMQError as bad:
             self.refused["reply_unsent"] += 1
             log.warning("reply to peer %s not sent: %s", peer.hex(), bad)

@@ -153,7 +153,15 @@ class World:
         return not self.is_calm and self.random.random() < chance
 
     def _deliver(self, event: Event) -> None:
-        self._perform(self.machine.apply([event], self.now))
+        may_put = isinstance(event.message, m.Put) and self._holds(event.sender, event.message)
+        effects = self.machine.apply([event], self.now)
+        accepted = any(isinstance(e, Reply) and e.to == event.to and getattr(e.message, "result", "") == "accepted" for e in effects)
+        require(may_put or not accepted, "a put without its lease was accepted")
+        self._perform(effects)
+
+    def _holds(self, name: str, put: m.Put) -> bool:
+        group = self.machine.state.groups.by_id.get(put.group)
+        return group is not None and (group.phase, group.worker, group.lease, group.attempt) == (LEASED, name, put.lease, put.attempt)
 
     def _perform(self, effects: list[Any]) -> None:
         writes = {

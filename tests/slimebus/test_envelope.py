@@ -132,22 +132,24 @@ def test_a_batch_of_2048_groups_fits_one_header() -> None:
     assert len(_encode(m.BatchReply(step=70_000, version=70_000, groups=groups))) <= envelope.MAX_HEADER_BYTES
 
 
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
+def _refusal(frame: bytes) -> str:
     try:
         envelope.decode([frame])
     except ProtocolError as refused:
-        assert refused.code in ("protocol", "protocol_version", "unknown_type")
+        return refused.code
+    return ""
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
+    assert _refusal(frame) in ("", "protocol", "protocol_version", "unknown_type")
 
 
 @given(st.integers(0, 2**63), st.sampled_from(EXAMPLES), st.data())
 def test_a_flipped_byte_is_a_message_or_a_protocol_error(seed: int, example: m.Message, draw: st.DataObject) -> None:
     frame = bytearray(_encode(example))
     frame[draw.draw(st.integers(0, len(frame) - 1))] ^= 1 + seed % 255
-    try:
-        envelope.decode([bytes(frame)])
-    except ProtocolError as refused:
-        assert refused.code in ("protocol", "protocol_version", "unknown_type")
+    assert _refusal(bytes(frame)) in ("", "protocol", "protocol_version", "unknown_type")
 
 
 def test_an_error_reply_is_raised_with_the_peer_and_its_code() -> None:
