@@ -73,7 +73,7 @@ class GroupMaker:
         return [Task(**shared, sampling=sampling, group=leased.group, dataset=leased.dataset, index=i) for i in range(leased.num_samples)]
 
     async def _generate(self, tasks: list[Task], *, is_eval: bool) -> list[Response]:
-        if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.loss_type == "sft"):
+        if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.loss_type == "sft_loss"):
             assert self.engines is not None  # config.check: without an engine there is a hook
             return await self.engines.sample(tasks)
         outcomes = await asyncio.gather(*(self._call_hook(task) for task in tasks))

@@ -103,7 +103,8 @@ class PackedAttention(MegatronModule):
             [length * self.cp_group.size()], cp_size=self.cp_group.size(), cp_rank=self.cp_group.rank(), device=query.device
         )
         key, value = (self.whole_sequences(x, layout) for x in (key, value))
-        out = self.attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), layout.mask)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = self.attend(q, k, v, layout.mask)
         return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
     def whole_sequences(self, part: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -140,7 +141,8 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return rotate(grads[0], *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return rotate(grads[0], cos, sin, -1), None, None
 
 
 def rotate_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, angles: torch.Tensor, **unused: Any) -> torch.Tensor:

@@ -5,8 +5,6 @@ from pathlib import Path
 from slimebus.config import RunConfig
 from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings
 
-LOSSES = {"policy": "policy_loss", "sft": "sft_loss"}
-
 
 def settings_from(config: RunConfig, model_dir: Path) -> TrainerSettings:
     """What a Policy is built from."""
@@ -35,7 +33,7 @@ def settings_from(config: RunConfig, model_dir: Path) -> TrainerSettings:
             clip_grad=o.clip_grad,
         ),
         algorithm=AlgorithmSettings(
-            loss_type=LOSSES[a.loss_type],
+            loss_type=a.loss_type,
             advantage_estimator=a.advantage_estimator,
             grpo_std_normalization=a.grpo_std_normalization,
             eps_clip=a.eps_clip,

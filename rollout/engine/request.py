@@ -118,7 +118,7 @@ class RequestExpander:
         return max(0, min(room - 1, room if max_new_tokens is None else max_new_tokens))
 
 
-def _per_prompt(value: object, count: int, default: object) -> list:  # type: ignore[type-arg]
+def _per_prompt(value: object, count: int, default: object) -> list[Any]:
     """One value a prompt, from a list of that length, one value for all, or the default."""
     if not isinstance(value, list):
         return [default if value is None else value] * count

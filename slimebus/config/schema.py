@@ -186,8 +186,8 @@ class EvalConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """Advantages and loss (docs/algorithms.md)."""
 
-    loss_type: Literal["policy", "sft"] = "policy"
-    """[choice] policy: clipped policy gradient; sft: cross entropy of the trainable tokens."""
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """[choice] policy_loss: clipped policy gradient; sft_loss: cross entropy of the trainable tokens."""
     advantage_estimator: Literal["grpo"] = "grpo"
     """[choice] How rewards of a group become advantages."""
     grpo_std_normalization: bool = True
