@@ -40,7 +40,7 @@ def test_rotation_by_the_opposite_angle_is_its_inverse():
     torch.testing.assert_close(rotate(there, angles.cos(), angles.sin(), -1), x)
 
 
-@pytest.mark.parametrize("lengths", [[3, 3], [1, 4, 2], [5]])
+@pytest.mark.parametrize("lengths", [[3, 3], [1, 4, 2], [5], [200, 30], [128, 129]])
 def test_packed_attention_equals_each_sequence_alone(lengths):
     torch.manual_seed(0)
     layout, total = PackedLayout(lengths), sum(lengths)
