@@ -151,12 +151,7 @@ def share(batch: TokenBatch | None) -> TokenBatch:
 
 def dtype_of(field: str) -> np.dtype:
     """Element type of a TokenBatch array."""
-<<<<<<< HEAD
-    kinds: dict[str, type[np.generic]] = {"tokens": np.int32, "ends": np.int64, "group_of": np.int64}
-    return kinds.get(field, np.float32)
-=======
     return np.dtype({"tokens": np.int32, "ends": np.int64, "group_of": np.int64}.get(field, np.float32))
->>>>>>> trainer
 
 
 def prepare(
