@@ -37,7 +37,7 @@ from broker.state.table import PromptSource
 from broker.store import Store, Write, unpack_frames
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
-from slimebus.errors import SlimebusError
+from slimebus.errors import SlimebusError, UsageError
 from slimebus.messages import Error, Hint
 from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
 
@@ -75,8 +75,16 @@ class Broker:
         self.endpoint = self.server.endpoint
         self.hints = self.server.context.socket(zmq.XPUB)
         self.hints.linger = 200
-        self.hints_endpoint = bind_socket(self.hints, hints_bind)
-        self.machine = Machine(
+        try:
+            self.hints_endpoint = bind_socket(self.hints, hints_bind)
+            self.machine = self._restored(rules, source, run, max_message_bytes)
+        except UsageError:
+            self.close()
+            raise
+        self._last_hint = Hint()
+
+    def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
+        machine = Machine(
             rules,
             source,
             run=run,
@@ -84,9 +92,9 @@ class Broker:
             max_message_bytes=max_message_bytes,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
         )
-        rows = ((table, key, value) for table in RESTORED_TABLES for key, value in store.scan(table))
-        self.machine.restore(rows, self.clock.monotonic())
-        self._last_hint = Hint()
+        rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
+        machine.restore(rows, self.clock.monotonic())
+        return machine
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the run is finished and everyone has left."""

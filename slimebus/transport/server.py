@@ -56,7 +56,11 @@ class Server:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-        self.endpoint = bind_socket(self.socket, bind)
+        try:
+            self.endpoint = bind_socket(self.socket, bind)
+        except UsageError:
+            self.close()
+            raise
 
     def wait(self, timeout_s: float) -> bool:
         """True once something can be received, False after `timeout_s`."""
