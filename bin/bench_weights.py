@@ -1,0 +1,253 @@
+"""How fast and how small weight deltas are, as ratios measured in one run: `bin/bench weights`.
+
+References: memcpy of the same bytes on one core; XOR of the bytes with zstd-1, the usual delta; a raw TCP socket.
+Versions come from float32 parameters under Adam-like updates, rounded to bfloat16, as a trainer publishes them.
+"""
+
+import itertools
+import socket
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from slimebus.weights import codec
+from slimebus.weights.kernel import load_kernel
+from slimebus.weights.puller import WeightPuller
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionStore
+
+Row = dict[str, Any]
+RARE_LR, DENSE_LR = 8e-7, 3.5e-5  # about 2% and 28% of the values change
+
+
+def rows(quick: bool) -> list[Row]:
+    """All measurements; quick takes a quarter of the bytes."""
+    num_values = (1 << 24) if quick else (1 << 26)
+    return [*codec_rows(num_values), *merge_rows(num_values // 4), *store_rows(num_values // 2), *pull_rows(256 if quick else 1024)]
+
+
+def row(name: str, value: float, unit: str, reference: float, goal: str, *, ratio: float | None = None) -> Row:
+    """ratio is value / reference unless given; goal is `>= x` or `<= x` of the ratio, or empty."""
+    ratio = value / reference if ratio is None else ratio
+    sign, _, bound = goal.partition(" ")
+    ok = True if not goal else ratio >= float(bound) if sign == ">=" else ratio <= float(bound)
+    numbers = {"value": _round(value), "unit": unit, "reference": _round(reference), "ratio": _round(ratio)}
+    return {"name": name, **numbers, "goal": goal, "ok": ok}
+
+
+def codec_rows(num_values: int) -> list[Row]:
+    base, target = versions(num_values, RARE_LR, 1)
+    size, changed = base.nbytes, float(np.mean(base != target))
+    work, total = base.copy(), base.nbytes / 1e9
+    copy_s = best(lambda: np.copyto(work, target))
+    found = [row("memcpy", total / copy_s, "GB/s", total / copy_s, "")]
+    goals = {False: (">= 0.55", ">= 1.0", ""), True: (">= 0.45", ">= 0.85", "_zstd")}
+    payload = b""
+    encode_s = apply_s = 1.0
+    for zstd, (encode_goal, apply_goal, suffix) in goals.items():
+        encode_s, apply_s, payload = _time_codec(base, target, work, zstd)
+        found.append(row(f"encode{suffix}_ratio", total / encode_s, "GB/s", total / copy_s, encode_goal))
+        found.append(row(f"apply{suffix}_ratio", total / apply_s, "GB/s", total / copy_s, apply_goal))
+    xor_size, xor_gbps = _measure_xor(base, target)
+    found.append(row("size_per_changed", len(payload) / size, "of the model", changed, "<= 0.7"))
+    found.append(row("size_vs_xor", len(payload) / size, "of the model", xor_size, "<= 0.5"))
+    found.append(row("speed_vs_xor", total / (encode_s + apply_s), "GB/s", xor_gbps, ">= 3"))
+    found += [_two_cores(base, target), _numpy(base, target), _dense(num_values // 4)]
+    return found
+
+
+def merge_rows(num_values: int) -> list[Row]:
+    chain = versions(num_values, RARE_LR, 8)
+    payloads = [codec.encode(a, b).payload for a, b in itertools.pairwise(chain)]
+    merged = codec.merge(payloads, num_values).payload
+    work = chain[0].copy()
+    one_s = best(lambda: codec.apply(merged, work), before=lambda: np.copyto(work, chain[0]))
+    chain_s = best(lambda: _apply_all(payloads, work), before=lambda: np.copyto(work, chain[0]))
+    merge_s = best(lambda: codec.merge(payloads, num_values))
+    return [
+        row("merge8_bytes", len(merged) / 1e6, "MB", sum(map(len, payloads)) / 1e6, "<= 0.55"),
+        row("merge8_apply", one_s * 1e3, "ms", chain_s * 1e3, "<= 0.33"),
+        row("merge8_speed", chain[0].nbytes / 1e9 / merge_s, "GB/s", chain[0].nbytes / 1e9 / merge_s, ""),
+    ]
+
+
+def _apply_all(payloads: list[bytes], values: np.ndarray) -> None:
+    for payload in payloads:
+        codec.apply(payload, values)
+
+
+def store_rows(num_values: int) -> list[Row]:
+    """Peak memory of a store over publishes, without the caller's tensors and the deltas that it keeps."""
+    chain = versions(num_values, RARE_LR, 3)
+    models = [{f"layer{i}": part for i, part in enumerate(np.array_split(values, 16))} for values in chain]
+    tracemalloc.start()
+    store = VersionStore()
+    made = [store.publish(model) for model in models]
+    peak = tracemalloc.get_traced_memory()[1] - sum(info.delta_bytes for info in made[1:])
+    tracemalloc.stop()
+    return [row("store_memory", peak / 1e6, "MB", chain[0].nbytes / 1e6, "<= 1.1")]
+
+
+def pull_rows(size_mib: int) -> list[Row]:
+    """A full pull over loopback, verified, against a raw socket; each sender is a process of its own."""
+    raw = _raw_gbps(size_mib)
+    process, address = _serve("--serve-weights", size_mib)
+    puller = WeightPuller([address])
+    try:
+        weights = puller.pull()
+        spares = [weights, puller.pull()]
+        gbps = 0.0
+        for turn in range(3):
+            started = time.perf_counter()
+            spares[turn % 2] = puller.pull(spare=spares[turn % 2])
+            gbps = max(gbps, weights.size_bytes / 1e9 / (time.perf_counter() - started))
+    finally:
+        puller.close()
+        process.kill()
+        process.wait()
+    return [row("pull_ratio", gbps, "GB/s", raw, ">= 0.8")]
+
+
+def versions(num_values: int, lr: float, steps: int) -> list[np.ndarray]:
+    """bfloat16 bit patterns of a random layer before and after Adam-like steps: a drift of its own per value, and noise."""
+    rng = np.random.default_rng(0)
+    made = [np.empty(num_values, np.uint16) for _ in range(steps + 1)]
+    for start in range(0, num_values, 1 << 22):
+        part = slice(start, min(num_values, start + (1 << 22)))
+        weights = rng.standard_normal(part.stop - start, np.float32) * np.float32(0.02)
+        drift = rng.standard_normal(len(weights), np.float32)
+        for values in made:
+            values[part] = _bfloat16(weights)
+            update = (drift + np.float32(0.3) * rng.standard_normal(len(weights), np.float32)) / np.sqrt(1 + drift * drift)
+            weights -= np.float32(lr) * update
+    return made
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def best(
+    work: Callable[[], Any],
+    *,
+    before: Callable[[], Any] = lambda: None,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.thread_time,
+) -> float:
+    """Seconds of the fastest of several runs; of this thread's processor time, so that other processes count less."""
+    times = []
+    for _ in range(repeats):
+        before()
+        started = clock()
+        work()
+        times.append(clock() - started)
+    return min(times)
+
+
+def _time_codec(base: np.ndarray, target: np.ndarray, work: np.ndarray, zstd: bool) -> tuple[float, float, bytes]:
+    restore = lambda: np.copyto(work, base)  # noqa: E731
+    encode_s = best(lambda: codec.encode(work, target, update=True, zstd=zstd), before=restore)
+    payload = codec.encode(base, target, zstd=zstd).payload
+    return encode_s, best(lambda: codec.apply(payload, work), before=restore), payload
+
+
+def _measure_xor(base: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """Size as a fraction of the model, and GB/s of encode and apply together."""
+    base, target = base[: 1 << 24], target[: 1 << 24]
+    compressor, decompressor = zstandard.ZstdCompressor(1), zstandard.ZstdDecompressor()
+    packed = compressor.compress((base ^ target).data)
+    encode_s = best(lambda: compressor.compress((base ^ target).data), repeats=2)
+    work = base.copy()
+    apply_s = best(lambda: np.bitwise_xor(work, np.frombuffer(decompressor.decompress(packed), np.uint16), out=work), repeats=2)
+    return len(packed) / base.nbytes, base.nbytes / 1e9 / (encode_s + apply_s)
+
+
+def _two_cores(base: np.ndarray, target: np.ndarray) -> Row:
+    one_s = best(lambda: codec.encode(base, target), clock=time.perf_counter)
+    with ThreadPoolExecutor(2) as pool:
+        two_s = best(lambda: codec.encode(base, target, pool=pool), clock=time.perf_counter)
+    return row("two_cores_ratio", base.nbytes / 1e9 / two_s, "GB/s", base.nbytes / 1e9 / one_s, ">= 1.7")
+
+
+def _numpy(base: np.ndarray, target: np.ndarray) -> Row:
+    base, target = base[: 1 << 24], target[: 1 << 24]
+    kernel, work = load_kernel("numpy"), base.copy()
+    copy_s = best(lambda: np.copyto(work, target))
+    encode_s = best(lambda: codec.encode(base, target, zstd=False, kernel=kernel))
+    return row("encode_numpy_ratio", base.nbytes / 1e9 / encode_s, "GB/s", base.nbytes / 1e9 / copy_s, ">= 0.12")
+
+
+def _dense(num_values: int) -> Row:
+    base, target = versions(num_values, DENSE_LR, 1)
+    payload = codec.encode(base, target).payload
+    xor_size, _ = _measure_xor(base, target)
+    return row("size_dense_vs_xor", len(payload) / base.nbytes, "of the model", xor_size, "<= 0.7")
+
+
+def _serve(what: str, size_mib: int) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen([sys.executable, __file__, what, str(size_mib)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def _raw_gbps(size_mib: int) -> float:
+    process, address = _serve("--serve-raw", size_mib)
+    buffer = np.ones(size_mib << 20, np.uint8).data
+    times = []
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", int(address))) as connection:
+            started, at = time.perf_counter(), 0
+            while at < len(buffer):
+                at += connection.recv_into(buffer[at : at + (4 << 20)])
+            times.append(time.perf_counter() - started)
+    process.kill()
+    process.wait()
+    return len(buffer) / 1e9 / min(times)
+
+
+def _serve_raw(size_mib: int) -> None:
+    buffer = np.ones(size_mib << 20, np.uint8).data
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        print(server.getsockname()[1], flush=True)
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(buffer)
+
+
+def _serve_weights(size_mib: int) -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (16, size_mib << 15), np.uint16)
+    store = VersionStore()
+    store.publish({f"layer{i}": layer for i, layer in enumerate(values)})
+    print(WeightServer(store).endpoint, flush=True)
+    time.sleep(600)
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def main() -> None:
+    """The two senders of the pull measurement, and a table for people who run this file alone."""
+    if "--serve-raw" in sys.argv:
+        _serve_raw(int(sys.argv[-1]))
+    elif "--serve-weights" in sys.argv:
+        _serve_weights(int(sys.argv[-1]))
+    else:
+        print(f"codec: {codec.codec_path()}")
+        for made in rows("--quick" in sys.argv):
+            mark = "  " if not made["goal"] else "ok" if made["ok"] else "NO"
+            measured = f"{made['name']:22} {made['value']:10} {made['unit']:13} / {made['reference']:<10} = {made['ratio']:<8}"
+            print(measured, f"{made['goal']:8} {mark}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""`slimebus broker`: the broker of a run."""
+
+from pathlib import Path
+
+import click
+
+from slimebus.config.flags import ConfigCommand, config_argument, from_context
+
+
+@click.command(cls=ConfigCommand)
+@config_argument
+@click.pass_context
+def broker(ctx: click.Context, run_yaml: Path | None) -> None:
+    """Run the broker: prompts, leases, the sample buffer, admission by staleness, batches, and their durable record.
+
+    Its state is under RUN_DIR/broker; started again with the same run directory it goes on where it was.
+    """
+    resolved = from_context(ctx, run_yaml)
+    from broker.process import run_broker
+
+    run_broker(resolved, debug=bool((ctx.obj or {}).get("debug")))

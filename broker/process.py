@@ -1,0 +1,129 @@
+"""The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
+
+import json
+import logging
+import math
+import signal
+import threading
+from types import FrameType
+
+from broker.shell import Broker
+from broker.source import JsonlRows, JsonlSource
+from broker.state.rules import EvalDataset, Rules, Sampling
+from broker.store import open_store
+from slimebus import logs
+from slimebus.config import Resolved, RunConfig
+from slimebus.errors import ConfigError
+
+log = logging.getLogger("broker")
+
+UNBOUNDED_BATCHES = 4
+"""Batches of room when no staleness bound limits how far ahead workers may run."""
+
+
+def run_broker(resolved: Resolved, *, debug: bool) -> None:
+    """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
+    logs.set_up("broker", debug=debug)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _setter(stop))
+    broker = build(resolved)
+    log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
+    try:
+        broker.run(stop)
+    finally:
+        (resolved.run_dir / "status.json").write_text(json.dumps(broker.last_status(), indent=1))
+    log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
+
+
+def build(resolved: Resolved) -> Broker:
+    """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
+    config = resolved.config
+    if not config.data.prompt_data:
+        raise ConfigError("data.prompt_data: no file given; name at least one jsonl file of prompts")
+    eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
+    source = JsonlSource(
+        _rows(resolved, config.data.prompt_data),
+        shuffle=config.data.rollout_shuffle,
+        seed=config.seed,
+        num_epochs=config.data.num_epoch or None,
+    )
+    resolved.run_dir.mkdir(parents=True, exist_ok=True)
+    return Broker(
+        rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}),
+        source,
+        open_store(config.broker.durability, resolved.run_dir / "broker"),
+        run=config.name,
+        bind=config.broker.bind,
+        hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
+        eval_rows=eval_rows,
+        metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+    )
+
+
+def _rows(resolved: Resolved, specs: list[str]) -> JsonlRows:
+    data = resolved.config.data
+    return JsonlRows(
+        [str(resolved.path(spec)) for spec in specs],
+        input_key=data.input_key,
+        label_key=data.label_key,
+        metadata_key=data.metadata_key,
+        skip_bad=data.skip_bad_prompts,
+    )
+
+
+def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
+    """What the state machine obeys in this run. eval_sizes: prompts of each dataset."""
+    r, b = config.rollout, config.broker
+    return Rules(
+        batch_size=r.rollout_batch_size,
+        samples_per_prompt=r.n_samples_per_prompt,
+        max_staleness=b.max_staleness,
+        publish_interval=config.weights.update_weights_interval,
+        num_steps=r.num_rollout,
+        on_stale=b.on_stale,
+        lease_s=b.lease_s,
+        heartbeat_s=b.heartbeat_s,
+        max_attempts=b.max_attempts,
+        buffer_capacity=capacity(config),
+        sampling=sampling(config),
+        eval_datasets={
+            name: EvalDataset(
+                num_prompts=eval_sizes[name],
+                num_samples=d.n_samples_per_eval_prompt,
+                sampling=sampling(config)
+                | {"temperature": d.temperature, "max_new_tokens": d.max_response_len or r.rollout_max_response_len},
+            )
+            for name, d in config.eval.datasets.items()
+        },
+        eval_interval=config.eval.eval_interval,
+        eval_first=not config.eval.skip_eval_before_train,
+    )
+
+
+def capacity(config: RunConfig) -> int:
+    """Groups leased, ready or assigned at once: what the bound can use, and a batch for what is out of order."""
+    if config.broker.buffer_capacity:
+        return config.broker.buffer_capacity
+    ahead = UNBOUNDED_BATCHES if math.isinf(config.broker.max_staleness) else int(config.broker.max_staleness) + 1
+    return (ahead * config.weights.update_weights_interval + 2) * config.rollout.rollout_batch_size
+
+
+def sampling(config: RunConfig) -> Sampling:
+    """The training sampling parameters, in SGLang's names."""
+    r = config.rollout
+    chosen: Sampling = {"temperature": r.rollout_temperature, "top_p": r.rollout_top_p, "max_new_tokens": r.rollout_max_response_len}
+    if r.rollout_top_k > 0:
+        chosen["top_k"] = r.rollout_top_k
+    if r.rollout_stop:
+        chosen["stop"] = list[str | int](r.rollout_stop)
+    if r.rollout_stop_token_ids:
+        chosen["stop_token_ids"] = list[str | int](r.rollout_stop_token_ids)
+    return chosen
+
+
+def _setter(stop: threading.Event) -> "signal._HANDLER":
+    def handler(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    return handler

@@ -1,0 +1,209 @@
+"""The broker process: sockets, disk and clock around the state machine.
+
+    ROUTER --burst--> Machine --effects--> one commit --> replies --> hints (XPUB)
+
+Nobody is answered before what the answer rests on is as durable as the store promises.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from broker.source import JsonlRows
+from broker.state.effects import (
+    Address,
+    Bulk,
+    Delete,
+    Effect,
+    EvalPrompt,
+    Event,
+    Inline,
+    Note,
+    Notify,
+    Record,
+    Reply,
+    Save,
+    StoredPayload,
+    StoredPrompt,
+)
+from broker.state.machine import Machine
+from broker.state.rules import Rules
+from broker.state.table import PromptSource
+from broker.store import Store, Write, unpack_frames
+from slimebus import envelope
+from slimebus.clock import Clock, SystemClock
+from slimebus.errors import SlimebusError
+from slimebus.messages import Error, Hint
+from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
+
+log = logging.getLogger("slimebus.broker")
+
+MAX_IDLE_S = 0.5
+"""How often a stop request is looked for; two wake-ups a second cost nothing."""
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+
+
+class Broker:
+    """A bound broker with its state read back. `endpoint` and `hints_endpoint` are the addresses it got.
+
+    eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
+    Raises UsageError for an address in use or a store of another run.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        source: PromptSource,
+        store: Store,
+        *,
+        run: str,
+        bind: str = "tcp://127.0.0.1:0",
+        hints_bind: str = "tcp://127.0.0.1:0",
+        eval_rows: Mapping[str, JsonlRows] | None = None,
+        clock: Clock | None = None,
+        metrics_path: Path | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
+        self.metrics_path = metrics_path
+        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes)
+        self.endpoint = self.server.endpoint
+        self.hints = self.server.context.socket(zmq.XPUB)
+        self.hints.linger = 200
+        self.hints_endpoint = bind_socket(self.hints, hints_bind)
+        self.machine = Machine(
+            rules,
+            source,
+            run=run,
+            hints=self.hints_endpoint,
+            max_message_bytes=max_message_bytes,
+            first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
+        )
+        rows = ((table, key, value) for table in RESTORED_TABLES for key, value in store.scan(table))
+        self.machine.restore(rows, self.clock.monotonic())
+        self._last_hint = Hint()
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set, or the run is finished and everyone has left."""
+        try:
+            while not stop.is_set() and not self.machine.is_over:
+                self.turn(MAX_IDLE_S)
+        finally:
+            self.close()
+
+    def turn(self, max_wait_s: float) -> int:
+        """One burst: receive, decide, commit, answer. Returns how many requests it had."""
+        requests = self.server.receive(self._wait_s(max_wait_s))
+        now = self.clock.monotonic()
+        effects = self.machine.tick(now)
+        if requests:
+            effects += self.machine.apply([event_of(request) for request in requests], now)
+        self._perform(effects)
+        self._greet_subscribers()
+        return len(requests)
+
+    def close(self) -> None:
+        """Release addresses and store."""
+        self.hints.close()
+        self.server.close()
+        self.store.close()
+
+    def last_status(self) -> dict[str, Any]:
+        """The status as it is now; also after close."""
+        return self.machine.status(self.clock.monotonic())
+
+    def _wait_s(self, max_wait_s: float) -> float:
+        deadline = self.machine.next_deadline()
+        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.clock.monotonic()))
+
+    # --- effects ---
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        writes: dict[tuple[str, str], Write] = {}
+        for effect in effects:
+            if isinstance(effect, Save):
+                writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value)
+            elif isinstance(effect, Delete):
+                writes[effect.table, effect.key] = Write(effect.table, effect.key, None)
+        if writes:
+            self.store.commit(list(writes.values()))
+        for effect in effects:
+            self._say(effect)
+
+    def _say(self, effect: Effect) -> None:
+        if isinstance(effect, Reply):
+            self._reply(effect)
+        elif isinstance(effect, Notify):
+            self._hint(effect.hint)
+        elif isinstance(effect, Note):
+            log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
+        elif isinstance(effect, Record):
+            self._record(effect.row)
+
+    def _reply(self, reply: Reply) -> None:
+        try:
+            bulk = [frame for part in reply.bulk for frame in self._frames(part)]
+        except SlimebusError as gone:
+            self.server.answer(reply.to.peer, reply.to.request, Error(code=gone.code, text=gone.text, retryable=gone.retryable))
+            return
+        self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
+
+    def _frames(self, part: Bulk) -> Sequence[Any]:
+        match part:
+            case Inline(value):
+                return [value]
+            case EvalPrompt(dataset, row):
+                return [self.eval_rows[dataset].record(row)]
+            case StoredPrompt(group):
+                return [self._stored("prompts", group)]
+            case StoredPayload(group):
+                return unpack_frames(self._stored("payloads", group))
+
+    def _stored(self, table: str, key: str) -> bytes:
+        value = self.store.get(table, key)
+        if value is None:
+            raise SlimebusError(f"{table} of group {key} are gone: it ended in the same moment; ask again", code="gone", retryable=True)
+        return value
+
+    def _record(self, row: dict[str, Any]) -> None:
+        if self.metrics_path is None:
+            return
+        self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.metrics_path.open("ab") as file:
+            file.write(msgspec.json.encode({"time": self.clock.wall(), **row}) + b"\n")
+
+    # --- hints ---
+
+    def _hint(self, hint: Hint) -> None:
+        self._last_hint = hint
+        try:
+            self.hints.send(envelope.encode(hint, id=0, run=self.server.run, sender="broker"), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("hint not sent: a subscriber is slow")
+
+    def _greet_subscribers(self) -> None:
+        """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
+        is_new = False
+        while self.hints.poll(0):
+            is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
+        if is_new and self._last_hint.lineage:
+            self._hint(self._last_hint)
+
+
+def event_of(request: Request) -> Event:
+    """What the state machine sees of a request."""
+    header = request.header
+    return Event(
+        to=Address(request.peer, header.id),
+        sender=header.sender,
+        epoch=header.epoch,
+        run=header.run,
+        message=request.message,
+        body=bytes(header.body),
+        bulk=request.bulk,
+    )

@@ -1,0 +1,64 @@
+"""When a worker may start a group: paced so that what it makes is still fresh when its turn comes.
+
+Of the groups leased and ready, the next one would be trained `(leased + ready) // B` steps after the first step whose batch is
+not chosen yet. It is admitted while the version trained then is at most `max_staleness` ahead of what the worker serves:
+with N groups admitted so far and B groups a step this is `version(N // B) <= serving + max_staleness`.
+"""
+
+from broker.state.groups import LEASED, READY
+from broker.state.table import Client, ParkedLease, State
+from slimebus.messages import NO_VERSION
+
+
+def step_of_next(state: State) -> int:
+    """The step that a group admitted now would be trained in."""
+    return state.next_unassigned + (state.groups.count(LEASED) + state.groups.count(READY)) // state.rules.batch_size
+
+
+def has_room(state: State, serving: float) -> bool:
+    """True when a worker that serves this version could start a training group now."""
+    step, rules = step_of_next(state), state.rules
+    if state.meta.finishing or state.num_held >= rules.buffer_capacity or (rules.num_steps is not None and step >= rules.num_steps):
+        return False
+    return state.version_of(step) <= serving + rules.max_staleness
+
+
+def why_parked(state: State, parked: ParkedLease) -> str:
+    """Why a parked request waits."""
+    client = state.clients.get(parked.client)
+    if client is None:
+        return "its worker left"
+    refusal = refusal_for(state, client, needs_weights=parked.message.needs_weights)
+    return refusal or ("the prompt source has ended" if state.meta.source_ended else "waiting its turn")
+
+
+def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
+    """Why this worker may not start a training group now; empty when it may."""
+    if state.meta.finishing:
+        return "the run is finished"
+    if needs_weights and (unready := unready_weights(state, client)):
+        return unready
+    step = step_of_next(state)
+    if state.rules.num_steps is not None and step >= state.rules.num_steps:
+        return f"every group of the run's {state.rules.num_steps} steps is leased, ready or trained"
+    if state.num_held >= state.rules.buffer_capacity:
+        return f"the buffer holds {state.num_held} of {state.rules.buffer_capacity} groups; waiting for the trainer to commit a step"
+    if needs_weights and state.version_of(step) > client.serving + state.rules.max_staleness:
+        return (
+            f"a group started now would train in step {step} (version {state.version_of(step)}), more than "
+            f"{state.rules.max_staleness:g} ahead of the served version {client.serving}; waiting for the trainer to publish "
+            f"version {state.version_of(step) - int(state.rules.max_staleness)}"
+        )
+    return ""
+
+
+def unready_weights(state: State, client: Client) -> str:
+    """Why the worker's weights cannot make samples for this timeline; empty when they can."""
+    meta = state.meta
+    if not meta.lineage or meta.version == NO_VERSION:
+        return "no weights are published yet; waiting for the trainer"
+    if client.lineage != meta.lineage or client.serving == NO_VERSION:
+        return f"{client.name} serves no verified version of lineage {meta.lineage[:8]}; it must pull version {meta.version} first"
+    if client.serving > meta.version:
+        return f"{client.name} says it serves version {client.serving}, but {meta.version} is the newest published"
+    return ""

@@ -1,0 +1,208 @@
+"""Who takes part: joining, epochs, fencing, silence.
+
+Each joining process gets an epoch that rises over the whole run. A request with an epoch that is no longer the newest of its
+name is refused as `fenced`; so is every trainer but the newest, whatever its name.
+"""
+
+from broker.state.effects import Event
+from broker.state.table import Client, State
+from slimebus.envelope import error_reply
+from slimebus.errors import Fenced, ProtocolError, SlimebusError
+from slimebus.messages import (
+    NO_VERSION,
+    PROTOCOL_VERSION,
+    Batch,
+    Commit,
+    Fetch,
+    Finish,
+    GiveBack,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Lease,
+    Message,
+    Ok,
+    Publish,
+    Put,
+    Resume,
+    Welcome,
+)
+
+ROLES = ("rollout", "trainer", "client")
+NEEDS_ROLE: dict[type[Message], str] = {
+    **dict.fromkeys((Lease, Put, GiveBack), "rollout"),
+    **dict.fromkeys((Resume, Publish, Batch, Fetch, Commit, Finish), "trainer"),
+}
+MAX_NAME_CHARS = 128
+MAX_FORMER = 16
+FORGET_S = 3600.0
+"""A gone client is forgotten after this long; should it come back, it joins anew."""
+
+
+def check_run(state: State, event: Event) -> None:
+    """Raise SlimebusError `wrong_run` for a message of another run."""
+    if event.run != state.meta.run and not (isinstance(event.message, Hello) and not event.run):
+        raise SlimebusError(
+            f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
+            code="wrong_run",
+        )
+
+
+def sender_of(state: State, event: Event, now: float) -> Client:
+    """The client that speaks. Raises SlimebusError: `fenced`, `not_joined` or `role`."""
+    client = state.clients.get(event.sender)
+    if client is None or event.epoch > client.epoch:
+        raise SlimebusError(f"{event.sender[:64]!r} has not joined this broker; say hello first", code="not_joined")
+    if event.epoch < client.epoch or client.is_fenced:
+        raise Fenced(f"a newer {client.role} has taken the place of {event.sender!r} (epoch {event.epoch}); stop this process")
+    needed = NEEDS_ROLE.get(type(event.message))
+    if needed is not None and client.role != needed:
+        raise SlimebusError(f"{event.sender!r} joined as {client.role}; only a {needed} may ask for this", code="role")
+    heard(state, client, now)
+    return client
+
+
+def heard(state: State, client: Client, now: float) -> None:
+    """A sign of life."""
+    client.heard_at, client.is_gone = now, False
+    state.timers.set(("client", client.name), now + state.rules.client_timeout_s)
+
+
+def welcome(state: State, client: Client, hints: str, max_message_bytes: int) -> Welcome:
+    """What a client must know to take part."""
+    meta = state.meta
+    return Welcome(
+        run=meta.run,
+        epoch=client.epoch,
+        heartbeat_s=state.rules.heartbeat_s,
+        lineage=meta.lineage,
+        version=meta.version,
+        publishers=meta.publishers,
+        hints=hints,
+        max_message_bytes=max_message_bytes,
+    )
+
+
+def join(state: State, event: Event, hello: Hello, now: float) -> Client:
+    """Take in a client; the same instance keeps its epoch, another of the same name takes the place of the older one."""
+    _check_hello(event, hello)
+    known = state.clients.get(event.sender)
+    if known is not None and (hello.instance in known.former or (known.is_fenced and known.instance == hello.instance)):
+        raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
+    if known is not None and known.instance == hello.instance and known.role == hello.role:
+        heard(state, known, now)
+        return known
+    former = [] if known is None else [*known.former, known.instance][-MAX_FORMER:]
+    if known is not None:
+        state.note(f"{event.sender} was restarted; its older process is fenced")
+        leave(state, known, "its worker was restarted")
+    client = Client(name=event.sender, role=hello.role, epoch=state.meta.next_epoch, instance=hello.instance, former=former)
+    state.meta.next_epoch += 1
+    state.clients[client.name] = client
+    if client.role == "trainer":
+        _fence_other_trainers(state, client)
+    if client.role != "client":
+        state.had_members = True
+        state.changed("clients", client.name)
+        state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
+    heard(state, client, now)
+    return client
+
+
+def _check_hello(event: Event, hello: Hello) -> None:
+    if hello.protocol != PROTOCOL_VERSION:
+        text = f"{event.sender[:64]!r} speaks protocol {hello.protocol}, this broker {PROTOCOL_VERSION}; use one release of slimebus"
+        raise SlimebusError(text, code="protocol_version")
+    if hello.role not in ROLES:
+        raise ProtocolError(f"hello: role {hello.role[:64]!r}; expected one of {', '.join(ROLES)}")
+    if not 0 < len(event.sender) <= MAX_NAME_CHARS or not 0 < len(hello.instance) <= MAX_NAME_CHARS:
+        raise ProtocolError(f"hello: sender and instance must have 1 to {MAX_NAME_CHARS} characters")
+
+
+def _fence_other_trainers(state: State, newest: Client) -> None:
+    state.meta.finishing, state.finished_said = False, False  # a trainer that joins has more to train, or will finish again
+    for client in state.clients.values():
+        if client.role == "trainer" and client is not newest and not client.is_fenced:
+            client.is_fenced = True
+            state.changed("clients", client.name)
+            state.note(f"trainer {client.name} is fenced: {newest.name} has taken its place", is_warning=True)
+    for parked in state.parked_batches.values():
+        state.reply(parked.to, fenced_error(parked.client))
+    state.parked_batches.clear()
+
+
+def fenced_error(name: str) -> Message:
+    """The answer to a request that waits while its sender is fenced."""
+    return error_reply(Fenced(f"a newer process has taken the place of {name!r}; stop this one"))
+
+
+def heartbeat(state: State, client: Client, beat: Heartbeat, now: float) -> HeartbeatReply:
+    """Extend the listed leases and answer with the truth."""
+    client.state, client.lineage, client.serving = beat.state[:64], beat.lineage, beat.serving
+    client.metrics = dict(list(beat.metrics.items())[:64])
+    lost = [lease for lease in beat.leases if not _extend(state, client, lease, now)]
+    meta = state.meta
+    return HeartbeatReply(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, lost=lost, finished=state.is_finished)
+
+
+def _extend(state: State, client: Client, lease: int, now: float) -> bool:
+    group = state.groups.by_lease.get(lease)
+    if group is None or group.worker != client.name:
+        return False
+    state.lease_deadlines[lease] = now + state.rules.lease_s
+    state.timers.set(("lease", lease), now + state.rules.lease_s)
+    return True
+
+
+def leave(state: State, client: Client, reason: str) -> None:
+    """Take back what a client holds and waits for."""
+    for group in state.groups.leased_by(client.name):
+        state.requeue(group, reason)
+    for key in [key for key in state.parked_leases if key[0] == client.name]:
+        del state.parked_leases[key]
+        state.timers.cancel(("parked lease", *key))
+
+
+def goodbye(state: State, event: Event) -> Ok:
+    """Let a client go. One that is unknown or fenced is let go too."""
+    client = state.clients.get(event.sender)
+    if isinstance(event.message, Goodbye) and client is not None and client.epoch == event.epoch and not client.is_fenced:
+        leave(state, client, "its worker left")
+        _forget(state, client)
+        if client.role != "client":
+            state.note(f"{client.role} {client.name} left")
+    return Ok()
+
+
+def silent(state: State, name: str, now: float) -> None:
+    """A client was silent for its timeout: say so once, forget it much later."""
+    client = state.clients.get(name)
+    if client is None:
+        return
+    silence_s = now - client.heard_at
+    if client.role == "client" or silence_s >= FORGET_S + state.rules.client_timeout_s:
+        if not client.is_fenced:
+            _forget(state, client)
+        return
+    if not client.is_gone:
+        client.is_gone, client.serving = True, NO_VERSION
+        state.note(f"{client.role} {client.name} has been silent for {silence_s:.0f} s", is_warning=True)
+    state.timers.set(("client", name), client.heard_at + FORGET_S + state.rules.client_timeout_s)
+
+
+def _forget(state: State, client: Client) -> None:
+    del state.clients[client.name]
+    state.timers.cancel(("client", client.name))
+    if client.role != "client":
+        state.changed("clients", client.name)
+
+
+def is_present(client: Client) -> bool:
+    """True for a client that is heard and has a say."""
+    return not client.is_gone and not client.is_fenced
+
+
+def has_everyone_left(state: State) -> bool:
+    """True when no worker and no trainer takes part any more."""
+    return not any(is_present(c) for c in state.clients.values() if c.role != "client")

@@ -1,0 +1,104 @@
+"""What goes into the state machine and what comes out of it."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from slimebus.messages import Hint, Message
+
+Table = Literal["meta", "groups", "ended", "prompts", "payloads", "clients", "steps", "evaluations"]
+"""meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts and payloads: opaque, by
+group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where an answer goes: a socket identity and the id of the request."""
+
+    peer: bytes
+    request: int
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. `body` is the message as it was encoded, `bulk` its opaque frames."""
+
+    to: Address
+    sender: str
+    epoch: int
+    run: str
+    message: Message
+    body: Any = b""
+    bulk: Sequence[Any] = ()
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Write a record: bytes, or for `payloads` the frames to keep together."""
+
+    table: Table
+    key: str
+    value: bytes | Sequence[Any]
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """Remove a record; absent ones are fine."""
+
+    table: Table
+    key: str
+
+
+class StoredPrompt(msgspec.Struct, frozen=True):
+    """A bulk frame of a reply: the prompt record of a group."""
+
+    group: str
+
+
+class EvalPrompt(msgspec.Struct, frozen=True):
+    """A bulk frame of a reply: the prompt record of a row of a held-out set."""
+
+    dataset: str
+    row: int
+
+
+class StoredPayload(msgspec.Struct, frozen=True):
+    """Bulk frames of a reply: the record header of a group's samples, then its fields."""
+
+    group: str
+
+
+class Inline(msgspec.Struct, frozen=True):
+    """A bulk frame of a reply: these bytes."""
+
+    value: bytes
+
+
+Bulk = StoredPrompt | EvalPrompt | StoredPayload | Inline
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Answer a request, once everything saved before it is durable."""
+
+    to: Address
+    message: Message
+    bulk: Sequence[Bulk] = ()
+
+
+class Notify(msgspec.Struct, frozen=True):
+    """Tell every subscriber that something changed."""
+
+    hint: Hint
+
+
+class Note(msgspec.Struct, frozen=True):
+    """One line for the log."""
+
+    text: str
+    is_warning: bool = False
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One row for the metrics file."""
+
+    row: dict[str, Any]
+
+
+Effect = Save | Delete | Reply | Notify | Note | Record

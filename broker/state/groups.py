@@ -1,0 +1,161 @@
+"""The life of a group, and the tables that find groups by state.
+
+(source) -> QUEUED -> LEASED -> READY -> ASSIGNED(step) -> COMMITTED -> (freed under a checkpoint)
+               ^         |        |          |                |
+               +---------+--------+----------+----------------+    expired, returned, stale, rewound
+                         |        |                    DROPPED(reason), DEAD(reason): ended, listed, counted
+"""
+
+import bisect
+import heapq
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from slimebus.errors import SlimebusError
+from slimebus.messages import NO_VERSION
+
+Phase = Literal["queued", "leased", "ready", "assigned", "committed", "dropped", "dead"]
+QUEUED: Phase = "queued"
+LEASED: Phase = "leased"
+READY: Phase = "ready"
+ASSIGNED: Phase = "assigned"
+COMMITTED: Phase = "committed"
+DROPPED: Phase = "dropped"
+DEAD: Phase = "dead"
+
+TRAIN, EVAL = "train", "eval"
+
+ALLOWED: dict[Phase, tuple[Phase, ...]] = {
+    QUEUED: (LEASED, DROPPED),
+    LEASED: (READY, QUEUED, DROPPED, DEAD),
+    READY: (ASSIGNED, QUEUED, DROPPED),
+    ASSIGNED: (COMMITTED, READY, QUEUED),
+    COMMITTED: (READY, QUEUED),
+    DROPPED: (),
+    DEAD: (),
+}
+
+
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
+
+    Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
+    oldest and newest version over their trainable and all tokens. num_frames counts the stored frames, header included.
+    """
+
+    id: str
+    position: int
+    kind: str = TRAIN
+    phase: Phase = QUEUED
+    attempt: int = 0
+    failures: int = 0
+    admitted: int = 0
+    lease: int = 0
+    request: int = 0
+    worker: str = ""
+    lineage: str = ""
+    lease_version: int = NO_VERSION
+    step: int = -1
+    put_attempt: int = 0
+    num_samples: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+    num_frames: int = 0
+    size_bytes: int = 0
+    oldest_version: int = NO_VERSION
+    newest_version: int = NO_VERSION
+    evaluation: str = ""
+    dataset: str = ""
+    row: int = -1
+    reason: str = ""
+
+
+class Groups:
+    """Every group in play, found by id, lease, or state. Changes of state go through `move` alone."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Group] = {}
+        self.by_lease: dict[int, Group] = {}
+        self._by_worker: dict[str, dict[int, Group]] = {}
+        self._by_request: dict[tuple[str, int], list[Group]] = {}
+        self.counts: Counter[tuple[str, Phase]] = Counter()
+        self.ready: list[tuple[int, str]] = []
+        self._queues: dict[str, list[tuple[int, str]]] = {TRAIN: [], EVAL: []}
+
+    def add(self, group: Group) -> None:
+        """Take in a group in the state it is in."""
+        self.by_id[group.id] = group
+        self._enter(group)
+
+    def remove(self, group: Group) -> None:
+        """Let go of a group."""
+        self._leave(group)
+        del self.by_id[group.id]
+
+    def move(self, group: Group, phase: Phase) -> None:
+        """Change state. Raises SlimebusError `illegal_transition` for a step that the life of a group does not have."""
+        if phase not in ALLOWED[group.phase]:
+            raise SlimebusError(f"group {group.id}: {group.phase} cannot become {phase}", code="illegal_transition")
+        self._leave(group)
+        group.phase = phase
+        self._enter(group)
+
+    def count(self, phase: Phase, kind: str = TRAIN) -> int:
+        """How many groups of a kind are in a state."""
+        return self.counts[kind, phase]
+
+    def leased_by(self, worker: str) -> list[Group]:
+        """The groups that a worker holds, oldest lease first."""
+        return list(self._by_worker.get(worker, {}).values())
+
+    def leased_at(self, worker: str, request: int) -> list[Group]:
+        """The groups that a worker still holds of those that one request of it was granted."""
+        return list(self._by_request.get((worker, request), ()))
+
+    def leased_for(self, kind: str = TRAIN) -> list[Group]:
+        """The leased groups of a kind, oldest lease first."""
+        return [group for group in self.by_lease.values() if group.kind == kind]
+
+    def first_queued(self, kind: str = TRAIN) -> Group | None:
+        """The queued group of the earliest prompt."""
+        queue = self._queues[kind]
+        while queue:
+            group = self.by_id.get(queue[0][1])
+            if group is not None and group.phase == QUEUED and group.position == queue[0][0]:
+                return group
+            heapq.heappop(queue)
+        return None
+
+    def first_ready(self, count: int) -> list[Group]:
+        """The `count` earliest admitted ready groups."""
+        return [self.by_id[group_id] for _, group_id in self.ready[:count]]
+
+    def _enter(self, group: Group) -> None:
+        self.counts[group.kind, group.phase] += 1
+        if group.phase == QUEUED:
+            heapq.heappush(self._queues[group.kind], (group.position, group.id))
+        elif group.phase == LEASED:
+            self.by_lease[group.lease] = group
+            self._by_worker.setdefault(group.worker, {})[group.lease] = group
+            self._by_request.setdefault((group.worker, group.request), []).append(group)
+        elif group.phase == READY:
+            bisect.insort(self.ready, (group.admitted, group.id))
+
+    def _leave(self, group: Group) -> None:
+        self.counts[group.kind, group.phase] -= 1
+        if group.phase == LEASED:
+            self._leave_lease(group)
+        elif group.phase == READY:
+            del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
+
+    def _leave_lease(self, group: Group) -> None:
+        del self.by_lease[group.lease]
+        held, granted = self._by_worker[group.worker], self._by_request[group.worker, group.request]
+        del held[group.lease]
+        granted.remove(group)
+        if not held:
+            del self._by_worker[group.worker]
+        if not granted:
+            del self._by_request[group.worker, group.request]

@@ -1,0 +1,285 @@
+"""Lease, put, give back, expiry: what workers do with groups.
+
+A lease request that nothing can be given for is parked and answered when capacity appears or its wait runs out. Capacity is
+dealt one group at a time around the parked requests, the one that waits longest first.
+"""
+
+import math
+
+import msgspec
+
+from broker.state import admission, evaluation, staleness
+from broker.state.clients import is_present
+from broker.state.effects import EvalPrompt, Event, StoredPrompt
+from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
+from broker.state.rules import Sampling
+from broker.state.table import Client, ParkedLease, State
+from broker.state.timers import bounded_wait
+from slimebus.errors import ProtocolError, SlimebusError
+from slimebus.messages import (
+    NO_VERSION,
+    GiveBack,
+    Lease,
+    LeasedGroup,
+    LeaseReply,
+    Ok,
+    Put,
+    PutReply,
+    SampleHeader,
+)
+
+MAX_TOKENS = 1 << 31
+REPLY_BYTES = 48 * 1024
+"""A lease reply names its groups in one header of at most 64 KiB."""
+
+
+# --- lease ---
+
+
+def lease(state: State, event: Event, client: Client, ask: Lease, now: float) -> None:
+    """Grant up to `want` groups, now or when capacity appears. The same request repeated gets the same groups."""
+    if ask.want < 1:
+        raise ProtocolError(f"lease: want is {ask.want}; expected at least 1")
+    client.lineage, client.serving = ask.lineage, ask.serving
+    held = state.groups.leased_at(client.name, event.to.request)
+    if held:
+        _answer(state, ParkedLease(to=event.to, client=client.name, message=ask), held, now)
+        return
+    key = (client.name, event.to.request)
+    if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
+        raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
+    state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
+    state.timers.set(("parked lease", *key), now + bounded_wait(ask.wait_s))
+    deal(state, now)
+    if key in state.parked_leases and not ask.wait_s > 0:
+        give_up(state, client.name, event.to.request)
+
+
+def give_up(state: State, name: str, request: int) -> None:
+    """Answer a parked lease request whose wait ran out: nothing, and why."""
+    parked = state.parked_leases.pop((name, request), None)
+    if parked is not None:
+        state.timers.cancel(("parked lease", name, request))
+        state.reply(parked.to, LeaseReply(reason=admission.why_parked(state, parked)))
+
+
+def deal(state: State, now: float) -> None:
+    """Deal what capacity there is around the parked requests."""
+    if not state.parked_leases or not _has_something(state):
+        return
+    waiting = [(key, parked) for key, parked in state.parked_leases.items() if _is_live(state, parked)]
+    granted: dict[tuple[str, int], list[Group]] = {}
+    while waiting:
+        still = []
+        for key, parked in waiting:
+            group = _next_for(state, parked)
+            if group is None:
+                continue
+            _grant(state, group, parked, now)
+            granted.setdefault(key, []).append(group)
+            if len(granted[key]) < min(parked.message.want, _reply_limit(group, state)):
+                still.append((key, parked))
+        waiting = still
+    for key, groups in granted.items():
+        state.timers.cancel(("parked lease", *key))
+        _answer(state, state.parked_leases.pop(key), groups, now)
+
+
+def _has_something(state: State) -> bool:
+    if state.groups.first_queued(EVAL) is not None:
+        return True
+    best = state.meta.version if all(p.message.needs_weights for p in state.parked_leases.values()) else float("inf")
+    return admission.has_room(state, best)
+
+
+def _is_live(state: State, parked: ParkedLease) -> bool:
+    client = state.clients.get(parked.client)
+    return client is not None and is_present(client)
+
+
+def _reply_limit(group: Group, state: State) -> int:
+    size = 256 + len(msgspec.msgpack.encode(_sampling(state, group)))
+    return max(1, REPLY_BYTES // size)
+
+
+def _next_for(state: State, parked: ParkedLease) -> Group | None:
+    client = state.clients[parked.client]
+    if parked.message.needs_weights and not admission.unready_weights(state, client):
+        group = state.groups.first_queued(EVAL)
+        if group is not None and client.serving >= state.evaluations[group.evaluation].version:
+            return group
+    if admission.refusal_for(state, client, needs_weights=parked.message.needs_weights):
+        return None
+    return state.groups.first_queued(TRAIN) or draw(state)
+
+
+def draw(state: State) -> Group | None:
+    """A group for the next prompt of the source; None when it has ended. Its cursor moves in the same transaction."""
+    prompt = state.source.take(state.meta.cursor)
+    if prompt is None:
+        state.meta.source_ended = True
+        return None
+    state.meta.cursor += 1
+    group = Group(id=prompt.id, position=prompt.position)
+    state.groups.add(group)
+    state.tally(state.meta.moves, "source>queued drawn")
+    state.save("prompts", group.id, prompt.record)
+    return group
+
+
+def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
+    meta, client = state.meta, state.clients[parked.client]
+    group.lease, group.admitted = meta.next_lease, meta.next_admitted
+    meta.next_lease += 1
+    meta.next_admitted += 1
+    group.attempt += 1
+    group.worker, group.request = client.name, parked.to.request
+    needs_weights = parked.message.needs_weights
+    group.lineage, group.lease_version = (client.lineage, client.serving) if needs_weights else ("", NO_VERSION)
+    state.move(group, LEASED, "leased")
+    state.lease_deadlines[group.lease] = now + state.rules.lease_s
+    state.timers.set(("lease", group.lease), now + state.rules.lease_s)
+
+
+def _answer(state: State, parked: ParkedLease, groups: list[Group], now: float) -> None:
+    bulk = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
+    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, now) for g in groups]), bulk)
+
+
+def _leased(state: State, group: Group, now: float) -> LeasedGroup:
+    rules = state.rules
+    num_samples = rules.eval_datasets[group.dataset].num_samples if group.kind == EVAL else rules.samples_per_prompt
+    return LeasedGroup(
+        group=group.id,
+        lease=group.lease,
+        attempt=group.attempt,
+        num_samples=num_samples,
+        deadline_s=max(0.0, state.lease_deadlines[group.lease] - now),
+        kind=group.kind,
+        dataset=group.dataset,
+        sampling=_sampling(state, group),
+    )
+
+
+def _sampling(state: State, group: Group) -> Sampling:
+    if group.kind == EVAL:
+        return {**state.rules.sampling, **state.rules.eval_datasets[group.dataset].sampling}
+    return dict(state.rules.sampling)
+
+
+def expire(state: State, lease_id: int) -> None:
+    """A lease was not extended in time."""
+    group = state.groups.by_lease.get(lease_id)
+    if group is None:
+        return
+    state.note(f"lease of group {group.id} by {group.worker} expired", is_warning=True)
+    if group.kind == EVAL:
+        evaluation.retry(state, group, "lease expired")
+    else:
+        state.fail(group, "lease expired")
+
+
+# --- put and give back ---
+
+
+def put(state: State, event: Event, client: Client, done: Put) -> None:
+    """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
+    check_put(done, len(event.bulk))
+    group = state.groups.by_id.get(done.group)
+    if group is not None and group.put_attempt == done.attempt and group.phase != LEASED:
+        state.reply(event.to, PutReply(result="duplicate"))
+        return
+    refusal = _put_refusal(state, group, client, done)
+    if refusal or group is None:
+        state.wasted("put after the lease was lost", 1, sum(s.num_tokens for s in done.samples))
+        state.reply(event.to, PutReply(result="discarded", reason=refusal))
+        return
+    state.reply(event.to, _accept(state, event, group, done))
+
+
+def _put_refusal(state: State, group: Group | None, client: Client, done: Put) -> str:
+    if group is None:
+        return f"group {done.group[:64]} is not in play: trained, dropped, or of another run"
+    if group.phase != LEASED or group.lease != done.lease or group.attempt != done.attempt or group.worker != client.name:
+        return f"lease {done.lease} of group {done.group} is no longer held (now: {group.phase}, {group.reason or 'new'})"
+    if group.lineage and done.lineage != group.lineage:
+        return f"lineage {done.lineage[:8]} is not that of the lease, {group.lineage[:8]}"
+    newest = max((v for s in done.samples for v, _ in s.versions), default=NO_VERSION)
+    if newest > state.meta.version:
+        raise ProtocolError(f"put of group {group.id}: tokens of version {newest}, but {state.meta.version} is the newest published")
+    return ""
+
+
+def check_put(done: Put, num_frames: int) -> None:
+    """Raise ProtocolError unless frames, fields and headers agree with each other."""
+    if num_frames != len(done.fields):
+        raise ProtocolError(f"put of group {done.group[:64]}: {num_frames} bulk frames for {len(done.fields)} fields")
+    for i, sample in enumerate(done.samples):
+        runs = sum(length for _, length in sample.versions)
+        if sample.num_tokens > MAX_TOKENS:
+            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
+        if runs != sample.num_tokens or any(length < 0 or version < NO_VERSION for version, length in sample.versions):
+            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
+        if not 0 <= sample.num_trainable <= sample.num_tokens:
+            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
+        if sample.oldest_version != NO_VERSION and all(version != sample.oldest_version for version, _ in sample.versions):
+            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: no run of its oldest version {sample.oldest_version}")
+
+
+def has_failed(sample: SampleHeader) -> bool:
+    """True for a sample that must not be trained: status failed, or a policy made it and its reward is missing or not finite."""
+    if sample.status == "failed":
+        return True
+    if sample.reward is None:
+        return sample.oldest_version != NO_VERSION
+    return not math.isfinite(sample.reward)
+
+
+def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
+    good = [s for s in done.samples if not has_failed(s)]
+    group.put_attempt = done.attempt
+    if group.kind == EVAL:
+        evaluation.score(state, group, good, num_failed=len(done.samples) - len(good))
+        return PutReply(result="accepted")
+    state.tally(state.meta.counted, "samples put", len(done.samples))
+    state.tally(state.meta.counted, "samples failed", len(done.samples) - len(good))
+    if not good:
+        state.fail(group, "every sample failed")
+        return PutReply(result="accepted", reason="every sample failed")
+    _describe(group, done, good)
+    group.num_frames = 1 + len(event.bulk)
+    group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
+    state.move(group, READY, "put")
+    if staleness.is_stale(state, group, state.next_unassigned):
+        staleness.remove_stale(state, group)
+    else:
+        state.save("payloads", group.id, [event.body, *event.bulk])
+    return PutReply(result="accepted")
+
+
+def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
+    group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
+    group.num_tokens = sum(s.num_tokens for s in good)
+    group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
+    group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)
+
+
+def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
+    """End a lease without samples; one that is no longer held is acknowledged."""
+    if back.outcome not in ("requeue", "drop", "fail"):
+        raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop or fail")
+    group = state.groups.by_lease.get(back.lease)
+    if group is not None and group.id == back.group and group.worker == client.name:
+        _give_back(state, group, back.outcome, f"returned: {back.reason}")
+    state.reply(event.to, Ok())
+
+
+def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
+    if group.kind == EVAL:
+        evaluation.retry(state, group, reason, counts=outcome != "requeue")
+    elif outcome == "requeue":
+        state.requeue(group, reason)
+    elif outcome == "drop":
+        state.drop(group, reason)
+    else:
+        state.fail(group, reason)

@@ -1,0 +1,197 @@
+"""The door of the state machine: a burst of events in, their effects out.
+
+The caller writes every Save and Delete before it sends any Reply or Notify, and calls `tick` when `next_deadline` has come.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from broker.state import batches, clients, evaluation, leases, status, timeline
+from broker.state.effects import Address, Effect, Event, Inline
+from broker.state.groups import LEASED, Group
+from broker.state.rules import Rules
+from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, State, StepRecord
+from slimebus.envelope import error_reply
+from slimebus.errors import ProtocolError, SlimebusError, UsageError
+from slimebus.messages import (
+    Batch,
+    Commit,
+    Evaluate,
+    Fetch,
+    Finish,
+    GiveBack,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    Publish,
+    Put,
+    Resume,
+    Status,
+    StatusReply,
+)
+
+Row = tuple[str, str, bytes]
+
+
+class Machine:
+    """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
+
+    `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
+    """
+
+    def __init__(
+        self, rules: Rules, source: PromptSource, *, run: str, hints: str = "", max_message_bytes: int = 0, first_id: int = 1
+    ) -> None:
+        self.state = State(rules, source, run)
+        self.state.meta.next_epoch = self.state.meta.next_lease = first_id
+        self.hints, self.max_message_bytes = hints, max_message_bytes
+
+    def restore(self, rows: Iterable[Row], now: float) -> None:
+        """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
+        state = self.state
+        for table, _, value in rows:
+            if table == "meta":
+                self._restore_meta(msgspec.msgpack.decode(value, type=Meta))
+            elif table == "groups":
+                state.groups.add(msgspec.msgpack.decode(value, type=Group))
+            elif table == "steps":
+                step = msgspec.msgpack.decode(value, type=StepRecord)
+                state.steps[step.step] = step
+            elif table == "evaluations":
+                kept = msgspec.msgpack.decode(value, type=Evaluation)
+                state.evaluations[kept.key] = kept
+            elif table == "clients":
+                client = msgspec.msgpack.decode(value, type=ClientRecord)
+                state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+        self._restart_deadlines(now)
+        evaluation.cancel_impossible(state)
+
+    def _restore_meta(self, meta: Meta) -> None:
+        state = self.state
+        if meta.run != state.meta.run:
+            raise UsageError(f"the store holds run {meta.run!r}, not {state.meta.run!r}; use another run directory")
+        if meta.fingerprint != state.meta.fingerprint and meta.cursor:
+            raise UsageError(
+                f"the prompt data changed since this run began: it was {meta.fingerprint}, it is {state.meta.fingerprint}; "
+                "continue with the same data or start in a new run directory",
+                code="data",
+            )
+        meta.fingerprint, meta.source_ended = state.meta.fingerprint, False
+        state.meta = meta
+
+    def _restart_deadlines(self, now: float) -> None:
+        state = self.state
+        state.had_members = bool(state.clients)
+        for client in state.clients.values():
+            clients.heard(state, client, now)
+        for lease, group in state.groups.by_lease.items():
+            assert group.phase == LEASED
+            state.lease_deadlines[lease] = now + state.rules.lease_s
+            state.timers.set(("lease", lease), now + state.rules.lease_s)
+        if state.meta.finishing:
+            state.timers.set(("finish",), now + state.rules.client_timeout_s)
+
+    def apply(self, events: Sequence[Event], now: float) -> list[Effect]:
+        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error."""
+        for event in events:
+            try:
+                self._handle(event, now)
+            except SlimebusError as problem:
+                self.state.reply(event.to, error_reply(problem))
+            self._settle(now)
+        return self.state.flush()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Let time do its work: expired leases, waits that ran out, silent clients."""
+        for key in self.state.timers.due(now):
+            self._fall_due(key, now)
+        self._settle(now)
+        return self.state.flush()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` should be called, at the latest; None while nothing is due ever."""
+        return self.state.timers.next()
+
+    def status(self, now: float) -> dict[str, Any]:
+        """The whole picture."""
+        return status.status(self.state, now)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the run is finished and every worker and trainer that this process has seen has left."""
+        return self.state.had_members and self.state.is_finished and clients.has_everyone_left(self.state)
+
+    # --- dispatch ---
+
+    def _handle(self, event: Event, now: float) -> None:
+        state, message = self.state, event.message
+        clients.check_run(state, event)
+        match message:
+            case Hello():
+                client = clients.join(state, event, message, now)
+                state.reply(event.to, clients.welcome(state, client, self.hints, self.max_message_bytes))
+            case Goodbye():
+                state.reply(event.to, clients.goodbye(state, event))
+            case Status():
+                state.reply(event.to, StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
+            case Evaluate():
+                evaluation.evaluate(state, event, message, now)
+            case _:
+                self._handle_member(event, clients.sender_of(state, event, now), now)
+
+    def _handle_member(self, event: Event, client: Client, now: float) -> None:
+        state, message = self.state, event.message
+        match message:
+            case Heartbeat():
+                state.reply(event.to, clients.heartbeat(state, client, message, now))
+            case Lease():
+                leases.lease(state, event, client, message, now)
+            case Put():
+                leases.put(state, event, client, message)
+            case GiveBack():
+                leases.give_back(state, event, client, message)
+            case Resume():
+                timeline.resume(state, event, message)
+            case Publish():
+                timeline.publish(state, event, message)
+            case Batch():
+                batches.batch(state, event, client, message, now)
+            case Fetch():
+                batches.fetch(state, event, message, self.max_message_bytes)
+            case Commit():
+                batches.commit(state, event, message)
+            case Finish():
+                timeline.finish(state, event, message, now)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not a request", code="unknown_type")
+
+    def _fall_due(self, key: Any, now: float) -> None:
+        state = self.state
+        match key:
+            case ("lease", lease):
+                leases.expire(state, lease)
+            case ("parked lease", name, request):
+                leases.give_up(state, name, request)
+            case ("parked batch", step):
+                batches.give_up(state, step, now)
+            case ("parked evaluation", name, request):
+                evaluation.give_up(state, name, request)
+            case ("client", name):
+                clients.silent(state, name, now)
+            case ("finish",):
+                timeline.check_finish(state, now)
+
+    def _settle(self, now: float) -> None:
+        """Answer whoever waited for what just happened."""
+        leases.deal(self.state, now)
+        batches.assign(self.state)
+        leases.deal(self.state, now)
+        if self.state.is_finished and not self.state.finished_said:
+            self.state.finished_said = True
+            self.state.notify()
+
+
+__all__ = ["Address", "Effect", "Event", "Machine"]

@@ -1,0 +1,82 @@
+"""The constants of a run, checked once."""
+
+from typing import Literal
+
+import msgspec
+
+from slimebus.errors import ConfigError
+from slimebus.messages import Scalar
+
+Sampling = dict[str, Scalar | list[str | int]]
+
+
+class EvalDataset(msgspec.Struct, kw_only=True, frozen=True):
+    """A held-out set: how many prompts it has, samples drawn per prompt and the sampling parameters."""
+
+    num_prompts: int
+    num_samples: int = 1
+    sampling: Sampling = {}
+
+
+class Rules(msgspec.Struct, kw_only=True, frozen=True):
+    """What the state machine obeys. Times in seconds, sizes in groups, staleness in versions.
+
+    batch_size: groups a step (B). samples_per_prompt: samples a group (n). max_staleness: eta; inf is unbounded.
+    publish_interval: steps between versions (K). num_steps: None runs until the source ends.
+    on_stale: what happens to a ready group that grew too old: `requeue` its prompt, `drop` it, or `wait` (a batch waits for
+    the leased groups that would be too old for the next one; what is too old all the same is requeued).
+    lease_s: a lease lives this long after its last heartbeat. client_timeout_s: silence after which a client counts as gone.
+    max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups.
+    max_parked: requests waiting for an answer. eval_interval: versions between evaluations, 0 for none.
+    """
+
+    batch_size: int
+    samples_per_prompt: int = 1
+    max_staleness: float = 1
+    publish_interval: int = 1
+    num_steps: int | None = None
+    on_stale: Literal["requeue", "drop", "wait"] = "requeue"
+    lease_s: float = 60.0
+    heartbeat_s: float = 2.0
+    client_timeout_s: float = 30.0
+    max_attempts: int = 5
+    buffer_capacity: int = 4096
+    max_parked: int = 4096
+    sampling: Sampling = {}
+    eval_datasets: dict[str, EvalDataset] = {}
+    eval_interval: int = 0
+    eval_first: bool = True
+    eval_last: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("samples_per_prompt", self.samples_per_prompt, 1)
+        _at_least("max_staleness", self.max_staleness, 0)
+        _at_least("publish_interval", self.publish_interval, 1)
+        _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
+        _at_least("max_attempts", self.max_attempts, 1)
+        _at_least("max_parked", self.max_parked, 1)
+        _at_least("eval_interval", self.eval_interval, 0)
+        for name in ("lease_s", "heartbeat_s", "client_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0")
+        if self.lease_s <= self.heartbeat_s:
+            raise ConfigError(f"lease_s {self.lease_s} must exceed heartbeat_s {self.heartbeat_s}, or every lease expires")
+        if self.buffer_capacity < self.batch_size:
+            raise ConfigError(f"buffer_capacity {self.buffer_capacity} is below batch_size {self.batch_size}; no batch would ever fill")
+        if self.batch_size > MAX_BATCH_SIZE:
+            raise ConfigError(f"batch_size is {self.batch_size} groups; at most {MAX_BATCH_SIZE} fit one batch reply")
+        for name, dataset in self.eval_datasets.items():
+            _at_least(f"eval_datasets.{name}.num_prompts", dataset.num_prompts, 1)
+            _at_least(f"eval_datasets.{name}.num_samples", dataset.num_samples, 1)
+            if not name or len(name) > 64 or "/" in name:
+                raise ConfigError(f"eval dataset name {name!r}; expected 1 to 64 characters without '/'")
+
+
+MAX_BATCH_SIZE = 2048
+"""A batch reply names every group in one header of at most 64 KiB: about 25 bytes a group."""
+
+
+def _at_least(name: str, got: float, least: float) -> None:
+    if not got >= least:
+        raise ConfigError(f"{name} is {got}; expected at least {least}")

@@ -1,0 +1,337 @@
+"""The state that every decision reads and changes, and how changes become effects."""
+
+from collections import deque
+from typing import Any, Protocol
+
+import msgspec
+
+from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
+from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.rules import Rules
+from broker.state.timers import Timers
+from slimebus.messages import NO_VERSION, Hint, Lease, Message
+
+MAX_REASONS = 256
+MAX_REASON_CHARS = 64
+RECENT_STEPS = 64
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt of the source: an id that never changes, its place in the order, its opaque record."""
+
+    id: str
+    position: int
+    record: bytes
+
+
+class PromptSource(Protocol):
+    """Prompts by position: the same position gives the same prompt, always."""
+
+    fingerprint: str
+
+    def take(self, position: int) -> Prompt | None:
+        """The prompt at a position, or None when the source has ended."""
+
+    def find(self, prompt_id: str) -> Prompt | None:
+        """The prompt of an id, or None when this source never had it."""
+
+
+class Meta(msgspec.Struct, kw_only=True):
+    """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
+
+    The version trained in step s is base_version + s // K - base_step // K.
+    """
+
+    run: str = ""
+    fingerprint: str = ""
+    cursor: int = 0
+    source_ended: bool = False
+    lineage: str = ""
+    version: int = NO_VERSION
+    publishers: list[str] = []
+    base_step: int = 0
+    base_version: int = 0
+    next_step: int = 0
+    floor: int = 0
+    next_lease: int = 1
+    next_admitted: int = 1
+    next_epoch: int = 1
+    next_evaluation: int = 1
+    finishing: bool = False
+    moves: dict[str, int] = {}
+    lags: dict[int, int] = {}
+    waste: dict[str, list[int]] = {}
+    counted: dict[str, int] = {}
+    ended: dict[str, int] = {}
+
+
+class Client(msgspec.Struct, kw_only=True):
+    """Who takes part. The first six fields survive a restart; the rest is learned again."""
+
+    name: str
+    role: str
+    epoch: int
+    instance: str
+    former: list[str] = []
+    is_fenced: bool = False
+    heard_at: float = 0.0
+    is_gone: bool = False
+    state: str = ""
+    lineage: str = ""
+    serving: int = NO_VERSION
+    metrics: dict[str, float] = {}
+
+
+class ClientRecord(msgspec.Struct, kw_only=True):
+    """What is kept of a client."""
+
+    name: str
+    role: str
+    epoch: int
+    instance: str
+    former: list[str] = []
+    is_fenced: bool = False
+
+
+class StepRecord(msgspec.Struct, kw_only=True):
+    """The groups of a step, in order, and the version trained in it. Metrics are the trainer's, kept for the last steps."""
+
+    step: int
+    version: int
+    groups: list[str]
+    is_committed: bool = False
+    metrics: dict[str, float] = {}
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """Sums over the samples of one held-out set. `is_binary` while every reward was 0 or 1."""
+
+    num_prompts: int
+    num_done: int = 0
+    num_samples: int = 0
+    num_failed: int = 0
+    total: float = 0.0
+    total_squares: float = 0.0
+    is_binary: bool = True
+    oldest_version: int = NO_VERSION
+    newest_version: int = NO_VERSION
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """One evaluation of a version on some held-out sets."""
+
+    key: str
+    serial: int
+    lineage: str
+    version: int
+    step: int
+    tallies: dict[str, Tally]
+    is_done: bool = False
+    reason: str = ""
+
+
+class ParkedLease(msgspec.Struct, kw_only=True):
+    """A lease request that waits for capacity."""
+
+    to: Address
+    client: str
+    message: Lease
+
+
+class Parked(msgspec.Struct, kw_only=True):
+    """A request that waits for an answer; `key` is what it waits for."""
+
+    to: Address
+    client: str
+    key: str
+
+
+class State:
+    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
+
+    def __init__(self, rules: Rules, source: PromptSource, run: str) -> None:
+        self.rules, self.source = rules, source
+        self.meta = Meta(run=run, fingerprint=source.fingerprint)
+        self.groups = Groups()
+        self.clients: dict[str, Client] = {}
+        self.steps: dict[int, StepRecord] = {}
+        self.evaluations: dict[str, Evaluation] = {}
+        self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
+        self.parked_batches: dict[int, Parked] = {}
+        self.parked_evaluations: dict[tuple[str, int], Parked] = {}
+        self.timers = Timers()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self.lease_deadlines: dict[int, float] = {}
+        self.swept: tuple[int, float] | None = None
+        self.finished_said = False
+        self.had_members = False
+        self._saved_meta = b""
+        self._effects: list[Effect] = []
+        self._changed: set[tuple[Table, str]] = set()
+
+    # --- effects ---
+
+    def reply(self, to: Address, message: Message, bulk: list[Any] | None = None) -> None:
+        """Answer a request."""
+        self._effects.append(Reply(to, message, bulk or ()))
+
+    def note(self, text: str, *, is_warning: bool = False) -> None:
+        """Say something in the log."""
+        self._effects.append(Note(text, is_warning))
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Add a row to the metrics file."""
+        self._effects.append(Record(row))
+
+    def notify(self) -> None:
+        """Hint at the newest version and whether the run is over."""
+        meta = self.meta
+        hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, finished=self.is_finished)
+        self._effects.append(Notify(hint))
+
+    def save(self, table: Table, key: str, value: Any) -> None:
+        """Write opaque bytes or frames."""
+        self._effects.append(Save(table, key, value))
+
+    def delete(self, table: Table, key: str) -> None:
+        """Remove a record."""
+        self._effects.append(Delete(table, key))
+
+    def changed(self, table: Table, key: str | int) -> None:
+        """Have a record written when the event is done."""
+        self._changed.add((table, str(key)))
+
+    def flush(self) -> list[Effect]:
+        """The effects since the last flush; what was changed is written before anyone is answered."""
+        writes: list[Effect] = []
+        meta = msgspec.msgpack.encode(self.meta)
+        if meta != self._saved_meta:
+            self._saved_meta = meta
+            writes.append(Save("meta", "meta", meta))
+        for table, key in sorted(self._changed):
+            record = self._record(table, key)
+            writes.append(Delete(table, key) if record is None else Save(table, key, msgspec.msgpack.encode(record)))
+        effects = writes + self._effects
+        self._effects, self._changed = [], set()
+        return effects
+
+    def _record(self, table: Table, key: str) -> Any:
+        if table == "groups":
+            return self.groups.by_id.get(key)
+        if table == "steps":
+            return self.steps.get(int(key))
+        if table == "evaluations":
+            return self.evaluations.get(key)
+        client = self.clients.get(key)
+        return None if client is None else ClientRecord(**{f: getattr(client, f) for f in ClientRecord.__struct_fields__})
+
+    # --- counting ---
+
+    def tally(self, counter: dict[str, int], reason: str, by: int = 1) -> None:
+        """Add to a counter by reason; reasons from outside are cut, and there are at most 256 of them."""
+        reason = reason[:MAX_REASON_CHARS] or "no reason given"
+        if reason not in counter and len(counter) >= MAX_REASONS:
+            reason = "other"
+        counter[reason] = counter.get(reason, 0) + by
+
+    def wasted(self, reason: str, groups: int, tokens: int) -> None:
+        """Count samples that were made and will not be trained."""
+        reason = reason[:MAX_REASON_CHARS] or "no reason given"
+        if reason not in self.meta.waste and len(self.meta.waste) >= MAX_REASONS:
+            reason = "other"
+        had = self.meta.waste.get(reason, [0, 0])
+        self.meta.waste[reason] = [had[0] + groups, had[1] + tokens]
+
+    # --- moving groups ---
+
+    def move(self, group: Group, phase: Phase, reason: str) -> None:
+        """Change a group's state, counted by reason."""
+        was = group.phase
+        self.groups.move(group, phase)
+        group.reason = reason[:MAX_REASON_CHARS]
+        self.tally(self.meta.moves, f"{was}>{phase} {reason}" if group.kind == TRAIN else f"eval {was}>{phase} {reason}")
+        if was == LEASED:
+            self.timers.cancel(("lease", group.lease))
+            self.lease_deadlines.pop(group.lease, None)
+        self.changed("groups", group.id)
+
+    def requeue(self, group: Group, reason: str) -> None:
+        """Have the prompt tried again; samples it had are wasted."""
+        self._forget_samples(group, reason)
+        self.move(group, QUEUED, reason)
+        group.lease = group.request = 0
+        group.worker, group.step = "", -1
+
+    def drop(self, group: Group, reason: str) -> None:
+        """Take the prompt out of the run for a reason."""
+        self._end(group, DROPPED, reason)
+
+    def fail(self, group: Group, reason: str) -> None:
+        """Count a failed attempt: another try, or dead after `max_attempts`."""
+        group.failures += 1
+        if group.failures >= self.rules.max_attempts:
+            self._end(group, DEAD, reason)
+        else:
+            self.requeue(group, reason)
+
+    def _end(self, group: Group, phase: Phase, reason: str) -> None:
+        self._forget_samples(group, reason)
+        self.move(group, phase, reason)
+        self.groups.remove(group)
+        self.save("ended", group.id, msgspec.msgpack.encode(group))
+        self.tally(self.meta.ended, phase)
+        if phase == DROPPED:
+            self.delete("prompts", group.id)
+        else:
+            self.note(f"group {group.id} is dead after {group.failures} failed attempts; the last: {group.reason}", is_warning=True)
+
+    def retire(self, group: Group, reason: str) -> None:
+        """An evaluation group is done with: scored, given up or cancelled."""
+        self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
+        self.timers.cancel(("lease", group.lease))
+        self.lease_deadlines.pop(group.lease, None)
+        self.groups.remove(group)
+        self.changed("groups", group.id)
+
+    def _forget_samples(self, group: Group, reason: str) -> None:
+        if group.phase not in (READY, ASSIGNED, COMMITTED):
+            return
+        self.wasted(reason, 1, group.num_tokens)
+        self.delete("payloads", group.id)
+        group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
+        group.oldest_version = group.newest_version = NO_VERSION
+
+    # --- questions ---
+
+    def version_of(self, step: int) -> int:
+        """The version being trained in `step`."""
+        interval = self.rules.publish_interval
+        return self.meta.base_version + step // interval - self.meta.base_step // interval
+
+    @property
+    def next_unassigned(self) -> int:
+        """The first step whose groups are not chosen yet."""
+        step = self.meta.next_step
+        while step in self.steps and not self.steps[step].is_committed:
+            step += 1
+        return step
+
+    @property
+    def num_held(self) -> int:
+        """Groups leased, ready or assigned."""
+        return sum(self.groups.count(phase) for phase in (LEASED, READY, ASSIGNED))
+
+    @property
+    def num_committed(self) -> int:
+        """Groups trained and still kept."""
+        return self.groups.count(COMMITTED)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """True while some evaluation is not done."""
+        return any(not e.is_done for e in self.evaluations.values())
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the trainer has finished and nothing is left to evaluate."""
+        return self.meta.finishing and not self.is_evaluating

@@ -1,0 +1,59 @@
+"""Deadlines by key, with cheap extension."""
+
+import heapq
+from collections.abc import Hashable, Iterator
+
+MAX_WAIT_S = 600.0
+"""The longest a request may be parked."""
+
+
+def bounded_wait(wait_s: float) -> float:
+    """The seconds that a request is parked: 0 for anything that is not a positive number, at most 600."""
+    return min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0
+
+
+class Timers:
+    """Deadlines that may move; moving one later costs a dictionary write, not a heap operation."""
+
+    def __init__(self) -> None:
+        self._deadline: dict[Hashable, float] = {}
+        self._queued: dict[Hashable, float] = {}
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._serial = 0
+
+    def set(self, key: Hashable, deadline: float) -> None:
+        """Have `key` fall due at `deadline`, whatever was set before."""
+        self._deadline[key] = deadline
+        if deadline < self._queued.get(key, float("inf")):
+            self._push(key, deadline)
+
+    def cancel(self, key: Hashable) -> None:
+        """Forget `key`; unknown keys are fine."""
+        self._deadline.pop(key, None)
+
+    def due(self, now: float) -> Iterator[Hashable]:
+        """The keys whose deadline has come; each is forgotten as it is given."""
+        while self._heap and self._heap[0][0] <= now:
+            queued, _, key = heapq.heappop(self._heap)
+            if self._queued.get(key) == queued:
+                del self._queued[key]
+            deadline = self._deadline.get(key)
+            if deadline is None:
+                continue
+            if deadline > now:
+                self.set(key, deadline)
+                continue
+            del self._deadline[key]
+            yield key
+
+    def next(self) -> float | None:
+        """When to look again, at the latest; may be early, never late."""
+        return self._heap[0][0] if self._heap else None
+
+    def __len__(self) -> int:
+        return len(self._deadline)
+
+    def _push(self, key: Hashable, deadline: float) -> None:
+        self._serial += 1
+        self._queued[key] = deadline
+        heapq.heappush(self._heap, (deadline, self._serial, key))

@@ -1,0 +1,301 @@
+"""The quick start: data and a tiny model, a warm-up by SFT, asynchronous GRPO, and what came of it.
+
+`bin/quickstart` installs what it needs and runs this. Three kinds of process over ZeroMQ, as on a cluster: a broker, a trainer, a
+rollout worker with its engine.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.live import Live
+
+from slimebus import report
+from slimebus.chart import draw_curve
+from slimebus.commands.status import ask_status
+from slimebus.commands.up import describe, start_all
+from slimebus.config import resolve
+from slimebus.errors import DataError, SlimebusError, UsageError
+from slimebus.launch import Fleet
+from slimebus.live_view import LiveStatus, line, render
+from slimebus.result_table import result_table
+from slimebus.transport.client import Client
+
+HERE = Path(__file__).parent
+LAYOUT_GOAL = 0.95
+"""Below this share of right answers without any carry, copying errors drown the reward signal and RL learns slowly."""
+MAX_EXTRA_WARM_UPS = 4
+EXTRA_STEPS = 50
+PLAIN_EVERY_S = 5.0
+STATUS_EVERY_S = 0.5
+
+console = Console(highlight=False)
+
+
+@click.command()
+@click.option(
+    "--seed", default=0, show_default=True, help="[number] Of model, data order and sampling; the held-out problems never change."
+)
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True, help="[path] Where all goes."
+)
+@click.option(
+    "--engine", type=click.Choice(["cpu", "sglang"]), default="cpu", show_default=True, help="The embedded engine, or real SGLang."
+)
+@click.option("--engine-python", default="", help="[path] The Python that has SGLang, for --engine sglang.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same directory.")
+@click.option("--steps", type=click.IntRange(min=1), help="[steps] Of RL, instead of the recipe's.")
+@click.option("--warm-up-steps", type=click.IntRange(min=1), help="[steps] Of SFT, instead of the recipe's.")
+@click.option("--max-staleness", type=click.IntRange(min=0), help="[versions] Instead of the recipe's.")
+def quickstart(
+    seed: int,
+    run_dir: Path,
+    engine: str,
+    engine_python: str,
+    resume: bool,
+    steps: int | None,
+    warm_up_steps: int | None,
+    max_staleness: int | None,
+) -> None:
+    """Teach a tiny model to add, from nothing, on this machine."""
+    started = time.monotonic()
+    prepare(run_dir, seed, resume=resume)
+    warm = warm_up(run_dir, seed, warm_up_steps)
+    changes: dict[str, Any] = {"engine.engine": engine, "engine.engine_python": engine_python}
+    changes |= {} if steps is None else {"rollout.num_rollout": steps}
+    changes |= {} if max_staleness is None else {"broker.max_staleness": max_staleness}
+    rl_s = learn(run_dir, seed, warm, changes)
+    finish(run_dir, seed, rl_s, time.monotonic() - started)
+
+
+def prepare(run_dir: Path, seed: int, *, resume: bool) -> None:
+    """Data and model under RUN_DIR/task; a fresh directory unless the run is resumed. Raises UsageError for another seed."""
+    mark = run_dir / "seed"
+    if resume and mark.is_file() and mark.read_text() != str(seed):
+        raise UsageError(
+            f"{run_dir} holds a run of seed {mark.read_text()}; resume it with --seed {mark.read_text()}, or give another --run-dir"
+        )
+    if resume and mark.is_file():
+        return
+    for old in ("task", "warm-up", "rl"):
+        shutil.rmtree(run_dir / old, ignore_errors=True)
+    for old in run_dir.glob("warm-up-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with console.status("making data and a tiny Qwen3 with random weights"):
+        made = subprocess.run([sys.executable, str(HERE / "make.py"), "--out", str(run_dir / "task"), "--seed", str(seed)], check=False)
+    if made.returncode:
+        raise DataError(f"{HERE / 'make.py'} failed with code {made.returncode}")
+    mark.write_text(str(seed))
+    console.print(f"[dim]made[/] {run_dir / 'task'}: a Qwen3 of 448,320 random weights, its tokenizer, 4 files of problems")
+
+
+def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
+    """The model after SFT on the careless teacher's work, trained until it has the layout of the work."""
+    model, folder = run_dir / "task" / "model", run_dir / "warm-up"
+    changes: dict[str, Any] = {} if steps is None else {"rollout.num_rollout": steps, "weights.update_weights_interval": steps}
+    for extra in range(MAX_EXTRA_WARM_UPS + 1):
+        if not (folder / "hf" / "config.json").is_file():
+            file = write_run("sft.yaml", folder, run_dir, {"seed": seed + extra, "model.hf_checkpoint": model, **changes})
+            run_stage("warm-up", file)
+        model = folder / "hf"
+        rows = report.read(folder).evaluations("layout")
+        layout = rows[-1]["mean_reward"] if rows else 0.0
+        console.print(f"[dim]warm-up[/] problems without a carry: {layout:.3f} right")
+        if layout >= LAYOUT_GOAL or steps is not None:
+            return model
+        changes = {"rollout.num_rollout": EXTRA_STEPS, "weights.update_weights_interval": EXTRA_STEPS, "optimizer.lr": 5e-4}
+        folder = run_dir / f"warm-up-{extra + 2}"
+    console.print(f"[yellow]the warm-up did not reach {LAYOUT_GOAL}; RL will learn more slowly[/]")
+    return model
+
+
+def learn(run_dir: Path, seed: int, model: Path, changes: dict[str, Any]) -> float:
+    """GRPO from the warm model; seconds it took, from starting its processes to their end."""
+    file = write_run("run.yaml", run_dir / "rl", run_dir, {"seed": seed, "model.hf_checkpoint": model, **changes})
+    seconds_file = run_dir / "rl" / "seconds"
+    before = float(seconds_file.read_text()) if seconds_file.is_file() else 0.0
+    if (run_dir / "rl" / "hf" / "config.json").is_file():
+        return before
+    started = time.monotonic()
+    try:
+        run_stage("GRPO", file)
+    finally:
+        seconds_file.write_text(str(before + time.monotonic() - started))
+    return float(seconds_file.read_text())
+
+
+def write_run(recipe: str, folder: Path, run_dir: Path, changes: dict[str, Any]) -> Path:
+    """The recipe with its paths in this run directory and these changes, as FOLDER/run.yaml: what `slimebus up` would take."""
+    tree = yaml.safe_load((HERE / recipe).read_text())
+    task = (run_dir / "task").resolve()
+    tree["run_dir"] = str(folder.resolve())
+    tree["broker"]["bind"] = "tcp://127.0.0.1:0"
+    tree["data"]["prompt_data"] = [str(task / Path(name).name) for name in tree["data"]["prompt_data"]]
+    for dataset in tree.get("eval", {}).get("datasets", {}).values():
+        dataset["path"] = str(task / Path(dataset["path"]).name)
+        if dataset.get("custom_rm_path"):
+            dataset["custom_rm_path"] = str(HERE.resolve() / dataset["custom_rm_path"])
+    if tree["rollout"].get("custom_rm_path"):
+        tree["rollout"]["custom_rm_path"] = str(HERE.resolve() / tree["rollout"]["custom_rm_path"])
+    for name, value in changes.items():
+        section, _, field = name.rpartition(".")
+        (tree[section] if section else tree)[field] = str(value.resolve()) if isinstance(value, Path) else value
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return file
+
+
+def run_stage(phase: str, file: Path) -> None:
+    """Run broker, trainer and worker of a run.yaml to their end, showing how it goes. Raises SlimebusError if one fails."""
+    resolved = resolve(file)
+    with Fleet(resolved.run_dir / "logs") as fleet:
+        address = start_all(fleet, resolved, [str(file)], workers=1)
+        client = Client(address, name="quickstart")
+        try:
+            watch(fleet, client, View(phase, resolved.config.rollout.num_rollout, resolved.config.broker.max_staleness))
+        finally:
+            client.close(goodbye=False)
+
+
+class View:
+    """Turns the broker's status into what the live view shows; remembers rewards and token counts between looks."""
+
+    def __init__(self, phase: str, num_steps: int, max_staleness: float) -> None:
+        self.phase, self.num_steps, self.max_staleness = phase, num_steps, max_staleness
+        self.started = time.monotonic()
+        self.rewards: dict[int, float] = {}
+        self.accuracies: dict[int, float] = {}
+        self._tokens: tuple[float, float] = (time.monotonic(), 0.0)
+        self._rate = 0.0
+
+    def take(self, status: dict[str, Any]) -> LiveStatus:
+        """The view of one status."""
+        for row in status["steps"]:
+            self.rewards[row["step"]] = row["metrics"].get("reward", 0.0)
+        for row in status["evaluations"]:
+            if row["dataset"] == "heldout" and row["done"] and row["mean_reward"] is not None:
+                self.accuracies[row["version"]] = row["mean_reward"]
+        workers = [c for c in status["clients"] if c["role"] == "rollout" and c["state"] not in ("gone", "fenced")]
+        last = status["steps"][-1]["metrics"] if status["steps"] else {}
+        groups = status["groups"]
+        known = sorted(self.accuracies)
+        return LiveStatus(
+            phase=self.phase,
+            step=status["step"],
+            num_steps=self.num_steps,
+            seconds=time.monotonic() - self.started,
+            rewards=[self.rewards[s] for s in sorted(self.rewards)],
+            accuracy=self.accuracies[known[-1]] if known else None,
+            accuracy_before=self.accuracies[known[0]] if known else None,
+            lag_mean=last.get("lag_mean", 0.0),
+            lag_max=last.get("lag_max", 0.0),
+            max_staleness=self.max_staleness,
+            trainer_tokens_per_s=last.get("num_tokens", 0.0) / max(1e-9, last.get("train_s", 0.0) + last.get("wait_s", 0.0))
+            if last
+            else 0.0,
+            workers_tokens_per_s=self._worker_rate(workers),
+            workers=len(workers),
+            queued=groups["queued"],
+            leased=groups["leased"],
+            ready=groups["ready"],
+            assigned=groups["assigned"],
+            waits=status["waiting"],
+        )
+
+    def _worker_rate(self, workers: list[dict[str, Any]]) -> float:
+        now, made = time.monotonic(), sum(w["metrics"].get("tokens", 0.0) for w in workers)
+        then, before = self._tokens
+        if now - then > 3.0 and made >= before:
+            self._rate, self._tokens = (made - before) / (now - then), (now, made)
+        return self._rate
+
+
+def watch(fleet: Fleet, client: Client, view: View) -> None:
+    """Show the run until all its processes ended. Raises SlimebusError naming the first that failed, with its last lines."""
+    shown_at = 0.0
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while len(fleet.ended()) < len(fleet.children):
+            for child in fleet.ended():
+                if child.process.returncode:
+                    raise SlimebusError(f"{describe(child)}\n{child.tail()}")
+            try:
+                found = view.take(ask_status(client, timeout_s=2.0))
+            except SlimebusError:  # it starts, or has just ended: the loop tells which
+                time.sleep(STATUS_EVERY_S)
+                continue
+            if console.is_terminal:
+                live.update(render(found), refresh=True)
+            elif time.monotonic() - shown_at > PLAIN_EVERY_S:
+                shown_at = time.monotonic()
+                console.print(line(found), soft_wrap=True)
+            time.sleep(STATUS_EVERY_S)
+    for child in fleet.ended():
+        if child.process.returncode:
+            raise SlimebusError(f"{describe(child)}\n{child.tail()}")
+
+
+def finish(run_dir: Path, seed: int, rl_s: float, total_s: float) -> None:
+    """result.json, curve.png, the table, three solved problems and what to try next."""
+    found = report.read(run_dir / "rl")
+    evals = found.evaluations("heldout")
+    if len(evals) < 2:
+        raise DataError(f"{run_dir / 'rl'}: {len(evals)} evaluations on record; expected one before training and one after")
+    bound = resolve(run_dir / "rl" / "run.yaml").config.broker.max_staleness
+    result = {
+        "accuracy_before": evals[0]["mean_reward"],
+        "accuracy_after": evals[-1]["mean_reward"],
+        "heldout_problems": evals[-1]["num_samples"],
+        **report.summarise(found),
+        "max_staleness": bound,
+        "rl_s": round(rl_s, 1),
+        "total_s": round(total_s, 1),
+        "seed": seed,
+    }
+    (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    names = {"machine": f"{os.cpu_count()} CPU cores", "evaluation": f"{result['heldout_problems']} held-out problems"}
+    draw_curve({**report.curve(found, "heldout", bound), **names}, run_dir / "curve.png")  # type: ignore[typeddict-item]
+    console.print(result_table(result))
+    solved = subprocess.run(
+        [
+            sys.executable,
+            str(HERE / "solve.py"),
+            "--model",
+            str(run_dir / "rl" / "hf"),
+            "--problems",
+            str(run_dir / "task" / "heldout.jsonl"),
+        ],
+        check=False,
+    )
+    if solved.returncode:
+        raise SlimebusError(f"the exported model in {run_dir / 'rl' / 'hf'} could not be used by transformers (see above)")
+    console.print(f"picture  {run_dir / 'curve.png'}\nresult   {run_dir / 'result.json'}\nmodel    {run_dir / 'rl' / 'hf'}")
+    console.print(f"next     [bold]bin/quickstart --max-staleness 8 --run-dir {run_dir}-lag8[/]   (what does more lag cost?)")
+
+
+def main() -> None:
+    """Run it; a failure is one message, and Ctrl-C ends every process."""
+    try:
+        quickstart.main(standalone_mode=False)
+    except click.ClickException as bad:
+        bad.show()
+        sys.exit(bad.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        console.print("interrupted; `bin/quickstart --resume` goes on")
+        sys.exit(130)
+    except SlimebusError as bad:
+        console.print(f"quickstart: {bad.text}", markup=False)
+        sys.exit(2 if isinstance(bad, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()

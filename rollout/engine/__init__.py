@@ -1,0 +1,15 @@
+"""A small continuous-batching server for Hugging Face causal models on CPU; it answers as SGLang's native HTTP API does.
+
+Layout, in the order a request meets it:
+
+    server       HTTP: one task per request, JSON in and out
+    request      the body of /generate, checked and expanded to sequences
+    loop         the decode thread and its inbox
+    core         one step: admit, prefill, decode, sample, finish
+    scheduler    who waits, who runs, who is admitted
+    batch        the running rows as tensors
+    kv_cache     keys and values of the running rows
+    model        the forward pass
+    sampling     logits to tokens and logprobs
+    weights      safetensors on disk to tensors of the model
+"""

@@ -1,0 +1,175 @@
+"""The inference engines of a worker: started here or attached by URL, spoken to only through SGLang's HTTP API.
+
+Generation goes to the engine with the fewest running requests; control and weight updates go to every one.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.engine_process import EngineProcess, embedded_engine
+from rollout.response import Response, Task
+from rollout.sglang_client import Completion, EngineClient
+from rollout.sglang_server import option_list, sglang_server
+from slimebus.config.schema import EngineConfig
+from slimebus.errors import UsageError, WeightsError
+from slimebus.messages import NO_VERSION
+
+log = logging.getLogger("rollout")
+
+STOP_S = 2.0
+
+
+def version_tag(lineage: str, version: int) -> str:
+    """What an engine is told its weight version is."""
+    return f"{lineage}:{version}"
+
+
+def version_of(tag: str, lineage: str) -> int:
+    """The version behind a tag of this lineage. Raises WeightsError for weights that came from elsewhere."""
+    found, _, version = tag.rpartition(":")
+    if found != lineage or not version.isdigit():
+        raise WeightsError(
+            f"an engine sampled with weights {tag!r}, expected lineage {lineage!r}; the group is given back", code="foreign_weights"
+        )
+    return int(version)
+
+
+class Engine:
+    """One engine: its client, the process if it was started here, and how many requests it is running."""
+
+    def __init__(self, url: str, process: EngineProcess | None, vocab_size: int | None) -> None:
+        self.url, self.process, self.running = url, process, 0
+        self.client = EngineClient(url, vocab_size=vocab_size)
+
+    @property
+    def is_dead(self) -> bool:
+        """True once the process that was started here has ended."""
+        return self.process is not None and self.process.is_dead()
+
+
+class Engines:
+    """All engines of one worker. `sample` makes responses; `update_weights` moves every engine to one version."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, log_dir: Path, *, name: str, sglang_args: dict[str, Any], seed: int) -> None:
+        self.config, self.model_dir, self.log_dir, self.name = config, model_dir, log_dir, name
+        self.sglang_args, self.seed = sglang_args, seed
+        self.engines: list[Engine] = []
+        self.lineage = ""
+        self.tokens_made = 0
+        self.vocab_size = vocab_size(model_dir)
+        self._ids = itertools.count()
+
+    async def start(self) -> None:
+        """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
+        for url in self.config.engine_url:
+            self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size))
+        if not self.engines:
+            self.engines.append(self._launch())
+        for engine in self.engines:
+            await self._await_ready(engine)
+
+    def _launch(self) -> Engine:
+        log_file = self.log_dir / f"engine-{self.name}.log"
+        if self.config.engine == "sglang":
+            arguments = option_list(self.sglang_args)
+            process = sglang_server(self.model_dir, log_file, python=self.config.engine_python, arguments=arguments)
+        else:
+            process = embedded_engine(self.model_dir, log_file, arguments=self._embedded_arguments())
+        process.start()
+        log.info("started engine %s at %s (log: %s)", self.config.engine, process.url, log_file)
+        return Engine(process.url, process, self.vocab_size)
+
+    def _embedded_arguments(self) -> tuple[str, ...]:
+        c = self.config
+        counts = {"--max-running-requests": c.engine_max_running_requests, "--threads": c.engine_threads, "--seed": self.seed}
+        return tuple(str(word) for pair in counts.items() for word in pair)
+
+    async def _await_ready(self, engine: Engine) -> None:
+        if engine.process is not None:
+            await engine.process.wait_ready(self.config.engine_start_timeout_s)
+        else:
+            await engine.client.wait_ready(self.config.engine_start_timeout_s)
+
+    async def restart_dead(self) -> bool:
+        """Start again each engine that ended; True if there was one (its weights must be updated before use)."""
+        dead = [i for i, engine in enumerate(self.engines) if engine.is_dead]
+        for i in dead:
+            log.error("engine at %s ended; starting another", self.engines[i].url)
+            await self.engines[i].client.close()
+            self.engines[i] = self._launch()
+            await self._await_ready(self.engines[i])
+        return bool(dead)
+
+    async def update_weights(self, path: Path, lineage: str, version: int) -> None:
+        """Every engine serves exactly this version, or WeightsError: then none of them may be used until a later update."""
+        tag = version_tag(lineage, version)
+        await asyncio.gather(*(self._update(engine, path, tag) for engine in self.engines))
+        self.lineage = lineage
+
+    async def _update(self, engine: Engine, path: Path, tag: str) -> None:
+        await engine.client.pause(self.config.pause_mode)
+        try:
+            await engine.client.update_weights_from_disk(str(path), tag)
+        finally:
+            await engine.client.resume()
+        served = (await engine.client.model_info()).get("weight_version")
+        if served != tag:
+            raise WeightsError(f"engine at {engine.url} reports weights {served!r} after an update to {tag!r}", code="unverified")
+
+    async def generate(self, prompt_ids: np.ndarray, sampling: dict[str, Any], n: int) -> list[Completion]:
+        """n completions of one prompt, from the least busy engine; running requests are aborted if the caller is cancelled."""
+        engine = min(self.engines, key=lambda e: e.running)
+        rids = [f"{self.name}-{next(self._ids):012d}" for _ in range(n)]  # equal length: SGLang aborts by prefix
+        engine.running += n
+        try:
+            completions = await engine.client.generate([prompt_ids.tolist()] * n, sampling, rids)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.gather(*(engine.client.abort(rid) for rid in rids), return_exceptions=True))
+            raise
+        finally:
+            engine.running -= n
+        self.tokens_made += sum(len(c.output_ids) for c in completions)
+        return completions
+
+    async def sample(self, tasks: list[Task]) -> list[Response]:
+        """One response to each task; the tasks share prompt and sampling (a group). `text` is left to the caller."""
+        completions = await self.generate(tasks[0].prompt_ids, tasks[0].sampling, len(tasks))
+        return [self._response(task, c) for task, c in zip(tasks, completions, strict=True)]
+
+    def _response(self, task: Task, completion: Completion) -> Response:
+        ids = np.asarray(completion.output_ids, np.int32)
+        runs = [(version_of(tag, self.lineage), end - start) for tag, start, end in completion.versions]
+        covered = sum(length for _, length in runs)
+        if covered != len(ids):
+            raise WeightsError(f"an engine gave versions for {covered} of {len(ids)} tokens", code="foreign_weights")
+        return Response(
+            task=task,
+            token_ids=ids,
+            logprobs=np.asarray(completion.logprobs, np.float32),
+            versions=runs or [(NO_VERSION, 0)],
+            text="",
+            finish_reason=completion.finish_reason,
+        )
+
+    async def stop(self) -> None:
+        """Close the clients and end the processes that were started here, for certain."""
+        for engine in self.engines:
+            await engine.client.close()
+        processes = [engine.process for engine in self.engines if engine.process is not None]
+        await asyncio.gather(*(asyncio.to_thread(process.stop, STOP_S) for process in processes))
+
+
+def vocab_size(model_dir: Path) -> int | None:
+    """Of the model's config; None when it does not say."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{model_dir}: no config.json; model.hf_checkpoint must be a Hugging Face directory") from None
+    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(found) if found else None

@@ -1,0 +1,56 @@
+"""1 when the final answer equals the label as a number or as text.
+
+The final answer is the last \\boxed{...}, else what follows the last `####`, else the last number of the response.
+"""
+
+import re
+from fractions import Fraction
+
+from rollout.response import Response
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+
+
+def reward(response: Response) -> float:
+    """1.0 or 0.0."""
+    answer, label = final_answer(response.text), final_answer(str(response.label))
+    return float(answer is not None and same(answer, label if label is not None else str(response.label)))
+
+
+def final_answer(text: str) -> str | None:
+    """The answer a response commits to, or None."""
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len("\\boxed{")
+    for i in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[begin:i].strip()
+    return None
+
+
+def same(a: str, b: str) -> bool:
+    """Equal as numbers (commas, units of money and percent signs aside), else equal as text without spaces."""
+    x, y = _number(a), _number(b)
+    if x is not None and y is not None:
+        return x == y
+    return a.replace(" ", "") == b.replace(" ", "")
+
+
+def _number(text: str) -> Fraction | None:
+    cleaned = text.strip().strip("$").rstrip("%.").replace(",", "").replace(" ", "")
+    try:
+        return Fraction(cleaned)
+    except (ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,112 @@
+"""Keeps a worker's engines on the newest published version: pull, verify, write to shared memory, load, check.
+
+    announced --> pull (deltas, verified by hash) --> /dev/shm/.../a or b --> engines --> `serving`
+
+`serving` only moves after every engine reported the new version; a failure leaves it empty until a later try succeeds.
+"""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.engines import Engines
+from slimebus.errors import SlimebusError, Unreachable
+from slimebus.messages import NO_VERSION
+
+log = logging.getLogger("rollout")
+
+RETRY_S = 1.0
+
+
+class WeightSync:
+    """Follows announcements. `serving` is (lineage, version) that every engine verifiably has; version NO_VERSION: none."""
+
+    def __init__(self, engines: Engines, model_dir: Path, *, shm: str, pull_timeout_s: float, on_change: Callable[[], None]) -> None:
+        self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
+        self.serving: tuple[str, int] = ("", NO_VERSION)
+        self.failures = 0
+        self.last_sync_s = 0.0
+        self.pulled_bytes = 0
+        self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
+        self._news = asyncio.Event()
+        self._weights: Any = None
+        self._puller: Any = None
+        self._publishers: tuple[str, ...] = ()
+        self._slot = 0
+        root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
+        self._dir = Path(tempfile.mkdtemp(prefix="slimebus-weights-", dir=root))
+
+    def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
+        """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""
+        target = (lineage, version, tuple(publishers))
+        if version != NO_VERSION and publishers and target != self._target:
+            self._target = target
+            self._news.set()
+
+    def invalidate(self) -> None:
+        """An engine lost its weights: serve nothing until they are loaded again."""
+        self.serving = ("", NO_VERSION)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Follow announcements until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self.serving != self._target[:2] and not self._news.is_set():
+                try:
+                    await self._sync(*self._target)
+                except SlimebusError as bad:
+                    self.failures += 1
+                    log.warning("weights: %s; trying again in %.0f s", bad.text, RETRY_S)
+                    await asyncio.sleep(RETRY_S)
+                    if not isinstance(bad, Unreachable):
+                        await self.engines.restart_dead()
+
+    async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
+        start = time.monotonic()
+        weights = await asyncio.to_thread(self._pull, publishers)
+        if weights.lineage != lineage or weights.version < version:
+            raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
+        directory = await asyncio.to_thread(self._write, weights)
+        self.serving = ("", NO_VERSION)  # until each engine has said what it serves
+        await self.engines.update_weights(directory, weights.lineage, weights.version)
+        self._weights = weights
+        self.serving = (weights.lineage, weights.version)
+        self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
+        self.last_sync_s = time.monotonic() - start
+        log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
+        self.on_change()
+
+    def _pull(self, publishers: tuple[str, ...]) -> Any:
+        from slimebus.weights.puller import WeightPuller
+
+        if self._puller is None or self._publishers != publishers:
+            self._close_puller()
+            self._puller, self._publishers = WeightPuller(publishers), publishers
+        weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
+        self.pulled_bytes = self._puller.counts.received_bytes
+        return weights
+
+    def _close_puller(self) -> None:
+        if self._puller is not None:
+            self._puller.close()
+            self._puller = None
+
+    def _write(self, weights: Any) -> Path:
+        from slimebus.weights.safetensors_file import write_model
+
+        self._slot ^= 1
+        directory = self._dir / "ab"[self._slot]
+        write_model(directory, weights, config_from=self.model_dir)
+        return directory
+
+    def close(self) -> None:
+        """Close the connections and free the shared memory."""
+        self._close_puller()
+        shutil.rmtree(self._dir, ignore_errors=True)

@@ -1,0 +1,51 @@
+"""`slimebus eval`: evaluate the newest version of a running run."""
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import click
+
+from slimebus.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.errors import SlimebusError
+from slimebus.joining import broker_address, process_name
+from slimebus.messages import Evaluate, EvaluateReply
+from slimebus.transport.client import Client
+
+WAIT_S = 10.0
+
+
+@click.command("eval", cls=ConfigCommand)
+@config_argument
+@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--dataset", "datasets", multiple=True, help="[name] Of eval.datasets, may be repeated; default: all.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@click.pass_context
+def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: tuple[str, ...], as_json: bool) -> None:
+    """Evaluate the newest published version on the run's own workers; training goes on meanwhile."""
+    client = Client(broker_address(from_context(ctx, run_yaml), broker), name=process_name("eval"))
+    try:
+        results = _await_results(client, secrets.token_hex(8), list(datasets))
+    finally:
+        client.close(goodbye=False)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+    for row in [] if as_json else results:
+        interval = f" [{row['low']:.3f}, {row['high']:.3f}]" if row.get("low") is not None else ""
+        click.echo(f"{row['dataset']}: {row['mean']:.4f}{interval} over {row['count']} samples, version {row['version']}")
+
+
+def _await_results(client: Client, key: str, datasets: list[str]) -> list[dict[str, Any]]:
+    said = ""
+    while True:
+        reply = client.call(Evaluate(key=key, datasets=datasets, wait_s=WAIT_S), timeout_s=WAIT_S + 20)
+        answer = reply.message
+        if not isinstance(answer, EvaluateReply):
+            raise SlimebusError(f"broker answered evaluate with {type(answer).__name__}", code="protocol")
+        if answer.done:
+            found: list[dict[str, Any]] = json.loads(bytes(reply.bulk[0]))
+            return found
+        if answer.reason != said:
+            said = answer.reason
+            click.echo(said, err=True)

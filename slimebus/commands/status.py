@@ -1,0 +1,56 @@
+"""`slimebus status`: what the broker knows of everyone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from slimebus.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.errors import SlimebusError
+from slimebus.joining import broker_address, process_name
+from slimebus.messages import Status, StatusReply
+from slimebus.transport.client import Client
+
+
+def ask_status(client: Client, timeout_s: float) -> dict[str, Any]:
+    """The broker's status as a map (docs/protocol.md). Raises SlimebusError."""
+    reply = client.call(Status(), timeout_s=timeout_s)
+    if not isinstance(reply.message, StatusReply) or not reply.bulk:
+        raise SlimebusError(f"broker answered status with {type(reply.message).__name__}", code="protocol")
+    found: dict[str, Any] = json.loads(bytes(reply.bulk[0]))
+    return found
+
+
+@click.command(cls=ConfigCommand)
+@config_argument
+@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--timeout-s", default=5.0, show_default=True, help="[seconds] How long to wait for the broker.")
+@click.pass_context
+def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, timeout_s: float) -> None:
+    """Show the step, the queues, every process and who waits for whom."""
+    client = Client(broker_address(from_context(ctx, run_yaml), broker), name=process_name("status"))
+    try:
+        found = ask_status(client, timeout_s)
+    finally:
+        client.close(goodbye=False)
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(summary(found)))
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """The status in lines for a person; empty parts are left out."""
+    lines: list[str] = []
+    for key, value in found.items():
+        if isinstance(value, dict) and value and all(not isinstance(v, dict | list) for v in value.values()):
+            lines.append(f"{key:<12} " + "  ".join(f"{name} {_short(v)}" for name, v in value.items()))
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            lines.append(f"{key}:")
+            lines += ["  " + "  ".join(f"{name} {_short(v)}" for name, v in row.items() if not isinstance(v, dict)) for row in value[-12:]]
+        elif not isinstance(value, dict | list):
+            lines.append(f"{key:<12} {_short(value)}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,42 @@
+"""How a process finds its broker: the address it was given, tried until a deadline, with a word now and then."""
+
+import logging
+import os
+import secrets
+import socket
+
+from slimebus.config import Resolved
+from slimebus.errors import Unreachable
+from slimebus.messages import Welcome
+from slimebus.transport.client import Client
+
+log = logging.getLogger("slimebus")
+
+PATIENCE_S = 5.0
+
+
+def broker_address(resolved: Resolved, given: str | None) -> str:
+    """The broker's address: the --broker option, else the config's bind address as seen from this machine."""
+    return given or resolved.config.broker.bind.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
+
+
+def process_name(role: str) -> str:
+    """A name no other process has: role, host, process id and a little chance."""
+    return f"{role}-{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def join(client: Client, role: str, timeout_s: float) -> Welcome:
+    """Join, saying every few seconds who is waited for. Raises Unreachable after `timeout_s`."""
+    waited = 0.0
+    while True:
+        patience = min(PATIENCE_S, timeout_s - waited)
+        try:
+            return client.join(role, timeout_s=patience)
+        except Unreachable:
+            waited += patience
+            if waited >= timeout_s:
+                raise Unreachable(
+                    f"{role} {client.name}: no broker answered at {client.address} in {timeout_s:.0f} s; "
+                    "start one with `slimebus broker RUN.yaml`, or give its address with --broker"
+                ) from None
+            log.info("waiting for the broker at %s (%.0f of %.0f s)", client.address, waited, timeout_s)

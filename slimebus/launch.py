@@ -1,0 +1,107 @@
+"""Child processes of one machine: started in their own sessions, their output relayed, ended together for certain."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+LineSink = Callable[[str, str], None]
+"""Called with (role, line) for every line a child writes, from that child's reader thread."""
+
+STOP_S = 3.0
+PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """One running process and the thread that relays its output to a file and a sink."""
+
+    def __init__(self, role: str, process: "subprocess.Popen[str]", log_file: Path, sink: LineSink | None) -> None:
+        self.role, self.process, self.log_file = role, process, log_file
+        self._reader = threading.Thread(target=self._relay, args=(sink,), name=f"log-{role}", daemon=True)
+        self._reader.start()
+
+    def _relay(self, sink: LineSink | None) -> None:
+        assert self.process.stdout is not None
+        with self.log_file.open("a", buffering=1) as out:
+            for line in self.process.stdout:
+                out.write(line)
+                if sink is not None:
+                    sink(self.role, line.rstrip("\n"))
+
+    def tail(self, count: int = 15) -> str:
+        """The last lines it wrote."""
+        self._reader.join(1.0)
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-count:])
+
+
+class Fleet:
+    """The processes of a run on this machine. As a context manager it ends them all on the way out."""
+
+    def __init__(self, log_dir: Path, sink: LineSink | None = None) -> None:
+        self.log_dir, self.sink = log_dir, sink
+        self.children: list[Child] = []
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def start(self, role: str, arguments: Sequence[str]) -> Child:
+        """Start `slimebus ARGUMENTS`; it dies with this process, whatever ends it."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slimebus", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()) if sys.platform == "linux" else None,
+        )
+        child = Child(role, process, self.log_dir / f"{role}.log", self.sink)
+        self.children.append(child)
+        return child
+
+    def ended(self) -> list[Child]:
+        """Children that are no longer running."""
+        return [child for child in self.children if child.process.poll() is not None]
+
+    def stop(self, grace_s: float = STOP_S) -> None:
+        """SIGTERM to all, then SIGKILL to whatever is left of each session after `grace_s` seconds."""
+        for child in self.children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        deadline = time.monotonic() + grace_s
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+            child.process.wait(1.0)
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None).prctl
+
+    def arrange() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before we asked
+            os._exit(1)
+
+    return arrange
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

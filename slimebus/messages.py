@@ -1,0 +1,315 @@
+"""Every message on the bus, typed. docs/protocol.md describes each field, its range and its sequence.
+
+A message is the `body` of an envelope; its type on the wire is the class name in snake case. Unknown fields of a newer
+peer are ignored, an unknown type is answered with an error. Arrays never stand in a message: they are raw frames behind
+the header (slimebus/samples.py), each described here by a `Field`.
+
+    worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
+    trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
+    client    hello -> status | evaluate
+"""
+
+import re
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+NO_VERSION = -1
+"""The version of a token that no policy made: a prompt, a tool's answer, a demonstration."""
+
+Scalar = str | int | float | bool | None
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of one envelope."""
+
+
+class Ok(Message):
+    """Done; nothing more to say."""
+
+
+class Error(Message):
+    """The request was not done. `code` is stable, `text` is one line for a person; `retryable`: the same may succeed later."""
+
+    code: str
+    text: str
+    retryable: bool = False
+
+
+# --- joining ------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a client. `role` is rollout, trainer or client; the sender's name is in the envelope.
+
+    `instance` is a random id of this process: the same instance saying hello again (after a reconnect) keeps its epoch,
+    another instance of the same name gets a new epoch and fences the older one.
+    """
+
+    role: str
+    instance: str
+    protocol: int = PROTOCOL_VERSION
+
+
+class Welcome(Message):
+    """What a client must know to take part. `lineage` is empty and `version` NO_VERSION before the first publish."""
+
+    run: str
+    epoch: int
+    heartbeat_s: float
+    lineage: str = ""
+    version: int = NO_VERSION
+    publishers: list[str] = []
+    hints: str = ""
+    max_message_bytes: int = 0
+
+
+class Heartbeat(Message):
+    """I am alive. Extends the deadline of the leases it lists; `serving` is the verified version (NO_VERSION: none)."""
+
+    state: str = ""
+    lineage: str = ""
+    serving: int = NO_VERSION
+    leases: list[int] = []
+    metrics: dict[str, float] = {}
+
+
+class HeartbeatReply(Message):
+    """The truth that hints may have lost. `lost`: listed leases that are no longer held; `finished`: the run is over, leave."""
+
+    lineage: str = ""
+    version: int = NO_VERSION
+    publishers: list[str] = []
+    lost: list[int] = []
+    finished: bool = False
+
+
+class Goodbye(Message):
+    """I leave in good order; whatever I still lease is queued again at once."""
+
+
+class Hint(Message):
+    """Published on the XPUB socket: something changed; may be lost."""
+
+    lineage: str = ""
+    version: int = NO_VERSION
+    publishers: list[str] = []
+    finished: bool = False
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+class Field(Message):
+    """One array per sample of a group, concatenated (C order, little-endian) into one bulk frame.
+
+    `shapes[i]` is the shape of sample i; token-aligned fields have shapes [[T_0], [T_1], ...].
+    """
+
+    name: str
+    dtype: str
+    shapes: list[list[int]]
+
+
+class SampleHeader(Message):
+    """What the broker may know of a sample. T = num_tokens is the common length of its token arrays.
+
+    versions: runs (version, length) over the T tokens; NO_VERSION where no policy made them. oldest_version: the oldest
+    version among tokens with loss_mask = 1 (NO_VERSION: none of them was made by a policy). reward is None when it failed.
+    status: completed | truncated | aborted | failed.
+    """
+
+    num_tokens: int
+    num_trainable: int
+    versions: list[tuple[int, int]]
+    oldest_version: int = NO_VERSION
+    status: str = "completed"
+    reward: float | None = None
+    trajectory: int = 0
+    session: str = ""
+    turn: int = 0
+    metadata: dict[str, Scalar] = {}
+
+
+# --- rollout ------------------------------------------------------------------------------------------------------
+
+
+class Lease(Message):
+    """Ask for up to `want` groups. Parked at most `wait_s` seconds until capacity appears; the answer may be empty.
+
+    `serving` is the worker's verified version of `lineage`; a worker that needs no weights says `needs_weights: false`.
+    """
+
+    want: int
+    wait_s: float
+    lineage: str = ""
+    serving: int = NO_VERSION
+    needs_weights: bool = True
+
+
+class LeasedGroup(Message):
+    """A right to one group until `deadline_s` seconds from now, extended by heartbeats. kind: train | eval.
+
+    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index.
+    """
+
+    group: str
+    lease: int
+    attempt: int
+    num_samples: int
+    deadline_s: float
+    kind: str = "train"
+    dataset: str = ""
+    sampling: dict[str, Scalar | list[str | int]] = {}
+
+
+class LeaseReply(Message):
+    """The groups granted, oldest prompt first; empty when the wait ran out (`reason` says what was waited for)."""
+
+    groups: list[LeasedGroup] = []
+    reason: str = ""
+
+
+class Put(Message):
+    """The finished samples of a leased group; bulk frames: one per field, in order. Idempotent by (group, attempt)."""
+
+    group: str
+    lease: int
+    attempt: int
+    lineage: str
+    samples: list[SampleHeader]
+    fields: list[Field]
+    seconds: float = 0.0
+
+
+class PutReply(Message):
+    """result: accepted (durable), duplicate (this attempt was put before) or discarded (`reason`: the lease was lost, ...)."""
+
+    result: str
+    reason: str = ""
+
+
+class GiveBack(Message):
+    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)."""
+
+    group: str
+    lease: int
+    outcome: str
+    reason: str
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+class Resume(Message):
+    """The trainer's timeline: it will train `step` next, in a new `lineage` whose first publish is `version`.
+
+    Batches of later steps are ready again; samples made by versions that this timeline never had are queued as prompts.
+    """
+
+    step: int
+    version: int
+    lineage: str
+
+
+class Publish(Message):
+    """Version `version` of `lineage` is complete and can be pulled from `publishers` (addresses of weight servers)."""
+
+    lineage: str
+    version: int
+    publishers: list[str]
+    digest: str = ""
+
+
+class Batch(Message):
+    """The groups of `step`: the same answer until it is committed. Parked at most `wait_s` seconds."""
+
+    step: int
+    wait_s: float
+
+
+class BatchGroup(Message, array_like=True):
+    """One group of a batch; sizes are sums over its samples, oldest_version the oldest over their trainable tokens.
+
+    A msgpack array in this order, not a map: a batch of 2,048 groups must fit one header.
+    """
+
+    group: str
+    num_samples: int
+    num_tokens: int
+    oldest_version: int = NO_VERSION
+
+
+class BatchReply(Message):
+    """Empty `groups`: not ready within the wait, and `reason` says who waits for whom. `version` is the one being trained."""
+
+    step: int
+    version: int = NO_VERSION
+    groups: list[BatchGroup] = []
+    reason: str = ""
+
+
+class Fetch(Message):
+    """The samples of these assigned groups; the trainer keeps the sum of their sizes below the message bound."""
+
+    groups: list[str]
+
+
+class FetchReply(Message):
+    """For each group, `num_frames` bulk frames: its record header (a msgpack `Put`), then one frame per field."""
+
+    num_frames: list[int] = []
+
+
+class Commit(Message):
+    """`step` was trained. unused: group -> reason, for groups that gave no gradient. Idempotent.
+
+    checkpoint: the first step that the newest durable checkpoint has yet to train; groups of earlier steps are freed.
+    """
+
+    step: int
+    checkpoint: int = 0
+    unused: dict[str, str] = {}
+    metrics: dict[str, float] = {}
+
+
+class Finish(Message):
+    """The last step is trained: workers are told to leave, the broker keeps answering until they did."""
+
+    reason: str = ""
+
+
+# --- people and tools ---------------------------------------------------------------------------------------------
+
+
+class Status(Message):
+    """Ask for the whole picture; the answer's bulk frame is one JSON object."""
+
+
+class StatusReply(Message):
+    """Bulk frame 0: the status, JSON."""
+
+
+class Evaluate(Message):
+    """Queue an evaluation of the newest version on `datasets` (empty: all). Repeating the same `key` starts nothing new."""
+
+    key: str
+    datasets: list[str] = []
+    wait_s: float = 0.0
+
+
+class EvaluateReply(Message):
+    """Bulk frame 0: JSON, a list of results, empty while it runs (`reason` says what is still missing)."""
+
+    done: bool
+    reason: str = ""
+
+
+def wire_name(cls: type[Message]) -> str:
+    """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate)
+REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, EvaluateReply)
+TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -1,0 +1,317 @@
+"""A client of one server: deadlines, retries, reconnects and heartbeats, from one background thread.
+
+The thread owns the DEALER socket, so requests may come from any thread and heartbeats go on while the caller computes.
+Every request has an id and is sent again on a fresh socket when no answer came within `resend_s`; servers treat repeats
+as the same request, so a lost connection or a restarted broker costs time and nothing else.
+
+    caller --queue--> thread --DEALER--> server        caller <--Future-- thread <-- reply
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import queue
+import secrets
+import socket as host_socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from slimebus import envelope
+from slimebus.errors import SlimebusError, Unreachable
+from slimebus.messages import TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
+
+log = logging.getLogger("slimebus.transport")
+
+RETRY_S = 0.5
+"""Pause before a request that the server could not do yet is sent again."""
+
+
+class Reply:
+    """A decoded reply and its bulk frames."""
+
+    __slots__ = ("bulk", "message")
+
+    def __init__(self, message: Message, bulk: Sequence[Any]) -> None:
+        self.message, self.bulk = message, bulk
+
+
+class _Pending:
+    __slots__ = ("bulk", "deadline", "future", "message", "resend_at", "resend_s", "sent_at", "timeout_s")
+
+    def __init__(self, message: Message, bulk: Sequence[Any], timeout_s: float, resend_s: float) -> None:
+        now = time.monotonic()
+        self.message, self.bulk, self.timeout_s, self.resend_s = message, bulk, timeout_s, resend_s
+        self.deadline, self.resend_at, self.sent_at = now + timeout_s, now + resend_s, now
+        self.future: Future[Reply] = Future()
+
+
+class Client:
+    """A connection to the server at `address`. Safe to use from any thread.
+
+    `run` stays empty until a welcome names it. Requests that are not answered by their deadline raise Unreachable; error
+    replies raise SlimebusError with the server's code.
+    """
+
+    def __init__(
+        self, address: str, *, name: str, peer: str = "broker", types: Mapping[str, type[Message]] = TYPES, resend_s: float = 5.0
+    ) -> None:
+        self.address, self.name, self.peer, self.types, self.resend_s = address, name, peer, types, resend_s
+        self.run, self.epoch = "", 0
+        self.instance = secrets.token_hex(8)
+        self._ids = itertools.count(secrets.randbits(31) << 20)
+        self._outbox: queue.SimpleQueue[tuple[int, _Pending]] = queue.SimpleQueue()
+        self._pending: dict[int, _Pending] = {}
+        self._beat: Callable[[], Heartbeat] | None = None
+        self._on_beat: Callable[[HeartbeatReply], None] = lambda reply: None
+        self._on_lost: Callable[[SlimebusError], None] = lambda problem: None
+        self._beat_every_s, self._next_beat = 0.0, float("inf")
+        self._on_hint: Callable[[Hint], None] = lambda hint: None
+        self._hints_address = ""
+        self._heard_at = time.monotonic()
+        self._closing = threading.Event()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._loop, name=f"bus-{name}", daemon=True)
+        self._thread.start()
+
+    # --- requests ---
+
+    def submit(
+        self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None
+    ) -> "Future[Reply]":
+        """Send, and return a future of the reply. It fails with Unreachable after `timeout_s` seconds."""
+        pending = _Pending(message, bulk, timeout_s, resend_s or self.resend_s)
+        self._outbox.put((next(self._ids), pending))
+        self._wake()
+        return pending.future
+
+    def call(self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0) -> Reply:
+        """Send and block for the reply. Raises SlimebusError."""
+        return self.submit(message, bulk, timeout_s=timeout_s).result()
+
+    async def ask(self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None) -> Reply:
+        """Send and await the reply. Raises SlimebusError."""
+        return await asyncio.wrap_future(self.submit(message, bulk, timeout_s=timeout_s, resend_s=resend_s))
+
+    # --- membership ---
+
+    def join(self, role: str, *, timeout_s: float) -> Welcome:
+        """Say hello until welcomed or `timeout_s` ran out; then remember run and epoch for every later request."""
+        reply = self.call(Hello(role=role, instance=self.instance), timeout_s=timeout_s)
+        welcome = reply.message
+        if not isinstance(welcome, Welcome):
+            raise SlimebusError(f"{self.peer} at {self.address} answered hello with {type(welcome).__name__}", code="protocol")
+        self.run, self.epoch = welcome.run, welcome.epoch
+        return welcome
+
+    def keep_alive(
+        self,
+        every_s: float,
+        beat: Callable[[], Heartbeat],
+        on_reply: Callable[[HeartbeatReply], None],
+        on_lost: Callable[[SlimebusError], None],
+    ) -> None:
+        """Send `beat()` every `every_s` seconds from the background thread; `on_lost` is told when the server refuses us."""
+        self._beat, self._on_beat, self._on_lost = beat, on_reply, on_lost
+        self._beat_every_s, self._next_beat = every_s, time.monotonic()
+        self._wake()
+
+    def listen(self, address: str, on_hint: Callable[[Hint], None]) -> None:
+        """Call `on_hint`, from the background thread, for every hint published at `address`."""
+        self._on_hint, self._hints_address = on_hint, address
+        self._wake()
+
+    def beat_now(self) -> None:
+        """Bring the next heartbeat forward."""
+        self._next_beat = time.monotonic()
+        self._wake()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the server was last heard."""
+        return time.monotonic() - self._heard_at
+
+    def close(self, *, goodbye: bool = True) -> None:
+        """Leave (telling the server, briefly) and stop the thread."""
+        if self._closing.is_set():
+            return
+        if goodbye and self.epoch:
+            try:
+                self.call(Goodbye(), timeout_s=1.0)
+            except SlimebusError as unheard:
+                log.debug("goodbye not heard: %s", unheard.text)
+        self._closing.set()
+        self._wake()
+        self._thread.join(timeout=5.0)
+        os.close(self._wake_w)
+        os.close(self._wake_r)
+
+    def _wake(self) -> None:
+        os.write(self._wake_w, b"!")
+
+    # --- the thread ---
+
+    def _connect(self) -> Any:
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.instance}".encode()[:200])
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.sndhwm = socket.rcvhwm = 4096
+        socket.connect(self.address.replace("localhost", "127.0.0.1"))
+        return socket
+
+    def _loop(self) -> None:
+        socket = self._connect()
+        poller = zmq.Poller()
+        poller.register(self._wake_r, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
+        hints = None
+        while not self._closing.is_set():
+            poller.poll(self._poll_ms())
+            self._drain_wake()
+            if self._hints_address and hints is None:
+                hints = self._subscribe()
+                poller.register(hints, zmq.POLLIN)
+            if hints is not None:
+                self._hear(hints)
+            self._send_new(socket)
+            self._receive(socket)
+            self._expire(socket)
+            self._heartbeat(socket)
+        for pending in self._pending.values():
+            pending.future.cancel()
+        if hints is not None:
+            hints.close()
+        socket.close()
+        self._context.term()
+
+    def _subscribe(self) -> Any:
+        socket = self._context.socket(zmq.SUB)
+        socket.linger = 0
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(self._hints_address)
+        return socket
+
+    def _hear(self, hints: Any) -> None:
+        while hints.poll(0):
+            try:
+                hint = envelope.decode(hints.recv_multipart(zmq.NOBLOCK)[-1:], {"hint": Hint}).message
+            except SlimebusError as bad:
+                log.warning("hint from %s refused: %s", self.peer, bad.text)
+                continue
+            if isinstance(hint, Hint):
+                self._on_hint(hint)
+
+    def _poll_ms(self) -> int:
+        soonest = min((min(p.deadline, p.resend_at) for p in self._pending.values()), default=float("inf"))
+        wait_s = min(soonest, self._next_beat) - time.monotonic()
+        return 5000 if wait_s > 5 else max(0, int(wait_s * 1000) + 1)
+
+    def _drain_wake(self) -> None:
+        try:
+            os.read(self._wake_r, 4096)
+        except BlockingIOError:
+            return
+
+    def _send_new(self, socket: Any) -> None:
+        while not self._outbox.empty():
+            request_id, pending = self._outbox.get_nowait()
+            self._pending[request_id] = pending
+            self._send(socket, request_id, pending)
+
+    def _send(self, socket: Any, request_id: int, pending: _Pending) -> None:
+        try:
+            header = envelope.encode(pending.message, id=request_id, run=self.run, sender=self.name, epoch=self.epoch)
+            socket.send_multipart([header, *pending.bulk], zmq.NOBLOCK, copy=not pending.bulk)
+        except zmq.Again:
+            pending.resend_at = time.monotonic() + 0.2  # the queue to the server is full: it is away or slow
+        except SlimebusError as bad:
+            self._pending.pop(request_id, None)
+            _fail(pending, bad)
+
+    def _receive(self, socket: Any) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            self._heard_at = time.monotonic()
+            try:
+                got = envelope.decode(frames, self.types)
+            except SlimebusError as bad:
+                log.warning("reply from %s refused: %s", self.peer, bad.text)
+                continue
+            pending = self._pending.pop(got.header.id, None)
+            if pending is not None:
+                self._settle(pending, got)
+
+    def _settle(self, pending: _Pending, got: envelope.Envelope) -> None:
+        if pending.future.cancelled():
+            return
+        try:
+            message = envelope.raise_for_error(got.message, self.peer)
+        except SlimebusError as problem:
+            if problem.retryable and time.monotonic() + RETRY_S < pending.deadline:
+                pending.resend_at = time.monotonic() + RETRY_S
+                self._pending[got.header.id] = pending
+            else:
+                _fail(pending, problem)
+            return
+        if pending.future.set_running_or_notify_cancel():
+            pending.future.set_result(Reply(message, got.bulk))
+
+    def _expire(self, socket: Any) -> None:
+        now = time.monotonic()
+        for request_id, pending in list(self._pending.items()):
+            if pending.future.cancelled():
+                del self._pending[request_id]
+            elif now >= pending.deadline:
+                del self._pending[request_id]
+                what = type(pending.message).__name__.lower()
+                _fail(
+                    pending,
+                    Unreachable(
+                        f"no answer from the {self.peer} at {self.address} to {what!r} in {pending.timeout_s:.0f} s; "
+                        f"is it running and is the address right? (asked by {self.name} on {host_socket.gethostname()})"
+                    ),
+                )
+            elif now >= pending.resend_at:
+                pending.resend_at = now + pending.resend_s
+                self._send(socket, request_id, pending)
+
+    def _heartbeat(self, socket: Any) -> None:
+        now = time.monotonic()
+        if self._beat is None or now < self._next_beat:
+            return
+        self._next_beat = now + self._beat_every_s
+        pending = _Pending(self._beat(), (), timeout_s=4 * self._beat_every_s, resend_s=self.resend_s)
+        pending.future.add_done_callback(self._beaten)
+        request_id = next(self._ids)
+        self._pending[request_id] = pending
+        self._send(socket, request_id, pending)
+
+    def _beaten(self, future: "Future[Reply]") -> None:
+        if future.cancelled():
+            return
+        problem = future.exception()
+        if problem is None:
+            message = future.result().message
+            if isinstance(message, HeartbeatReply):
+                self._on_beat(message)
+        elif isinstance(problem, SlimebusError) and not problem.retryable:
+            self._on_lost(problem)
+
+
+def _fail(pending: _Pending, problem: SlimebusError) -> None:
+    if pending.future.set_running_or_notify_cancel():
+        pending.future.set_exception(problem)

@@ -1,0 +1,114 @@
+"""The compiled kernel (kernel.c), loaded by ctypes so that other Python threads run during a call."""
+
+import ctypes
+import importlib.util
+import sys
+import threading
+from typing import cast
+
+import numpy as np
+
+from slimebus.weights.kernel import Bytes, Changes, Values
+
+LEVELS = {0: "portable", 2: "avx2", 3: "avx512"}
+
+
+class _Streams(ctypes.Structure):
+    _fields_ = [
+        ("gaps", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("wides", ctypes.c_void_p),
+        ("escapes", ctypes.c_void_p),
+        ("num_gaps", ctypes.c_uint64),
+        ("num_codes", ctypes.c_uint64),
+        ("num_wides", ctypes.c_uint64),
+        ("num_escapes", ctypes.c_uint64),
+    ]
+
+
+class _Scratch(threading.local):
+    """One output area a thread, as large as the largest unit so far; its pages are touched only as far as a scan writes."""
+
+    def __init__(self) -> None:
+        self.capacity = -1
+
+    def reserve(self, num_values: int) -> None:
+        if num_values <= self.capacity:
+            return
+        # Each changed value needs at most a gap, a code, a wide and an escape; SKIP bytes stand for 255 unchanged ones each.
+        self.gaps = np.empty(num_values + num_values // 255 + 1, np.uint8)
+        self.codes = np.empty(num_values, np.uint8)
+        self.wides = np.empty(num_values, np.uint8)
+        self.escapes = np.empty(2 * num_values, np.uint8)
+        self.nibbles = np.empty((num_values + 1) // 2, np.uint8)
+        self.capacity = num_values
+
+
+class CKernel:
+    """See slimebus.weights.kernel.Kernel. pack and densify share one output."""
+
+    def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
+        self._library = library
+        self.level: int = library.slimebus_vector_level() if level is None else level
+        self.name = f"c ({LEVELS[self.level]})"
+        self._scratch = _Scratch()
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        library.slimebus_scan.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer]
+        library.slimebus_pack.argtypes = [pointer, size, pointer]
+        library.slimebus_densify.argtypes = [size, pointer, size, pointer, pointer]
+        library.slimebus_apply_sparse.argtypes = [pointer, size] * 5
+        library.slimebus_apply_dense.argtypes = [pointer, size, pointer, pointer, size, pointer, size]
+        for function in (library.slimebus_scan, library.slimebus_pack, library.slimebus_densify):
+            function.restype = None
+
+    def scan(self, base: Values, target: Values, update: bool) -> Changes:
+        out = self._scratch
+        out.reserve(len(base))
+        streams = _Streams(_address(out.gaps), _address(out.codes), _address(out.wides), _address(out.escapes))
+        self._library.slimebus_scan(_address(base), _address(target), len(base), update, self.level, ctypes.byref(streams))
+        return Changes(
+            out.gaps[: streams.num_gaps],
+            out.codes[: streams.num_codes],
+            out.wides[: streams.num_wides],
+            out.escapes[: 2 * streams.num_escapes],
+        )
+
+    def pack(self, codes: Bytes) -> Bytes:
+        self._scratch.reserve(len(codes))
+        nibbles = self._scratch.nibbles[: (len(codes) + 1) // 2]
+        self._library.slimebus_pack(_address(codes), len(codes), _address(nibbles))
+        return nibbles
+
+    def densify(self, num_values: int, changes: Changes) -> Bytes:
+        self._scratch.reserve(num_values)
+        nibbles, gaps = self._scratch.nibbles[: (num_values + 1) // 2], changes.gaps
+        self._library.slimebus_densify(num_values, _address(gaps), len(gaps), _address(changes.codes), _address(nibbles))
+        return nibbles
+
+    def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+        if len(escapes) % 2:
+            return False
+        streams = (_address(gaps), len(gaps), _address(nibbles), len(nibbles), _address(wides), len(wides))
+        failed = self._library.slimebus_apply_sparse(_address(values), len(values), *streams, _address(escapes), len(escapes) // 2)
+        return not failed
+
+    def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+        if len(nibbles) != (len(values) + 1) // 2 or len(escapes) % 2:
+            return False
+        streams = (_address(nibbles), _address(wides), len(wides), _address(escapes), len(escapes) // 2)
+        return not self._library.slimebus_apply_dense(_address(values), len(values), *streams)
+
+
+def load(level: int | None = None) -> CKernel | None:
+    """The compiled kernel, or None where the package was built without a compiler or the machine is big-endian."""
+    spec = importlib.util.find_spec("slimebus.weights._kernel")
+    if spec is None or spec.origin is None or sys.byteorder != "little":
+        return None
+    try:
+        return CKernel(ctypes.CDLL(spec.origin), level)
+    except OSError:  # built for another machine
+        return None
+
+
+def _address(array: Bytes | Values) -> int:
+    return cast(int, array.__array_interface__["data"][0])

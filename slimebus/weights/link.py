@@ -1,0 +1,121 @@
+"""A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop."""
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import zmq
+
+from slimebus import envelope
+from slimebus.errors import SlimebusError, Unreachable
+from slimebus.messages import Message
+from slimebus.weights.messages import TYPES
+
+MAX_BURST = 64
+MANIFEST_STALLS = 3
+"""A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
+
+
+class Answer(NamedTuple):
+    """A reply, or the error it carried, by the id of its request. Bulk frames are buffers of the message, not copies."""
+
+    request_id: int
+    message: Message | SlimebusError
+    bulk: list[memoryview]
+
+
+class Link:
+    """Requests to one endpoint, used by one thread. What does not parse is counted in `refused` and otherwise ignored."""
+
+    def __init__(self, endpoint: str, *, name: str, stall_s: float) -> None:
+        self.endpoint, self._name, self._stall_s = endpoint, name, stall_s
+        self.refused: Counter[str] = Counter()
+        self._context = zmq.Context()
+        self._next_id = 0
+        self._socket = self._connect()
+
+    def send(self, message: Message) -> int:
+        """Send a request and return its id."""
+        self._next_id += 1
+        header = envelope.encode(message, id=self._next_id, sender=self._name)
+        with contextlib.suppress(zmq.Again):  # the queue to a server that is away is full: a stall, after which all is sent again
+            self._socket.send(header, zmq.NOBLOCK)
+        return self._next_id
+
+    def receive(self, timeout_s: float) -> list[Answer]:
+        """The answers that came; waits at most timeout_s for the first."""
+        answers: list[Answer] = []
+        if not self._socket.poll(round(timeout_s * 1000)):
+            return answers
+        while len(answers) < MAX_BURST:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            answer = self._parse([frame.buffer for frame in frames])
+            if answer is not None:
+                self._heard_at = time.monotonic()
+                answers.append(answer)
+        return answers
+
+    def ask(self, message: Message, deadline: float, cancelled: threading.Event) -> tuple[Message, list[memoryview]]:
+        """One request and its answer, sent again on a new connection after each silence. Raises Unreachable at the deadline."""
+        started = time.monotonic()
+        self._heard_at = started
+        wanted = self.send(message)
+        while time.monotonic() < deadline and not cancelled.is_set():
+            for answer in self.receive(0.2):
+                if answer.request_id == wanted:
+                    if isinstance(answer.message, SlimebusError):
+                        raise answer.message
+                    return answer.message, answer.bulk
+            if self._silent_s > MANIFEST_STALLS * self._stall_s * self._jitter:
+                self.reconnect()
+                wanted = self.send(message)
+        raise Unreachable(
+            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; is the trainer running?"
+        )
+
+    @property
+    def is_stalled(self) -> bool:
+        """Nothing was heard for the stall time; the caller decides whether it was waiting for something."""
+        return self._silent_s > self._stall_s * self._jitter
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def reconnect(self) -> None:
+        """A new connection; requests that were under way are lost."""
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+
+    def close(self) -> None:
+        """Closing again does nothing."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _connect(self) -> Any:
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.rcvhwm = socket.sndhwm = 1000
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.connect(self.endpoint.replace("localhost", "127.0.0.1"))
+        self._heard_at = time.monotonic()
+        self._jitter = random.uniform(0.8, 1.2)
+        return socket
+
+    def _parse(self, frames: list[memoryview]) -> Answer | None:
+        try:
+            got = envelope.decode(frames, TYPES)
+        except SlimebusError as bad:
+            self.refused[bad.code] += 1
+            return None
+        try:
+            return Answer(got.header.id, envelope.raise_for_error(got.message, self.endpoint), list(got.bulk))
+        except SlimebusError as problem:
+            return Answer(got.header.id, problem, [])

@@ -1,0 +1,160 @@
+"""Serves the versions of a store to pullers, from one thread that never waits for a merge.
+
+    puller --manifest_request--> thread --(merge)--> encoder thread --> manifest_reply
+    puller --chunk_request-----> thread --> chunk_reply with frames that point into the store: nothing is copied
+
+Credits are the puller's: it never has more unanswered chunk requests than it can take, so the server keeps no queue of its own.
+"""
+
+import logging
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from slimebus.envelope import error_reply
+from slimebus.errors import SlimebusError, WeightsError
+from slimebus.transport.server import Request, Server
+from slimebus.weights.messages import (
+    BAD_CHUNK,
+    MAX_CHUNK_BYTES,
+    MAX_PIECES,
+    TYPES,
+    ChunkReply,
+    ChunkRequest,
+    Manifest,
+    ManifestReply,
+    ManifestRequest,
+    VersionGone,
+)
+from slimebus.weights.store import slice_payload
+
+log = logging.getLogger("slimebus.weights")
+
+MAX_REQUEST_BYTES = 1 << 20
+
+
+class Versions(Protocol):
+    """What a server serves: a publisher's VersionStore, or whoever holds verified versions of one."""
+
+    def manifest(self, have_lineage: str, have_version: int) -> Manifest: ...
+
+    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview: ...
+
+
+class WeightServer:
+    """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port)."""
+
+    def __init__(self, store: Versions, bind: str = "tcp://127.0.0.1:0", *, sources: Sequence[str] = (), name: str = "weights") -> None:
+        self._store, self._sources = store, list(sources)
+        self._server = Server(bind, name=name, types=TYPES, max_message_bytes=MAX_REQUEST_BYTES)
+        self.endpoint = self._server.endpoint
+        self.sent_bytes = 0
+        self._encoder = ThreadPoolExecutor(1, "weights-manifest")
+        self._done: queue.SimpleQueue[tuple[Request, Manifest | SlimebusError]] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="weights-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Messages refused, by error code."""
+        return self._server.refused
+
+    def close(self) -> None:
+        """Stop serving and release the address. Pullers in the middle of a version wait for its return, or go elsewhere."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        self._thread.join(timeout=10.0)
+        self._encoder.shutdown(wait=True)
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+
+    def _wake(self) -> None:
+        os.write(self._wake_w, b"!")
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._server.socket, zmq.POLLIN)
+        poller.register(self._wake_r, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll(5000))
+            if self._wake_r in ready:
+                os.read(self._wake_r, 4096)
+                self._send_manifests()
+            for request in self._server.receive(0):
+                self._answer(request)
+        self._server.close()
+
+    def _answer(self, request: Request) -> None:
+        message = request.message
+        try:
+            if isinstance(message, ManifestRequest):
+                self._encoder.submit(self._make_manifest, message).add_done_callback(self._when_made(request))
+            elif isinstance(message, ChunkRequest):
+                frames, gone = self._read(message)
+                self.sent_bytes += sum(len(frame) for frame in frames)
+                self._server.reply(request, ChunkReply(gone=gone), frames)
+            else:
+                raise WeightsError(f"a weight server answers no {type(message).__name__}", code="unexpected", retryable=False)
+        except SlimebusError as problem:
+            self._refuse(request, problem)
+
+    def _refuse(self, request: Request, problem: SlimebusError) -> None:
+        self.refused[problem.code] += 1
+        self._server.reply(request, error_reply(problem))
+
+    def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
+        """The bytes of the pieces, and the indices of those that are gone."""
+        if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
+            limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
+            raise WeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK, retryable=False)
+        frames, gone = [], []
+        for index, piece in enumerate(request.pieces):
+            try:
+                payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
+                frames.append(slice_payload(payload, piece.offset, piece.length, piece.name))
+            except VersionGone:
+                frames.append(memoryview(b""))
+                gone.append(index)
+        self.refused[VersionGone.code] += len(gone)
+        return frames, gone
+
+    # --- manifests: made in the encoder thread, sent by the serving one ---
+
+    def _make_manifest(self, message: ManifestRequest) -> Manifest:
+        manifest = self._store.manifest(message.have_lineage, message.have_version)
+        manifest.sources = self._sources
+        return manifest
+
+    def _when_made(self, request: Request) -> Callable[["Future[Manifest]"], None]:
+        def done(future: "Future[Manifest]") -> None:
+            if future.cancelled():
+                return
+            problem = future.exception()
+            if problem is not None and not isinstance(problem, SlimebusError):
+                log.error("manifest for peer %s: %r", request.peer.hex(), problem)
+                problem = WeightsError(f"the server could not make the manifest: {type(problem).__name__}", code="internal")
+            self._done.put((request, problem or future.result()))
+            if not self._closing.is_set():
+                self._wake()
+
+        return done
+
+    def _send_manifests(self) -> None:
+        while not self._done.empty():
+            request, made = self._done.get()
+            if isinstance(made, SlimebusError):
+                self._refuse(request, made)
+                continue
+            bulk: list[Any] = [msgspec.msgpack.encode(made)]
+            self._server.reply(request, ManifestReply(lineage=made.lineage, version=made.version), bulk)

@@ -1,0 +1,317 @@
+"""The versions that a publisher can serve: one full copy of its tensors and the deltas that led to it.
+
+    publish(v+1)   for each tensor: diff against the full copy -> delta v..v+1, the copy becomes v+1
+                   visible at once when the last tensor is done; until then v is the newest
+    manifest(b)    deltas b..newest: the merge of the chain, made on first request, kept for the pair
+    read(...)      bytes of a delta, or of the full copy as long as it is what the manifest said
+
+A delta is immutable, so whoever reads one reads it whole. The full copy moves on: a tensor of it that was lent to a reader is
+replaced instead of overwritten, and who asks for what it was is told that it is gone.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from slimebus.errors import WeightsError
+from slimebus.weights import codec
+from slimebus.weights.messages import BAD_CHUNK, DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
+from slimebus.weights.tensors import DTYPE_BYTES, NO_BASE, STEPPED_DTYPES, Tensor, TensorLike, as_tensor, hash_bytes, version_digest
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """What a publish made. Fractions and bytes are of this store's tensors; delta_bytes is what a worker one behind pulls."""
+
+    lineage: str
+    version: int
+    digest: str
+    hashes: Mapping[str, str]
+    num_values: int
+    num_changed: int
+    total_bytes: int
+    delta_bytes: int
+    encode_s: float
+
+    @property
+    def changed_fraction(self) -> float:
+        return self.num_changed / max(1, self.num_values)
+
+
+class _Delta(NamedTuple):
+    payload: bytes
+    payload_hash: str
+    num_changed: int
+    base_hash: str
+
+
+class _Step(NamedTuple):
+    """From version - 1 to version. A changed tensor without a delta travels whole."""
+
+    version: int
+    deltas: Mapping[str, _Delta]
+    whole: frozenset[str]
+
+
+@dataclass
+class _Held:
+    """A tensor of the full copy. changed_at: the version that last changed it; lent: a reader may still look at the buffer."""
+
+    tensor: Tensor
+    hash: str
+    changed_at: int
+    lent: bool = False
+    is_changing: bool = False
+
+
+class _Seen(NamedTuple):
+    """What readers are told of: the newest complete version."""
+
+    newest: VersionInfo
+    tensors: Mapping[str, Tensor]  # buffers are the full copy's; only dtype and shape are read here
+    steps: tuple[_Step, ...]  # oldest first, without gaps, the last one leads to newest
+
+
+class _Taken(NamedTuple):
+    """What became of one published tensor. One that changed and has no delta travels whole."""
+
+    name: str
+    num_changed: int
+    delta: _Delta | None = None
+    is_whole: bool = False
+
+
+class VersionStore:
+    """Publish from one thread, serve from others. keep: how many versions back a worker may be and still get a delta.
+
+    lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors diffed at once.
+    """
+
+    def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, zstd: bool = True, threads: int = 1) -> None:
+        if keep < 1:
+            raise WeightsError(f"keep is {keep}; a store keeps at least the delta of 1 version", retryable=False)
+        self.keep, self.lineage, self._zstd = keep, lineage or secrets.token_hex(8), zstd
+        self._next_version = first_version
+        self._held: dict[str, _Held] = {}
+        self._seen: _Seen | None = None
+        self._merged: dict[tuple[int, int], Mapping[str, _Delta]] = {}
+        self._lock = threading.Lock()  # short: the maps above
+        self._publishing = threading.Lock()
+        self._merging = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, "weights-diff") if threads > 1 else None
+
+    @property
+    def newest(self) -> VersionInfo | None:
+        """The newest complete version; None before the first publish."""
+        seen = self._seen
+        return seen.newest if seen else None
+
+    # --- publishing ---
+
+    def publish(self, tensors: Mapping[str, TensorLike], *, version: int | None = None) -> VersionInfo:
+        """Make these tensors, all of this publisher's, the newest version; they are read, not kept.
+
+        version: must be the next one (a check for callers that count themselves). Raises WeightsError with nothing changed when
+        a tensor's dtype, shape and size disagree. A failure in the middle forgets the full copy: the next publish starts anew.
+        """
+        with self._publishing:
+            given = {name: as_tensor(name, value) for name, value in tensors.items()}
+            if version is not None and version != self._next_version:
+                raise WeightsError(f"publish of version {version}; the next one here is {self._next_version}", retryable=False)
+            try:
+                return self._publish(given, self._next_version)
+            except BaseException:
+                self._forget()
+                raise
+
+    def _publish(self, given: Mapping[str, Tensor], version: int) -> VersionInfo:
+        started = time.perf_counter()
+        each = self._pool.map if self._pool else map
+        taken = list(each(lambda item: self._take(item[0], item[1], version), given.items()))
+        return self._show(given, taken, version, started)
+
+    def _take(self, name: str, tensor: Tensor, version: int) -> _Taken:
+        """Move one tensor of the full copy on."""
+        held = self._held.get(name)
+        if held is None or (held.tensor.dtype, held.tensor.shape) != (tensor.dtype, tensor.shape):
+            return self._replace(name, tensor, version)
+        if tensor.dtype in STEPPED_DTYPES:
+            return self._step(name, held, tensor, version)
+        if np.array_equal(held.tensor.buffer, tensor.buffer):
+            return _Taken(name, 0)
+        return self._replace(name, tensor, version)
+
+    def _replace(self, name: str, tensor: Tensor, version: int) -> _Taken:
+        copy = Tensor(tensor.dtype, tensor.shape, tensor.buffer.copy())
+        entry = _Held(copy, hash_bytes(copy.buffer), version)
+        with self._lock:
+            self._held[name] = entry
+        return _Taken(name, _num_values(tensor), is_whole=True)
+
+    def _step(self, name: str, held: _Held, tensor: Tensor, version: int) -> _Taken:
+        base_hash = held.hash
+        with self._lock:
+            held.is_changing = True
+            was_lent, held.lent = held.lent, False
+        if was_lent:
+            held.tensor = held.tensor._replace(buffer=held.tensor.buffer.copy())
+        encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd)
+        if encoded.num_changed:
+            held.hash = hash_bytes(held.tensor.buffer)
+        with self._lock:
+            held.changed_at = version if encoded.num_changed else held.changed_at
+            held.is_changing = False
+        if not encoded.num_changed:
+            return _Taken(name, 0)
+        if len(encoded.payload) >= len(tensor.buffer):
+            return _Taken(name, encoded.num_changed, is_whole=True)
+        return _Taken(name, encoded.num_changed, _Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, base_hash))
+
+    def _show(self, given: Mapping[str, Tensor], taken: list[_Taken], version: int, started: float) -> VersionInfo:
+        """Let readers see the version, all of it at once."""
+        with self._lock:
+            for name in self._held.keys() - given.keys():
+                del self._held[name]
+            tensors = {name: self._held[name].tensor for name in given}
+            hashes = {name: self._held[name].hash for name in given}
+        step = _Step(version, {t.name: t.delta for t in taken if t.delta}, frozenset(t.name for t in taken if t.is_whole))
+        newest = VersionInfo(
+            lineage=self.lineage,
+            version=version,
+            digest=version_digest(tensors, hashes),
+            hashes=hashes,
+            num_values=sum(map(_num_values, tensors.values())),
+            num_changed=sum(t.num_changed for t in taken),
+            total_bytes=sum(len(t.buffer) for t in tensors.values()),
+            delta_bytes=sum(len(d.payload) for d in step.deltas.values()) + sum(len(given[name].buffer) for name in step.whole),
+            encode_s=time.perf_counter() - started,
+        )
+        with self._lock:
+            before = self._seen.steps if self._seen else ()
+            self._seen = _Seen(newest, tensors, (*before, step)[-self.keep :] if self._seen else ())
+            self._merged = {pair: deltas for pair, deltas in self._merged.items() if pair[1] >= version - 1}
+            self._next_version = version + 1
+        return newest
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._held, self._seen, self._merged = {}, None, {}
+
+    # --- serving ---
+
+    def manifest(self, have_lineage: str, have_version: int) -> Manifest:
+        """What leads from a version to the newest. It may take the time of a merge. Raises WeightsError before the first publish."""
+        seen = self._require_seen()
+        newest = seen.newest
+        if have_lineage != self.lineage or not self._oldest_base(seen) <= have_version <= newest.version:
+            entries = [self._full_entry(seen, name) for name in seen.tensors]
+            return Manifest(lineage=self.lineage, version=newest.version, digest=newest.digest, tensors=entries)
+        steps = seen.steps[len(seen.steps) - (newest.version - have_version) :]
+        deltas = self._pair(seen, have_version, steps)
+        touched = {name for step in steps for name in (*step.deltas, *step.whole)}
+        entries = [self._entry(seen, name, deltas.get(name), name in touched) for name in seen.tensors]
+        return Manifest(lineage=self.lineage, version=newest.version, digest=newest.digest, tensors=entries, base=have_version)
+
+    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
+        """The payload of a tensor as a manifest of that version named it. It stays what it is for as long as it is held.
+
+        Raises VersionGone when it can no longer be had.
+        """
+        seen = self._require_seen()
+        if lineage != self.lineage or version > seen.newest.version:
+            newest = f"{seen.newest.version} of {self.lineage}"
+            raise VersionGone(f"version {version} of lineage {lineage} is not here; the newest is {newest}")
+        if base != NO_BASE:
+            return memoryview(self._find_delta(seen, version, name, base).payload)
+        with self._lock:
+            held = self._held.get(name)
+            if held is None or held.is_changing or held.changed_at > version:
+                raise VersionGone(f"tensor {name!r} has changed since version {version}")
+            held.lent = True
+            return held.tensor.buffer.data
+
+    def _require_seen(self) -> _Seen:
+        seen = self._seen
+        if seen is None:
+            raise WeightsError("no version has been published yet", code=NO_VERSION_YET)
+        return seen
+
+    def _oldest_base(self, seen: _Seen) -> int:
+        return seen.newest.version - len(seen.steps)
+
+    def _find_delta(self, seen: _Seen, version: int, name: str, base: int) -> _Delta:
+        with self._lock:
+            deltas: Mapping[str, _Delta] = self._merged.get((base, version), {})
+        if base == version - 1:
+            deltas = next((step.deltas for step in seen.steps if step.version == version), {})
+        if name not in deltas:
+            raise VersionGone(f"the delta of {name!r} from version {base} to {version} is no longer kept")
+        return deltas[name]
+
+    def _pair(self, seen: _Seen, base: int, steps: tuple[_Step, ...]) -> Mapping[str, _Delta]:
+        """The deltas straight from base to the newest version."""
+        if len(steps) <= 1:
+            return steps[0].deltas if steps else {}
+        pair = (base, seen.newest.version)
+        with self._merging:
+            if pair not in self._merged:
+                merged = self._merge(seen, steps)
+                with self._lock:
+                    self._merged[pair] = merged
+            return self._merged[pair]
+
+    def _merge(self, seen: _Seen, steps: tuple[_Step, ...]) -> Mapping[str, _Delta]:
+        merged = {}
+        for name, tensor in seen.tensors.items():
+            chain = [step.deltas[name] for step in steps if name in step.deltas]
+            if not chain or any(name in step.whole for step in steps):
+                continue
+            delta = chain[0] if len(chain) == 1 else _merge_chain(chain, len(tensor.buffer) // 2, self._zstd)
+            if len(delta.payload) < len(tensor.buffer):
+                merged[name] = delta
+        return merged
+
+    def _full_entry(self, seen: _Seen, name: str) -> TensorEntry:
+        tensor, tensor_hash = seen.tensors[name], seen.newest.hashes[name]
+        return TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, hash=tensor_hash, kind=FULL, size=len(tensor.buffer))
+
+    def _entry(self, seen: _Seen, name: str, delta: _Delta | None, is_touched: bool) -> TensorEntry:
+        if is_touched and delta is None:
+            return self._full_entry(seen, name)
+        tensor, tensor_hash = seen.tensors[name], seen.newest.hashes[name]
+        if delta is None:
+            return TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, hash=tensor_hash, kind=SAME)
+        return TensorEntry(
+            name=name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            hash=tensor_hash,
+            kind=DELTA,
+            size=len(delta.payload),
+            num_changed=delta.num_changed,
+            payload_hash=delta.payload_hash,
+            base_hash=delta.base_hash,
+        )
+
+
+def slice_payload(payload: memoryview, offset: int, length: int, name: str) -> memoryview:
+    """The asked bytes of a payload. Raises WeightsError where they do not lie in it."""
+    if offset < 0 or length < 0 or offset + length > len(payload):
+        raise WeightsError(f"bytes {offset} to {offset + length} of {name!r}, which has {len(payload)}", code=BAD_CHUNK, retryable=False)
+    return payload[offset : offset + length]
+
+
+def _merge_chain(chain: Iterable[_Delta], num_values: int, zstd: bool) -> _Delta:
+    deltas = list(chain)
+    encoded = codec.merge([delta.payload for delta in deltas], num_values, zstd=zstd)
+    return _Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, deltas[0].base_hash)
+
+
+def _num_values(tensor: Tensor) -> int:
+    return len(tensor.buffer) // DTYPE_BYTES[tensor.dtype]

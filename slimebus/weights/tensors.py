@@ -1,0 +1,115 @@
+"""Tensors as bytes, one verified version of them, and the hashes that say so."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from slimebus.errors import WeightsError
+
+NO_BASE = -1
+"""In place of a version: there is none."""
+
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+}
+STEPPED_DTYPES = frozenset({"bfloat16", "float16"})
+"""The dtypes whose changes travel as steps; all others travel whole."""
+
+
+class Tensor(NamedTuple):
+    """A tensor as its little-endian bytes in C order. buffer: u8, one-dimensional, contiguous."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: NDArray[np.uint8]
+
+    @property
+    def steps(self) -> NDArray[np.uint16]:
+        """The bit patterns of a 16-bit tensor, over the same memory."""
+        return self.buffer.view(np.uint16)
+
+    def array(self) -> NDArray[Any]:
+        """A numpy view of the shape; bfloat16 and float8, which numpy lacks, as unsigned integers of their size."""
+        unsigned = {1: np.uint8, 2: np.uint16}
+        dtype = self.dtype if hasattr(np, self.dtype) or self.dtype == "bool" else unsigned[DTYPE_BYTES[self.dtype]]
+        return self.buffer.view(dtype).reshape(self.shape)
+
+
+TensorLike = np.ndarray[Any, Any] | tuple[str, tuple[int, ...], Any]
+"""What can be published: (dtype, shape, buffer), or an array; an array of uint16 means the bit patterns of bfloat16."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One verified version. Buffers of unchanged tensors are shared with the version before; treat them as read-only."""
+
+    lineage: str
+    version: int
+    digest: str
+    tensors: Mapping[str, Tensor]
+    hashes: Mapping[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(tensor.buffer) for tensor in self.tensors.values())
+
+
+def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """The size of a tensor. Raises WeightsError for a dtype or a shape that cannot be."""
+    if dtype not in DTYPE_BYTES:
+        raise WeightsError(f"tensor {name!r} has dtype {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}", retryable=False)
+    if any(size < 0 for size in shape):
+        raise WeightsError(f"tensor {name!r} has shape {list(shape)}; sizes must not be negative", retryable=False)
+    return math.prod(shape) * DTYPE_BYTES[dtype]
+
+
+def as_tensor(name: str, value: TensorLike) -> Tensor:
+    """A view of what was given (a copy only where it is not contiguous). Raises WeightsError where dtype, shape and size disagree."""
+    if isinstance(value, np.ndarray):
+        dtype = "bfloat16" if value.dtype == np.uint16 else value.dtype.name
+        contiguous = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1)
+        tensor = Tensor(dtype, tuple(value.shape), contiguous.view(np.uint8))
+    else:
+        dtype, shape, buffer = value
+        array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+        tensor = Tensor(dtype, tuple(shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    expected = tensor_bytes(name, tensor.dtype, tensor.shape)
+    if len(tensor.buffer) != expected:
+        raise WeightsError(
+            f"tensor {name!r}: {len(tensor.buffer)} bytes for {tensor.dtype} of shape {list(tensor.shape)}; expected {expected}",
+            retryable=False,
+        )
+    return tensor
+
+
+def hash_bytes(buffer: Any) -> str:
+    """xxh3_128 as 32 hex digits: finds damage, not malice; who may speak is for CURVE to say."""
+    return xxhash.xxh3_128_hexdigest(buffer)
+
+
+def version_digest(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> str:
+    """One hash of a whole version: over `name dtype shape hash` of each tensor, a line each, sorted by name.
+
+    It depends on the tensors alone, so the digest of a model is the same however it is split over publishers.
+    """
+    lines = (f"{name} {tensors[name].dtype} {','.join(map(str, tensors[name].shape))} {hashes[name]}\n" for name in sorted(tensors))
+    return hash_bytes("".join(lines).encode())

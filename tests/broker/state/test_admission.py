@@ -1,0 +1,60 @@
+"""When a worker may start a group."""
+
+from typing import Any
+
+from slimebus import messages as m
+
+
+def test_admission_stops_where_a_group_would_grow_too_old(desk: Any) -> None:
+    assert len(desk.lease(99)) == 4, "eta 1 and 2 groups a step: steps 0 and 1"
+
+
+def test_staleness_zero_admits_one_batch_a_version(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=0)
+    desk.begin()
+    assert len(desk.fill(99)) == 2
+    assert desk.lease(1) == []
+    desk.train(0)
+    assert desk.lease(1, serving=0) == [], "the worker still serves version 0"
+    assert len(desk.lease(99, serving=1)) == 2
+
+
+def test_publishing_every_second_step_admits_two_batches_a_version(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=0, publish_interval=2)
+    desk.begin()
+    assert len(desk.lease(99)) == 4
+
+
+def test_the_run_never_starts_more_groups_than_it_trains(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=float("inf"), num_steps=3)
+    desk.begin()
+    assert len(desk.lease(99)) == 6
+
+
+def test_an_unbounded_run_is_bounded_by_the_buffer(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=float("inf"), buffer_capacity=5)
+    desk.begin()
+    assert len(desk.fill(99)) == 5
+    reply = desk.ask("w", m.Lease(want=1, wait_s=0.0, lineage="L", serving=0))
+    assert "the buffer holds 5 of 5 groups" in reply.reason
+
+
+def test_a_worker_without_verified_weights_of_this_lineage_gets_nothing(desk: Any) -> None:
+    for lineage, serving in (("", -1), ("L", -1), ("other", 0)):
+        reply = desk.ask("w", m.Lease(want=1, wait_s=0.0, lineage=lineage, serving=serving))
+        assert reply.groups == []
+        assert "must pull version 0 first" in reply.reason
+
+
+def test_demonstrations_need_no_weights_and_no_trainer(new_desk: Any) -> None:
+    desk = new_desk(buffer_capacity=3)
+    desk.join("w", "rollout")
+    reply = desk.ask("w", m.Lease(want=9, wait_s=0.0, needs_weights=False))
+    assert len(reply.groups) == 3
+
+
+def test_a_dropped_group_makes_room_for_another(desk: Any) -> None:
+    groups = desk.lease(99)
+    number = desk.send("w", m.Lease(want=1, wait_s=30.0, lineage="L", serving=0))
+    desk.ask("w", m.GiveBack(group=groups[0].group, lease=groups[0].lease, outcome="drop", reason="no spread"))
+    assert [g.group for g in desk.answers[number].groups] == ["0/4"]

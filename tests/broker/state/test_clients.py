@@ -1,0 +1,57 @@
+"""Joining, fencing, silence."""
+
+from typing import Any
+
+from slimebus import messages as m
+
+
+def test_the_same_instance_keeps_its_epoch_and_another_fences_it(desk: Any) -> None:
+    first = desk.epochs["w"]
+    assert desk.join("w", "rollout", instance="1").epoch == first
+    (group,) = desk.lease()
+    assert desk.join("w", "rollout", instance="2").epoch > first
+    assert desk.status["groups"]["queued"] == 1, "the older process is taken for dead"
+    assert desk.ask("w", m.Heartbeat(), epoch=first).code == "fenced"
+    assert desk.ask("w", m.Hello(role="rollout", instance="1"), epoch=0).code == "fenced", "it may not take the place back"
+    assert desk.put(group).result == "discarded"
+
+
+def test_a_second_trainer_fences_the_first_and_its_waiting_request(desk: Any) -> None:
+    waiting = desk.send("t", m.Batch(step=0, wait_s=60.0))
+    desk.join("t2", "trainer")
+    assert desk.answers[waiting].code == "fenced"
+    assert desk.ask("t", m.Heartbeat()).code == "fenced"
+    assert desk.ask("t", m.Hello(role="trainer", instance="1"), epoch=0).code == "fenced"
+    assert desk.ask("t2", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+
+
+def test_fencing_survives_a_restart_of_the_broker(desk: Any) -> None:
+    old = desk.epochs["w"]
+    desk.join("w", "rollout", instance="2")
+    desk.restart()
+    assert desk.ask("w", m.Heartbeat(), epoch=old).code == "fenced"
+    assert isinstance(desk.ask("w", m.Heartbeat()), m.HeartbeatReply)
+
+
+def test_strangers_other_runs_and_other_roles_are_refused(desk: Any) -> None:
+    assert desk.ask("nobody", m.Heartbeat()).code == "not_joined"
+    assert desk.ask("w", m.Batch(step=0, wait_s=0.0)).code == "role"
+    assert desk.ask("t", m.Lease(want=1, wait_s=0.0)).code == "role"
+    assert desk.ask("x", m.Hello(role="king", instance="1"), epoch=0).code == "protocol"
+
+
+def test_a_silent_client_is_gone_until_it_is_heard_again(desk: Any) -> None:
+    desk.pass_time(21.0)
+    assert {c["name"]: c["state"] for c in desk.status["clients"]}["w"] == "gone"
+    desk.ask("w", m.Heartbeat(state="serving", lineage="L", serving=0))
+    assert {c["name"]: c["state"] for c in desk.status["clients"]}["w"] == "serving"
+
+
+def test_the_status_names_who_is_silent(desk: Any) -> None:
+    desk.now += 30
+    desk.ask("w", m.Heartbeat())
+    assert "trainer t has been silent for 30 s" in desk.status["waiting"]
+
+
+def test_status_needs_no_hello(desk: Any) -> None:
+    assert isinstance(desk.ask("anyone", m.Status()), m.StatusReply)

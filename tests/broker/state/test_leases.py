@@ -1,0 +1,134 @@
+"""Leases, puts and what happens to them."""
+
+from typing import Any
+
+from slimebus import messages as m
+
+
+def test_a_group_is_leased_with_its_prompt_number_and_sampling(new_desk: Any) -> None:
+    desk = new_desk(samples_per_prompt=4, sampling={"temperature": 0.7})
+    desk.begin()
+    (group,) = desk.lease()
+    assert (group.group, group.attempt, group.num_samples, group.kind) == ("0/0", 1, 4, "train")
+    assert group.sampling == {"temperature": 0.7}
+
+
+def test_the_same_lease_request_gets_the_same_groups_again(desk: Any) -> None:
+    ask = m.Lease(want=2, wait_s=0.0, lineage="L", serving=0)
+    first = desk.ask("w", ask, request=77)
+    assert desk.ask("w", ask, request=77).groups == first.groups
+    assert desk.status["groups"]["leased"] == 2
+
+
+def test_an_expired_lease_requeues_the_group_and_its_late_put_is_discarded(desk: Any) -> None:
+    (group,) = desk.lease()
+    desk.pass_time(10.5)
+    assert desk.status["groups"]["queued"] == 1
+    assert desk.put(group).result == "discarded"
+    (again,) = desk.lease()
+    assert (again.group, again.attempt) == (group.group, 2)
+    assert desk.status["waste"] == {"put after the lease was lost": {"groups": 1, "tokens": 4}}
+
+
+def test_a_heartbeat_that_lists_a_lease_keeps_it_and_names_lost_ones(desk: Any) -> None:
+    kept, expired = desk.lease(2)
+    for _ in range(4):
+        desk.pass_time(4.0)
+        reply = desk.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[kept.lease]))
+    assert reply.lost == []
+    assert desk.put(kept).result == "accepted"
+    reply = desk.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[expired.lease]))
+    assert reply.lost == [expired.lease]
+
+
+def test_a_second_put_of_an_attempt_is_a_duplicate(desk: Any) -> None:
+    (group,) = desk.lease()
+    assert [desk.put(group).result, desk.put(group).result] == ["accepted", "duplicate"]
+    assert desk.status["groups"]["ready"] == 1
+
+
+def test_a_put_of_a_worker_that_does_not_hold_the_lease_is_discarded(desk: Any) -> None:
+    desk.join("w2", "rollout")
+    (group,) = desk.lease()
+    assert desk.put(group, name="w2").result == "discarded"
+    assert desk.put(group).result == "accepted"
+
+
+def test_failed_samples_are_left_out_and_counted(desk: Any) -> None:
+    (group,) = desk.lease()
+    assert desk.put(group, rewards=(1.0, None, float("nan"), 0.0)).result == "accepted"
+    held = desk.state.groups.by_id[group.group]
+    assert (held.num_samples, held.num_failed, held.num_tokens) == (2, 2, 8)
+    assert desk.status["counted"]["samples failed"] == 2
+
+
+def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(new_desk: Any) -> None:
+    desk = new_desk(max_attempts=2)
+    desk.begin()
+    for attempt in (1, 2):
+        (group,) = desk.lease()
+        assert (group.group, group.attempt) == ("0/0", attempt)
+        desk.put(group, rewards=(None,))
+    assert desk.status["groups"]["dead"] == 1
+    assert desk.lease()[0].group == "0/1"
+    assert [key for key, _ in desk.store.scan("ended")] == ["0/0"]
+    assert desk.store.get("prompts", "0/0") == b"prompt", "a dead group can be replayed"
+
+
+def test_give_back_requeues_drops_or_fails(desk: Any) -> None:
+    for outcome, phase in (("requeue", "queued"), ("drop", "dropped"), ("fail", "queued")):
+        (group,) = desk.lease()
+        back = m.GiveBack(group=group.group, lease=group.lease, outcome=outcome, reason="why")
+        assert desk.ask("w", back) == m.Ok()
+        assert desk.ask("w", back) == m.Ok(), "a repeat is acknowledged"
+        assert desk.status["groups"][phase] == 1
+    assert desk.status["moves"]["leased>dropped returned: why"] == 1
+
+
+def test_goodbye_returns_leases_at_once(desk: Any) -> None:
+    desk.lease(2)
+    assert desk.ask("w", m.Goodbye()) == m.Ok()
+    assert desk.status["groups"]["queued"] == 2
+
+
+def test_a_parked_request_is_answered_when_its_wait_runs_out_and_says_why(desk: Any) -> None:
+    desk.lease(4)
+    number = desk.send("w", m.Lease(want=1, wait_s=5.0, lineage="L", serving=0))
+    assert number not in desk.answers
+    desk.pass_time(5.0)
+    reply = desk.answers[number]
+    assert reply.groups == []
+    assert "waiting for the trainer to publish version 1" in reply.reason
+
+
+def test_capacity_is_dealt_around_the_waiting_workers(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=float("inf"), buffer_capacity=4)
+    desk.begin()
+    desk.join("w2", "rollout")
+    desk.fill(4)
+    numbers = [desk.send(name, m.Lease(want=4, wait_s=30.0, lineage="L", serving=0)) for name in ("w", "w2")]
+    desk.train(0)
+    assert [len(desk.answers[number].groups) for number in numbers] == [1, 1]
+
+
+def test_too_many_parked_requests_are_refused_as_busy(new_desk: Any) -> None:
+    desk = new_desk(max_parked=1)
+    desk.begin()
+    desk.lease(4)
+    desk.send("w", m.Lease(want=1, wait_s=5.0, lineage="L", serving=0))
+    refused = desk.ask("w", m.Lease(want=1, wait_s=5.0, lineage="L", serving=0))
+    assert (refused.code, refused.retryable) == ("busy", True)
+
+
+def test_a_put_whose_frames_or_runs_do_not_fit_is_refused(desk: Any) -> None:
+    (group,) = desk.lease()
+    header = m.SampleHeader(num_tokens=4, num_trainable=4, versions=[(0, 3)], oldest_version=0, reward=1.0)
+    put = m.Put(group=group.group, lease=group.lease, attempt=1, lineage="L", samples=[header], fields=[])
+    assert "cover 3 of 4 tokens" in desk.ask("w", put).text
+    assert "1 bulk frames for 0 fields" in desk.ask("w", put, bulk=[b"x"]).text
+    assert desk.put(group, version=0).result == "accepted"
+
+
+def test_tokens_of_a_version_that_was_never_published_are_refused(desk: Any) -> None:
+    (group,) = desk.lease()
+    assert "0 is the newest published" in desk.put(group, version=3).text

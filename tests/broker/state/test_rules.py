@@ -1,0 +1,52 @@
+"""Rules that contradict themselves are refused in words."""
+
+from typing import Any
+
+import pytest
+
+from broker.state.groups import ALLOWED, Group, Groups
+from broker.state.rules import EvalDataset, Rules
+from broker.state.timers import Timers
+from slimebus.errors import ConfigError, SlimebusError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
+        ({"batch_size": 5000, "buffer_capacity": 5000}, "at most 2048"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"max_staleness": float("nan")}, "max_staleness is nan"),
+        ({"buffer_capacity": 1}, "no batch would ever fill"),
+        ({"lease_s": 1.0, "heartbeat_s": 2.0}, "every lease expires"),
+        ({"eval_datasets": {"a/b": EvalDataset(num_prompts=1)}}, "without '/'"),
+    ],
+)
+def test_a_rule_out_of_range_is_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Rules(**({"batch_size": 4} | wrong))
+
+
+def test_a_transition_that_a_group_does_not_have_is_an_error_with_a_code() -> None:
+    for was, allowed in ALLOWED.items():
+        for phase in set(ALLOWED) - set(allowed):
+            groups, group = Groups(), Group(id="g", position=0, phase=was, lease=1)
+            groups.add(group)
+            with pytest.raises(SlimebusError, match=f"{was} cannot become {phase}") as refused:
+                groups.move(group, phase)
+            assert refused.value.code == "illegal_transition"
+
+
+def test_a_timer_moved_later_falls_due_once_and_then() -> None:
+    timers = Timers()
+    timers.set("a", 1.0)
+    timers.set("a", 5.0)
+    timers.set("b", 3.0)
+    timers.cancel("b")
+    assert list(timers.due(4.0)) == []
+    assert list(timers.due(5.0)) == ["a"]
+    assert list(timers.due(9.0)) == []
+    timers.set("a", 9.0)
+    timers.set("a", 6.0)
+    assert list(timers.due(6.0)) == ["a"]
+    assert list(timers.due(10.0)) == []

@@ -1,0 +1,103 @@
+"""Prompts from jsonl files."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.source import JsonlRows, JsonlSource
+from slimebus.errors import DataError
+
+
+def _file(folder: Path, count: int = 10, name: str = "p.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps({"prompt": f"{name} {i}", "label": i, "metadata": {"i": i}}) + "\n" for i in range(count)))
+    return str(path)
+
+
+def _prompts(source: JsonlSource, positions: range) -> list[str]:
+    found = [source.take(position) for position in positions]
+    return [msgspec.msgpack.decode(p.record)["prompt"] for p in found if p is not None]
+
+
+def test_records_carry_prompt_label_and_metadata(tmp_path: Path) -> None:
+    rows = JsonlRows([_file(tmp_path)])
+    assert msgspec.msgpack.decode(rows.record(3)) == {"prompt": "p.jsonl 3", "label": 3, "metadata": {"i": 3}}
+
+
+def test_keys_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": [{"role": "user", "content": "hi"}], "answer": "4"}\n')
+    rows = JsonlRows([str(tmp_path / "q.jsonl")], input_key="question", label_key="answer")
+    assert msgspec.msgpack.decode(rows.record(0)) == {"prompt": [{"role": "user", "content": "hi"}], "label": "4", "metadata": {}}
+
+
+@pytest.mark.parametrize(("bounds", "expected"), [("[2:4]", [2, 3]), ("[:2]", [0, 1]), ("[8:]", [8, 9]), ("[-1:]", [9])])
+def test_a_slice_takes_rows_of_a_file(tmp_path: Path, bounds: str, expected: list[int]) -> None:
+    source = JsonlSource(JsonlRows([f"{_file(tmp_path)}@{bounds}"]), shuffle=False, num_epochs=1)
+    assert _prompts(source, range(10)) == [f"p.jsonl {i}" for i in expected]
+
+
+def test_files_follow_each_other(tmp_path: Path) -> None:
+    rows = JsonlRows([_file(tmp_path, 2, "a"), _file(tmp_path, 1, "b")])
+    assert _prompts(JsonlSource(rows, shuffle=False, num_epochs=1), range(5)) == ["a 0", "a 1", "b 0"]
+
+
+def test_each_epoch_shuffles_anew_and_holds_every_prompt_once(tmp_path: Path) -> None:
+    rows = JsonlRows([_file(tmp_path, 50)])
+    source = JsonlSource(rows, seed=3, num_epochs=2)
+    first, second = _prompts(source, range(50)), _prompts(source, range(50, 100))
+    assert sorted(first) == sorted(second) == sorted(f"p.jsonl {i}" for i in range(50))
+    assert first != second
+    assert source.take(100) is None
+    assert _prompts(JsonlSource(rows, seed=3), range(20, 30)) == first[20:30], "any position can be resumed"
+    assert _prompts(JsonlSource(rows, seed=4), range(50)) != first
+
+
+def test_a_prompt_is_found_again_by_its_id(tmp_path: Path) -> None:
+    source = JsonlSource(JsonlRows([_file(tmp_path)]), seed=3, num_epochs=2)
+    prompt = source.take(13)
+    assert prompt is not None
+    assert source.find(prompt.id) == prompt
+    assert [source.find(name) for name in ("0/10", "2/0", "x", "-1/0")] == [None] * 4
+
+
+def test_the_fingerprint_follows_the_rows_and_their_order(tmp_path: Path) -> None:
+    path = _file(tmp_path)
+    before = JsonlSource(JsonlRows([path]), seed=1).fingerprint
+    assert JsonlSource(JsonlRows([path]), seed=1).fingerprint == before
+    assert JsonlSource(JsonlRows([path]), seed=2).fingerprint != before
+    Path(path).write_text(Path(path).read_text().replace("3", "4"))
+    assert JsonlSource(JsonlRows([path]), seed=1).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{oops", "not JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"question": "x"}', "no 'prompt' .*it has 'question'"),
+        ('{"prompt": 3}', "must be text or a list of chat messages"),
+        ('{"prompt": "x", "metadata": 3}', "'metadata' must be an object"),
+        ('{"prompt": "\\ud800"', "not JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_by_file_and_number(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    with pytest.raises(DataError, match=rf"p\.jsonl:3: .*{reason}"):
+        JsonlRows([str(path)])
+
+
+def test_bytes_that_are_not_text_are_a_malformed_line(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:1: not JSON"):
+        JsonlRows([str(tmp_path / "p.jsonl")])
+
+
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        JsonlRows([str(tmp_path / "none.jsonl")])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="no prompts"):
+        JsonlRows([str(tmp_path / "empty.jsonl")])

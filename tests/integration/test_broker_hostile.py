@@ -1,0 +1,130 @@
+"""A live broker among peers that speak nonsense."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from broker.shell import Broker
+from broker.source import JsonlRows, JsonlSource
+from broker.state.rules import Rules
+from broker.store import MemoryStore
+from slimebus import envelope
+from slimebus import messages as m
+from slimebus.transport.client import Client
+
+pytestmark = pytest.mark.integration
+
+MESSAGES = 6000
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(100)))
+    rules = Rules(batch_size=4, max_staleness=float("inf"), buffer_capacity=1000, lease_s=600, client_timeout_s=600)
+    rows = JsonlRows([str(tmp_path / "p.jsonl")])
+    broker = Broker(rules, JsonlSource(rows), MemoryStore(), run="r", max_message_bytes=1 << 20)
+    stop = threading.Event()
+    thread = threading.Thread(target=broker.run, args=(stop,))
+    thread.start()
+    yield broker
+    stop.set()
+    thread.join(10)
+    rows.close()
+    assert not thread.is_alive()
+
+
+def _value(chance: random.Random, depth: int = 0) -> object:
+    kinds = [None, True, -1, 2**63 - 1, 1.5, float("nan"), "x", "L", "0/1", b"\xff", "y" * 300]
+    if depth < 3:
+        kinds += [[_value(chance, depth + 1) for _ in range(chance.randint(0, 3))], {"a": _value(chance, depth + 1)}]
+    return chance.choice(kinds)
+
+
+def _nonsense(chance: random.Random) -> list[bytes]:
+    kind = chance.randint(0, 5)
+    if kind == 0:
+        return [chance.randbytes(chance.randint(0, 200)) for _ in range(chance.randint(1, 4))]
+    if kind == 1:
+        return [b"\x91" * chance.randint(1, 5000)]
+    if kind == 2:
+        return [b"x" * 70_000]
+    cls = chance.choice(m.REQUESTS)
+    body = {field.name: _value(chance) for field in msgspec.structs.fields(cls) if chance.random() < 0.8}
+    header = {"v": 1, "type": m.wire_name(cls), "id": chance.randint(0, 50), "body": body, "sender": chance.choice(["w", "t", "", "zz"])}
+    header |= {"run": chance.choice(["r", "", "s"]), "epoch": chance.choice([0, 1, 2**40])}
+    if kind == 3:
+        header[chance.choice(list(header))] = _value(chance)
+    frame = bytearray(msgspec.msgpack.encode(header))
+    if kind == 4:
+        frame[chance.randrange(len(frame))] ^= chance.randint(1, 255)
+    return [bytes(frame), *(chance.randbytes(10) for _ in range(chance.randint(0, 3)))]
+
+
+def test_nonsense_neither_ends_the_broker_nor_a_worker_beside_it(broker: Broker) -> None:
+    worker = Client(broker.endpoint, name="good")
+    worker.join("rollout", timeout_s=10)
+    chance = random.Random(1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as hostile:
+        hostile.linger = 0
+        hostile.sndhwm = 100_000
+        hostile.connect(broker.endpoint)
+        for i in range(MESSAGES):
+            hostile.send_multipart(_nonsense(chance))
+            if i % 1000 == 999:
+                assert worker.call(m.Lease(want=1, wait_s=1.0, needs_weights=False), timeout_s=20).message
+        hostile.setsockopt(zmq.RCVTIMEO, 2000)
+        answers = 0
+        deadline = time.monotonic() + 20
+        while answers < MESSAGES // 2 and time.monotonic() < deadline:
+            envelope.decode(hostile.recv_multipart())
+            answers += 1
+    assert answers >= MESSAGES // 2, "what can be answered is answered"
+    assert broker.server.refused["protocol"] > MESSAGES // 4
+    assert len(broker.machine.state.parked_leases) <= broker.machine.state.rules.max_parked
+    worker.close()
+
+
+def test_valid_messages_in_an_absurd_order_get_errors_not_a_crash(broker: Broker) -> None:
+    chance = random.Random(2)
+    people = [Client(broker.endpoint, name=name) for name in ("w", "t")]
+    for client, role in zip(people, ("rollout", "trainer"), strict=True):
+        client.join(role, timeout_s=10)
+    header = m.SampleHeader(num_tokens=1, num_trainable=1, versions=[(0, 1)], oldest_version=0, reward=1.0)
+
+    def numbers() -> int:
+        return chance.choice([-(2**62), -1, 0, 1, 2, 3, 2**62])
+
+    for i in range(1500):
+        chosen: list[m.Message] = [
+            m.Resume(
+                step=chance.choice([-1, 0, 1, 2, 2**30, 2**62]),
+                version=chance.choice([-1, 0, 1, 2**62]),
+                lineage=chance.choice(["", "a", "b", str(i)]),
+            ),
+            m.Publish(lineage=chance.choice(["a", "b"]), version=numbers(), publishers=["x"] * chance.randint(0, 3)),
+            m.Batch(step=numbers(), wait_s=chance.choice([-1.0, 0.0, float("nan"), 0.01])),
+            m.Commit(step=numbers(), checkpoint=numbers(), unused={"a": "b"}),
+            m.Fetch(groups=[f"0/{chance.randint(0, 9)}"]),
+            m.Finish(),
+            m.Lease(
+                want=numbers(), wait_s=chance.choice([-1.0, 0.0, float("nan")]), lineage="a", serving=numbers(), needs_weights=bool(i % 2)
+            ),
+            m.Put(group=f"0/{chance.randint(0, 9)}", lease=numbers(), attempt=1, lineage="a", samples=[header], fields=[]),
+            m.GiveBack(group="0/1", lease=numbers(), outcome=chance.choice(["requeue", "drop", "fail", "?"]), reason=str(i)),
+            m.Heartbeat(leases=[numbers()], serving=numbers(), lineage="a"),
+            m.Evaluate(key=str(i), datasets=["none"]),
+        ]
+        chance.choice(people).submit(chance.choice(chosen), timeout_s=0.5)
+    time.sleep(0.3)
+    people[1].call(m.Resume(step=0, version=0, lineage="last"), timeout_s=10)
+    status = people[0].call(m.Status(), timeout_s=10)
+    assert msgspec.json.decode(bytes(status.bulk[0]))["run"] == "r"
+    assert len(broker.machine.state.meta.moves) <= 256
+    for client in people:
+        client.close()

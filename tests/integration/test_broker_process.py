@@ -1,0 +1,233 @@
+"""A broker process with real clients around it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slimebus.errors import Fenced, SlimebusError
+from slimebus.messages import (
+    Batch,
+    BatchReply,
+    Commit,
+    Fetch,
+    FetchReply,
+    Finish,
+    Heartbeat,
+    HeartbeatReply,
+    Lease,
+    LeaseReply,
+    Publish,
+    Put,
+    PutReply,
+    Resume,
+    Status,
+)
+from slimebus.samples import Sample, decode_group, encode_group
+from slimebus.transport.client import Client
+
+pytestmark = pytest.mark.integration
+
+BROKER = """
+import logging, signal, sys, threading
+from pathlib import Path
+from broker.shell import Broker
+from broker.source import JsonlRows, JsonlSource
+from broker.state.rules import Rules
+from broker.store import open_store
+run_dir, bind, durability = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+logging.basicConfig(level="INFO")
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+rules = Rules(batch_size=2, samples_per_prompt=2, max_staleness=1, num_steps=6, lease_s=4, heartbeat_s=0.2, client_timeout_s=5)
+source = JsonlSource(JsonlRows([str(run_dir / "prompts.jsonl")]), seed=1)
+broker = Broker(rules, source, open_store(durability, run_dir / "broker"), run="test", bind=bind,
+                metrics_path=run_dir / "metrics" / "broker.jsonl")
+print(broker.endpoint, flush=True)
+broker.run(stop)
+"""
+
+
+class Process:
+    """A broker that can be killed and started again on the same address."""
+
+    def __init__(self, run_dir: Path, durability: str = "os") -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.run_dir, self.durability = run_dir, durability
+        lines = (json.dumps({"prompt": f"p{i}", "label": i}) + "\n" for i in range(20))
+        (run_dir / "prompts.jsonl").write_text("".join(lines))
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-c", BROKER, str(self.run_dir), self.address, self.durability]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == self.address
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def stop(self) -> float:
+        started = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return time.monotonic() - started
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+def _client(broker: Process, name: str, role: str) -> Client:
+    client = Client(broker.address, name=name, peer="broker", resend_s=0.5)
+    client.join(role, timeout_s=10)
+    return client
+
+
+def _sample(version: int, length: int = 5) -> Sample:
+    return Sample(
+        tokens=np.arange(length, dtype=np.int32),
+        loss_mask=np.ones(length, np.uint8),
+        rollout_logprobs=np.full(length, -0.5, np.float32),
+        versions=[(version, length)],
+        reward=1.0,
+    )
+
+
+def _put_one(worker: Client, lineage: str, version: int, wait_s: float = 5.0) -> str:
+    """Lease one group and put its samples; its id, or nothing when none was to be had."""
+    reply = worker.call(Lease(want=1, wait_s=wait_s, lineage=lineage, serving=version), timeout_s=15).message
+    assert isinstance(reply, LeaseReply)
+    for group in reply.groups:
+        samples, fields, frames = encode_group([_sample(version)] * group.num_samples)
+        put = Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage=lineage, samples=samples, fields=fields)
+        done = worker.call(put, frames, timeout_s=15).message
+        assert isinstance(done, PutReply)
+        assert done.result in ("accepted", "duplicate"), done
+        return group.group
+    return ""
+
+
+def _status(client: Client) -> dict[str, object]:
+    return json.loads(bytes(client.call(Status()).bulk[0]))
+
+
+def _train(trainer: Client, step: int, lineage: str) -> list[str]:
+    reply = trainer.call(Batch(step=step, wait_s=10), timeout_s=20).message
+    assert isinstance(reply, BatchReply)
+    names = [g.group for g in reply.groups]
+    assert names, reply.reason
+    fetched = trainer.call(Fetch(groups=names), timeout_s=20)
+    assert isinstance(fetched.message, FetchReply)
+    frames = list(fetched.bulk)
+    for count in fetched.message.num_frames:
+        record, *fields = frames[:count]
+        frames = frames[count:]
+        put = __import__("msgspec").msgpack.decode(record, type=Put)
+        assert len(decode_group(put.samples, put.fields, fields)) == 2
+    trainer.call(Publish(lineage=lineage, version=step + 1, publishers=["tcp://t"]))
+    trainer.call(Commit(step=step, checkpoint=step))
+    return names
+
+
+def _begin(broker: Process, lineage: str = "L1") -> tuple[Client, Client]:
+    trainer, worker = _client(broker, "t", "trainer"), _client(broker, "w", "rollout")
+    trainer.call(Resume(step=0, version=0, lineage=lineage))
+    trainer.call(Publish(lineage=lineage, version=0, publishers=["tcp://t"]))
+    return trainer, worker
+
+
+def test_a_worker_and_a_trainer_finish_a_run_and_the_broker_leaves_with_them(broker: Process, tmp_path: Path) -> None:
+    trainer, worker = _begin(broker)
+    trained = []
+    for step in range(6):
+        for _ in range(2):
+            assert _put_one(worker, "L1", step)
+        trained += _train(trainer, step, "L1")
+    assert len(set(trained)) == 12
+    trainer.call(Finish())
+    beat = worker.call(Heartbeat(lineage="L1", serving=5)).message
+    assert isinstance(beat, HeartbeatReply)
+    assert beat.finished
+    worker.close()
+    trainer.close()
+    assert broker.process.wait(5) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics" / "broker.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(6))
+
+
+def test_a_broker_killed_between_put_and_reply_loses_nothing(broker: Process) -> None:
+    trainer, worker = _begin(broker)
+    threads = []
+    groups: list[str] = []
+    for _ in range(4):
+        thread = threading.Thread(target=lambda: groups.append(_put_one(worker, "L1", 0)))
+        thread.start()
+        threads.append(thread)
+    time.sleep(0.05)
+    broker.kill()
+    broker.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(groups)) == 4
+    before = set(_train(trainer, 0, "L1"))
+    broker.kill()
+    broker.start()
+    assert before | set(_train(trainer, 1, "L1")) == set(groups)
+    worker.close()
+    trainer.close()
+
+
+def test_a_second_worker_of_the_same_name_fences_the_first(broker: Process) -> None:
+    trainer, worker = _begin(broker)
+    second = _client(broker, "w", "rollout")
+    with pytest.raises(Fenced, match="newer"):
+        worker.call(Lease(want=1, wait_s=0))
+    assert _put_one(second, "L1", 0)
+    for client in (worker, second, trainer):
+        client.close()
+
+
+def test_sigterm_ends_the_broker_within_two_seconds(broker: Process) -> None:
+    assert broker.stop() < 2.0
+
+
+def test_an_idle_broker_uses_next_to_no_cpu(broker: Process) -> None:
+    client = _client(broker, "t", "trainer")
+    clock = os.sysconf("SC_CLK_TCK")
+
+    def cpu_s() -> float:
+        fields = Path(f"/proc/{broker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / clock
+
+    before = cpu_s()
+    time.sleep(2.0)
+    assert cpu_s() - before <= 0.04
+    client.close()
+
+
+def test_an_unknown_request_is_refused_and_the_broker_goes_on(broker: Process) -> None:
+    client = _client(broker, "c", "client")
+    with pytest.raises(SlimebusError, match="only a trainer"):
+        client.call(Resume(step=0, version=0, lineage="L"))
+    assert _status(client)["run"] == "test"
+    client.close()

@@ -1,0 +1,224 @@
+"""Continuous batching against transformers, one sequence at a time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EOS, VOCAB_SIZE = 1, 48
+
+FAMILIES = {
+    "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "Qwen2": {"tie_word_embeddings": False},
+    "Llama": {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}  # fmt: skip
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    ids, logprobs = list(prompt), []
+    for _ in range(num_tokens):
+        row = model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    return ids[len(prompt) :], logprobs
+
+
+def run(core: Any) -> None:
+    while core.has_work:
+        core.step()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_join_midway_get_what_transformers_gives(family: str, tmp_path: Path, make_model, core_of, sequence_of):
+    model = make_model(family, tmp_path, **FAMILIES[family])
+    core = core_of(tmp_path, max_running=5)
+    sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=3 + 2 * i) for i, prompt in enumerate(prompts(9))]
+    for sequence in sequences:
+        core.add([sequence])
+        core.step()
+        core.step()
+    run(core)
+    for sequence in sequences:
+        tokens, logprobs = greedy(model, sequence.prompt, sequence.limit)
+        assert sequence.output_ids == tokens
+        torch.testing.assert_close(sequence.output_logprobs, logprobs, atol=1e-5, rtol=0)
+        assert sequence.finish_reason == {"type": "length", "length": sequence.limit}
+
+
+def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    core = core_of(path)
+    sequences = [
+        sequence_of(f"{i}.", prompt, temperature=t, top_k=5) for i, (prompt, t) in enumerate(zip(prompts(3), (1.0, 0.7, 1.3), strict=True))
+    ]
+    core.add(sequences)
+    run(core)
+    for sequence in sequences:
+        ids = torch.tensor([sequence.prompt + sequence.output_ids])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(sequence.prompt) - 1 : -1] / sequence.sampling.temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence.output_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_stop_token_ends_the_sequence_and_is_kept(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    prompt = prompts(1)[0]
+    tokens, _ = greedy(model, prompt, 6)
+    stop = tokens[3]
+    core = core_of(path)
+    sequence = sequence_of("a", prompt, max_new_tokens=20, stop_ids=frozenset({EOS, stop}))
+    core.add([sequence])
+    run(core)
+    assert sequence.output_ids == tokens[: tokens.index(stop) + 1]
+    assert sequence.finish_reason == {"type": "stop", "matched": stop}
+
+
+def test_min_new_tokens_forbids_an_early_stop(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    prompt = prompts(1)[0]
+    stop = greedy(model, prompt, 1)[0][0]
+    sequence = sequence_of("a", prompt, max_new_tokens=6, min_new_tokens=4, stop_ids=frozenset({stop}))
+    core = core_of(path)
+    core.add([sequence])
+    run(core)
+    assert len(sequence.output_ids) >= 4
+    assert stop not in sequence.output_ids[:4]
+
+
+def test_a_shared_prompt_is_computed_once_and_gives_every_copy_the_same(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    prompt = prompts(1)[0]
+    core = core_of(path)
+    sequences = [sequence_of(f"{i}.", prompt) for i in range(4)]
+    core.add(sequences)
+    run(core)
+    expected, _ = greedy(model, prompt, 8)
+    assert [sequence.output_ids for sequence in sequences] == [expected] * 4
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0, *[len(prompt) - 1] * 3]
+
+
+def test_an_aborted_sequence_keeps_what_it_has_and_the_others_go_on(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    core = core_of(path)
+    sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=10) for i, prompt in enumerate(prompts(4))]
+    core.add(sequences)
+    core.step()
+    core.step()
+    assert core.abort(lambda sequence: sequence.rid == "1.") == [sequences[1]]
+    run(core)
+    for index, sequence in enumerate(sequences):
+        expected, _ = greedy(model, sequence.prompt, 10)
+        assert sequence.output_ids == (expected[:3] if index == 1 else expected)
+    assert sequences[1].finish_reason["type"] == "abort"
+
+
+def test_a_retracted_sequence_ends_with_the_tokens_it_would_have_had(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    core = core_of(path)
+    sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=9) for i, prompt in enumerate(prompts(3))]
+    core.add(sequences)
+    core.step()
+    core.step()
+    core.retract()
+    assert not core.scheduler.running
+    run(core)
+    for sequence in sequences:
+        tokens, logprobs = greedy(model, sequence.prompt, 9)
+        assert (sequence.output_ids, sequence.num_retractions) == (tokens, 1)
+        torch.testing.assert_close(sequence.output_logprobs, logprobs, atol=1e-5, rtol=0)
+
+
+def test_weights_swapped_in_flight_are_used_from_the_next_token_and_recorded(qwen3, make_model, core_of, sequence_of, tmp_path):
+    path, model = qwen3
+    other = make_model("Qwen3", tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
+    core = core_of(path, version="v1")
+    early, late = (sequence_of(rid, prompts(1)[0], max_new_tokens=6) for rid in ("a", "b"))
+    core.add([early])
+    core.step()
+    core.swap_weights(core_of(tmp_path).model.weights, "v2")
+    core.add([late])
+    run(core)
+    assert early.version_spans == [("v1", 0, 2), ("v2", 2, 6)]
+    assert late.version_spans == [("v2", 0, 6)]
+    assert early.output_ids[:2] == greedy(model, early.prompt, 2)[0]
+    assert late.output_ids == greedy(other, late.prompt, 6)[0]
+
+
+def test_retract_and_swap_recompute_the_cache_with_the_new_weights(qwen3, make_model, core_of, sequence_of, tmp_path):
+    path, _ = qwen3
+    other = make_model("Qwen3", tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
+    core = core_of(path, version="v1")
+    sequence = sequence_of("a", prompts(1)[0], max_new_tokens=6)
+    core.add([sequence])
+    core.step()
+    core.retract()
+    core.swap_weights(core_of(tmp_path).model.weights, "v2")
+    run(core)
+    assert sequence.output_ids[2:] == greedy(other, sequence.prompt + sequence.output_ids[:2], 4)[0]
+    assert sequence.version_spans == [("v1", 0, 2), ("v2", 2, 6)]
+
+
+def test_input_logprobs_score_the_prompt(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    prompt = [5, 6, 7, 8, 9]
+    core = core_of(path)
+    scored = sequence_of("a", prompt, logprob_start=1, max_new_tokens=0)
+    core.add([scored, sequence_of("b", [3, 4], max_new_tokens=2)])
+    run(core)
+    with torch.no_grad():
+        rows = model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    expected = [float(rows[i, prompt[i + 1]]) for i in range(1, 4)]
+    torch.testing.assert_close(scored.input_logprobs, expected, atol=1e-5, rtol=0)
+    assert (scored.output_ids, scored.finish_reason) == ([], {"type": "length", "length": 0})
+
+
+def test_a_seeded_row_draws_the_same_in_any_company(qwen3, core_of, sequence_of):
+    path, _ = qwen3
+    outputs = []
+    for company in (0, 5):
+        core = core_of(path, seed=company)
+        sequence = sequence_of("a", [4, 5, 6], temperature=1.0, sampling_seed=11, max_new_tokens=12)
+        core.add([sequence_of(f"x{i}.", p, temperature=1.0) for i, p in enumerate(prompts(company))] + [sequence])
+        run(core)
+        outputs.append(sequence.output_ids)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_frequency_penalty_counts_only_what_was_generated(qwen3, core_of, sequence_of):
+    path, _ = qwen3
+    core = core_of(path)
+    plain, penalised = sequence_of("a", [4, 5], max_new_tokens=24), sequence_of("b", [4, 5], max_new_tokens=24, frequency_penalty=2.0)
+    core.add([plain, penalised])
+    run(core)
+    assert plain.output_ids[0] == penalised.output_ids[0]
+    assert len(set(penalised.output_ids)) > len(set(plain.output_ids))
+
+
+def test_a_small_cache_queues_instead_of_failing(qwen3, core_of, sequence_of):
+    path, model = qwen3
+    core = core_of(path, kv_bytes=core_of(path).cache.bytes_per_token * 64)
+    sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=12) for i, prompt in enumerate(prompts(6))]
+    core.add(sequences)
+    most = 0
+    while core.has_work:
+        core.step()
+        most = max(most, len(core.scheduler.running))
+    assert most <= 4
+    assert all(sequence.output_ids == greedy(model, sequence.prompt, 12)[0] for sequence in sequences)

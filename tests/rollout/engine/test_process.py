@@ -1,0 +1,228 @@
+"""The engine as a process: how it starts, idles, refuses and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from rollout.engine_process import EngineProcess, EngineStartError, embedded_engine
+from rollout.sglang_client import Completion, EngineClient
+from slimebus.errors import UsageError
+
+pytestmark = pytest.mark.integration
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "rollout.engine", *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def engine(qwen3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    log_path = tmp_path_factory.mktemp("engine") / "engine.log"
+    process = embedded_engine(qwen3[0], log_path, arguments=("--max-running-requests", "4", "--max-queued-requests", "4"))
+    process.start()
+    try:
+        asyncio.run(process.wait_ready(60))
+        yield process
+    finally:
+        process.stop()
+
+
+def test_help_answers_without_torch():
+    check = "import sys; import rollout.engine.cli; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "False False\n"
+    assert "--model-path" in run_command("--help").stdout
+
+
+def test_a_missing_model_is_one_line_and_exit_2(tmp_path: Path):
+    result = run_command("--model-path", str(tmp_path), "--port", "0")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert f"{tmp_path}/config.json does not exist" in result.stderr
+
+
+def test_a_taken_port_is_one_line_and_exit_2(qwen3):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_command("--model-path", str(qwen3[0]), "--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr == f"engine: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
+
+
+def test_an_engine_that_cannot_start_shows_its_log(tmp_path: Path):
+    process = embedded_engine(tmp_path, tmp_path / "engine.log")
+    process.start()
+    try:
+        with pytest.raises(EngineStartError, match=r"(?s)exit status 2.*config.json does not exist"):
+            asyncio.run(process.wait_ready(60))
+    finally:
+        process.stop()
+
+
+def test_sigterm_ends_it_within_two_seconds_in_mid_generation(qwen3, tmp_path: Path):
+    process = embedded_engine(qwen3[0], tmp_path / "engine.log")
+    child = process.start()
+
+    async def talk() -> float:
+        await process.wait_ready(60)
+        async with EngineClient(process.url, retry_s=0) as client:
+            task = asyncio.create_task(client.generate([[5]], {"max_new_tokens": 120, "ignore_eos": True}, ["a"]))
+            await asyncio.sleep(0.02)
+            started_s = time.monotonic()
+            child.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(child.wait, 10)
+            elapsed_s = time.monotonic() - started_s
+            await asyncio.gather(task, return_exceptions=True)
+            return elapsed_s
+
+    assert asyncio.run(talk()) < 2
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--exit-with-parent", "--exit-with-parent={pid}"])
+def test_it_ends_when_its_parent_is_killed(qwen3, tmp_path: Path, option: str):
+    script = textwrap.dedent("""
+        import os, subprocess, sys, time
+        command = [sys.executable, "-m", "rollout.engine", "--model-path", sys.argv[1], "--port", "0"]
+        child = subprocess.Popen([*command, sys.argv[2].format(pid=os.getpid())], stderr=open(sys.argv[3], "w"))
+        print(child.pid, flush=True)
+        time.sleep(60)
+    """)
+    log_path = tmp_path / "log"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(qwen3[0]), option, str(log_path)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        wait_until(lambda: "serving" in log_path.read_text(), 60)
+        parent.kill()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
+
+
+def wait_until(holds: Any, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def test_idle_it_uses_less_than_a_hundredth_of_a_core(engine: EngineProcess):
+    process = psutil.Process(engine.pid)
+    before = process.cpu_times()
+    time.sleep(2)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system <= 0.02
+
+
+def post(engine: EngineProcess, path: str, body: Any) -> tuple[int, Any]:
+    async def send() -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as response:
+            return response.status, await response.json(content_type=None)
+
+    return asyncio.run(send())
+
+
+def test_more_requests_than_the_queue_holds_get_503(engine: EngineProcess):
+    status, answer = post(engine, "/generate", {"input_ids": [[5]] * 9, "sampling_params": {"max_new_tokens": 2}})
+    assert status == 503
+    assert "exceed the limit of 8" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input_ids": [5, 48]}, "token id 48 is outside the vocabulary of 48"),
+        ({"input_ids": []}, "empty"),
+        ({"input_ids": [5, [6]]}, "mixes"),
+        ({}, "exactly one"),
+        ({"text": "a"}, "no tokenizer.json"),
+        ({"input_ids": [5], "sampling_params": {"stop": ["x"]}}, "need a tokenizer"),
+        ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "duplicate"),
+        ({"input_ids": [5] * 128}, "longer than the model's context length"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 128}}, "maximum context length"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_a_400_and_the_server_lives(engine: EngineProcess, body: Any, words: str):
+    status, answer = post(engine, "/generate", body)
+    assert status == 400
+    assert words in str(answer["error"]["message"])
+    assert post(engine, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'{"input_ids": "x"}'])
+def test_bytes_that_are_not_a_request_are_a_400(engine: EngineProcess, body: bytes):
+    async def send() -> int:
+        async with aiohttp.ClientSession() as session, session.post(engine.url + "/generate", data=body) as response:
+            return response.status
+
+    assert asyncio.run(send()) == 400
+
+
+def test_a_client_that_goes_away_frees_its_rows(engine: EngineProcess):
+    async def talk() -> dict[str, Any]:
+        async with EngineClient(engine.url) as client:
+            await client.pause("in_place")
+            task = asyncio.create_task(client.generate([[5]] * 4, {"max_new_tokens": 100, "ignore_eos": True}, list("abcd")))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        async with EngineClient(engine.url) as client:
+            await asyncio.sleep(0.2)
+            load = (await client.server_info())["internal_states"][0]
+            await client.resume()
+            return dict(load)
+
+    load = asyncio.run(talk())
+    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
+
+
+def test_a_request_that_arrives_while_paused_can_be_aborted(engine: EngineProcess):
+    async def talk() -> Completion:
+        async with EngineClient(engine.url) as client:
+            await client.pause("in_place")
+            task = asyncio.create_task(client.generate([[5]], {"max_new_tokens": 4}, ["waiting"]))
+            await asyncio.sleep(0.1)
+            await client.abort("waiting")
+            completion = (await asyncio.wait_for(task, 5))[0]
+            await client.resume()
+            return completion
+
+    completion = asyncio.run(talk())
+    assert (completion.finish_reason, len(completion.output_ids)) == ("abort", 0)
+
+
+def test_weights_of_another_shape_are_refused_whole(engine: EngineProcess, make_model, tmp_path: Path):
+    make_model("Qwen3", tmp_path, head_dim=16, tie_word_embeddings=True, intermediate_size=64)
+    body = {"model_path": str(tmp_path), "weight_version": "wrong"}
+    prompt = {"input_ids": [5, 6], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    before = post(engine, "/generate", prompt)[1]["output_ids"]
+    status, answer = post(engine, "/update_weights_from_disk", body)
+    assert (status, answer["success"]) == (400, False)
+    assert "expected [48, 32]" in answer["message"]
+    after = post(engine, "/generate", prompt)[1]
+    assert (after["output_ids"], after["meta_info"]["weight_version"]) == (before, "default")
+
+
+def test_a_wrong_pause_mode_is_a_400(engine: EngineProcess):
+    assert post(engine, "/pause_generation", {"mode": "sideways"})[0] == 400
+
+
+def test_the_client_reports_a_refusal_in_the_engines_words(engine: EngineProcess):
+    async def talk() -> None:
+        async with EngineClient(engine.url) as client:
+            await client.generate([[5]], {"top_p": 2.0}, ["a"])
+
+    with pytest.raises(UsageError, match=r"top_p must be in \(0, 1\], got 2.0"):
+        asyncio.run(talk())

@@ -1,0 +1,160 @@
+"""Envelopes: every message has a byte-exact example, and nothing else gets through."""
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimebus import envelope
+from slimebus import messages as m
+from slimebus.errors import Fenced, ProtocolError, SlimebusError
+
+GOLDEN = Path(__file__).parent / "golden"
+PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+SAMPLE = m.SampleHeader(
+    num_tokens=4, num_trainable=3, versions=[(m.NO_VERSION, 1), (6, 2), (7, 1)], oldest_version=6, reward=0.5, metadata={"level": 2}
+)
+FIELDS = [
+    m.Field(name="tokens", dtype="int32", shapes=[[4]]),
+    m.Field(name="loss_mask", dtype="uint8", shapes=[[4]]),
+    m.Field(name="rollout_logprobs", dtype="float32", shapes=[[4]]),
+]
+EXAMPLES: list[m.Message] = [
+    m.Ok(),
+    m.Error(code="busy", text="4096 lease requests wait already (max_parked)", retryable=True),
+    m.Hello(role="rollout", instance="9f3c"),
+    m.Welcome(
+        run="demo", epoch=3, heartbeat_s=2.0, lineage="a1", version=7, publishers=["tcp://h:1"], hints="tcp://h:2", max_message_bytes=1024
+    ),
+    m.Heartbeat(state="serving", lineage="a1", serving=7, leases=[11, 12], metrics={"tokens_per_s": 950.0}),
+    m.HeartbeatReply(lineage="a1", version=7, publishers=["tcp://h:1"], lost=[11], finished=False),
+    m.Goodbye(),
+    m.Hint(lineage="a1", version=7, publishers=["tcp://h:1"]),
+    m.Lease(want=2, wait_s=30.0, lineage="a1", serving=7),
+    m.LeaseReply(
+        groups=[
+            m.LeasedGroup(group="0/42", lease=11, attempt=1, num_samples=8, deadline_s=60.0, sampling={"temperature": 1.0, "stop": ["\n"]})
+        ]
+    ),
+    m.Put(group="0/42", lease=11, attempt=1, lineage="a1", samples=[SAMPLE], fields=FIELDS, seconds=1.5),
+    m.PutReply(result="discarded", reason="lease 11 of group 0/42 is no longer held"),
+    m.GiveBack(group="0/42", lease=11, outcome="requeue", reason="draining"),
+    m.Resume(step=40, version=40, lineage="b2"),
+    m.Publish(lineage="b2", version=41, publishers=["tcp://h:1"], digest="00ff"),
+    m.Batch(step=41, wait_s=30.0),
+    m.BatchReply(step=41, version=41, groups=[m.BatchGroup(group="0/42", num_samples=8, num_tokens=4096, oldest_version=40)]),
+    m.Fetch(groups=["0/42", "0/43"]),
+    m.FetchReply(num_frames=[4, 4]),
+    m.Commit(step=41, checkpoint=40, unused={"0/42": "no reward spread"}, metrics={"loss": 0.25}),
+    m.Finish(reason="all 42 steps are trained"),
+    m.Status(),
+    m.StatusReply(),
+    m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
+    m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
+]
+"""One of each message. The golden file of a message is its header frame with id 7, run demo, sender w1, epoch 3."""
+
+
+def _encode(message: m.Message) -> bytes:
+    return envelope.encode(message, id=7, run="demo", sender="w1", epoch=3)
+
+
+def _golden(message: m.Message) -> Path:
+    return GOLDEN / f"{m.wire_name(type(message))}.msgpack"
+
+
+def test_every_message_has_an_example() -> None:
+    assert {m.wire_name(type(example)) for example in EXAMPLES} == set(m.TYPES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: m.wire_name(type(e)))
+def test_the_bytes_of_a_message_never_change(example: m.Message) -> None:
+    if os.environ.get("SLIMEBUS_WRITE_GOLDEN"):
+        _golden(example).write_bytes(_encode(example))
+    golden = _golden(example).read_bytes()
+    assert _encode(example) == golden
+    got = envelope.decode([golden, b"bulk"])
+    assert (got.message, got.header.id, got.header.run, got.header.sender, got.header.epoch) == (example, 7, "demo", "w1", 3)
+    assert list(got.bulk) == [b"bulk"]
+
+
+def test_the_bytes_in_the_protocol_document_are_the_golden_ones() -> None:
+    found = re.findall(r"<!-- golden: (\w+) -->\n```\n([0-9a-f\s]+)```", PROTOCOL.read_text())
+    assert found, "docs/protocol.md shows no bytes"
+    for name, shown in found:
+        assert bytes.fromhex(shown) == (GOLDEN / f"{name}.msgpack").read_bytes(), name
+
+
+def test_every_message_and_field_stands_in_the_protocol_document() -> None:
+    text = PROTOCOL.read_text()
+    for name, cls in m.TYPES.items():
+        assert f"### `{name}`" in text, f"docs/protocol.md has no section for {name}"
+        section = text.split(f"### `{name}`", 1)[1].split("\n### ", 1)[0]
+        for field in msgspec.structs.fields(cls):
+            assert f"`{field.name}`" in section, f"docs/protocol.md: {name} does not describe {field.name}"
+
+
+def test_an_unknown_field_of_a_newer_peer_is_ignored() -> None:
+    header = msgspec.msgpack.decode(_encode(m.Batch(step=3, wait_s=1.0)))
+    header["body"]["colour"] = "blue"
+    header["future"] = [1, 2]
+    assert envelope.decode([msgspec.msgpack.encode(header)]).message == m.Batch(step=3, wait_s=1.0)
+
+
+def test_an_unknown_type_is_named() -> None:
+    header = msgspec.msgpack.decode(_encode(m.Ok())) | {"type": "teleport"}
+    with pytest.raises(ProtocolError, match="teleport") as refused:
+        envelope.decode([msgspec.msgpack.encode(header)])
+    assert refused.value.code == "unknown_type"
+
+
+def test_another_protocol_version_is_named() -> None:
+    header = msgspec.msgpack.decode(_encode(m.Ok())) | {"v": 2}
+    with pytest.raises(ProtocolError, match="2, this process speaks 1") as refused:
+        envelope.decode([msgspec.msgpack.encode(header)])
+    assert refused.value.code == "protocol_version"
+
+
+def test_a_header_beyond_64_kib_is_refused_on_both_sides() -> None:
+    with pytest.raises(ProtocolError, match="65536"):
+        _encode(m.Finish(reason="x" * 70000))
+    with pytest.raises(ProtocolError, match="65536"):
+        envelope.decode([b"\x00" * 70000])
+
+
+def test_a_batch_of_2048_groups_fits_one_header() -> None:
+    groups = [m.BatchGroup(group=f"12/{i + 1_000_000}", num_samples=16, num_tokens=500_000, oldest_version=70_000) for i in range(2048)]
+    assert len(_encode(m.BatchReply(step=70_000, version=70_000, groups=groups))) <= envelope.MAX_HEADER_BYTES
+
+
+def _refusal(frame: bytes) -> str:
+    try:
+        envelope.decode([frame])
+    except ProtocolError as refused:
+        return refused.code
+    return ""
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
+    assert _refusal(frame) in ("", "protocol", "protocol_version", "unknown_type")
+
+
+@given(st.integers(0, 2**63), st.sampled_from(EXAMPLES), st.data())
+def test_a_flipped_byte_is_a_message_or_a_protocol_error(seed: int, example: m.Message, draw: st.DataObject) -> None:
+    frame = bytearray(_encode(example))
+    frame[draw.draw(st.integers(0, len(frame) - 1))] ^= 1 + seed % 255
+    assert _refusal(bytes(frame)) in ("", "protocol", "protocol_version", "unknown_type")
+
+
+def test_an_error_reply_is_raised_with_the_peer_and_its_code() -> None:
+    with pytest.raises(Fenced, match="broker: a newer"):
+        envelope.raise_for_error(envelope.error_reply(Fenced("a newer process")), "broker")
+    with pytest.raises(SlimebusError) as raised:
+        envelope.raise_for_error(m.Error(code="busy", text="later", retryable=True), "broker")
+    assert (raised.value.code, raised.value.retryable) == ("busy", True)

@@ -1,0 +1,193 @@
+"""A real client and a real server over loopback TCP."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgpack
+import pytest
+import zmq
+
+from slimebus import envelope
+from slimebus.errors import Fenced, SlimebusError, Unreachable, UsageError
+from slimebus.messages import Error, Goodbye, Heartbeat, HeartbeatReply, Hello, Message, Ok, Status, Welcome
+from slimebus.transport.client import Client
+from slimebus.transport.server import Request, Server
+
+Answer = Callable[[Request], Message | None]
+
+
+class Answering:
+    """A server thread that answers each request with `answer(request)`; None leaves it unanswered."""
+
+    def __init__(self, answer: Answer, bind: str = "tcp://127.0.0.1:0") -> None:
+        self.server = Server(bind, run="r1")
+        self.seen: list[Message] = []
+        self._answer, self._stop = answer, threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            for request in self.server.receive(0.02):
+                self.seen.append(request.message)
+                reply = self._answer(request)
+                if reply is not None:
+                    self.server.reply(request, reply, request.bulk)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.server.close()
+
+
+def polite(request: Request) -> Message:
+    if isinstance(request.message, Hello):
+        return Welcome(run="r1", epoch=7, heartbeat_s=0.05)
+    return HeartbeatReply(version=3) if isinstance(request.message, Heartbeat) else Ok()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[..., Answering]]:
+    made: list[Answering] = []
+
+    def make(answer: Answer = polite, **kw: str) -> Answering:
+        made.append(Answering(answer, **kw))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Client]]:
+    made: list[Client] = []
+
+    def make(address: str, **kw: float) -> Client:
+        made.append(Client(address, name="c1", **kw))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close(goodbye=False)
+
+
+def test_a_request_and_its_bulk_come_back(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    server = answering()
+    client = connect(server.server.endpoint)
+    welcome = client.join("rollout", timeout_s=5)
+    reply = client.call(Status(), [b"abc", bytes(100_000)], timeout_s=5)
+    assert (welcome.epoch, client.epoch, client.run) == (7, 7, "r1")
+    assert [len(frame) for frame in reply.bulk] == [3, 100_000]
+
+
+def test_an_error_reply_raises_with_the_servers_code(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    client = connect(answering(lambda r: Error(code="wrong_state", text="group 7 is not leased")).server.endpoint)
+    with pytest.raises(SlimebusError, match="broker: group 7 is not leased") as caught:
+        client.call(Status(), timeout_s=5)
+    assert caught.value.code == "wrong_state"
+
+
+def test_a_retryable_error_is_tried_again_until_it_works(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    tries: list[int] = []
+
+    def busy_once(request: Request) -> Message:
+        tries.append(1)
+        return Error(code="disk_full", text="no space", retryable=True) if len(tries) == 1 else Ok()
+
+    client = connect(answering(busy_once).server.endpoint)
+    assert isinstance(client.call(Status(), timeout_s=5).message, Ok)
+    assert len(tries) == 2
+
+
+def test_silence_raises_unreachable_naming_who_and_where(connect: Callable[..., Client]) -> None:
+    client = connect("tcp://127.0.0.1:9")
+    with pytest.raises(Unreachable, match=r"no answer from the broker at tcp://127.0.0.1:9 to 'status' in 0 s"):
+        client.call(Status(), timeout_s=0.2)
+
+
+def test_a_request_outlives_a_server_that_restarts(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    first = answering(lambda r: None)
+    address = first.server.endpoint
+    client = connect(address, resend_s=0.2)
+    future = client.submit(Status(), timeout_s=10)
+    deadline = time.monotonic() + 5
+    while not first.seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.close()
+    first.close = lambda: None  # type: ignore[method-assign]
+    answering(polite, bind=address)
+    assert isinstance(future.result(timeout=10).message, Ok)
+
+
+def test_heartbeats_go_on_while_the_caller_is_busy(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    server = answering()
+    client = connect(server.server.endpoint)
+    client.join("rollout", timeout_s=5)
+    heard = threading.Event()
+    client.keep_alive(0.02, lambda: Heartbeat(serving=1), lambda reply: heard.set() if reply.version == 3 else None, lambda problem: None)
+    assert heard.wait(5)
+
+
+def test_being_fenced_reaches_the_owner(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    client = connect(answering(lambda r: Error(code="fenced", text="a newer trainer took over")).server.endpoint)
+    lost: list[SlimebusError] = []
+    told = threading.Event()
+    client.keep_alive(0.02, Heartbeat, lambda reply: None, lambda problem: (lost.append(problem), told.set())[0])
+    assert told.wait(5)
+    assert isinstance(lost[0], Fenced)
+
+
+def test_closing_says_goodbye(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    server = answering()
+    client = connect(server.server.endpoint)
+    client.join("rollout", timeout_s=5)
+    client.close()
+    assert isinstance(server.seen[-1], Goodbye)
+
+
+def test_a_port_in_use_is_one_clear_line(answering: Callable[..., Answering]) -> None:
+    taken = answering().server.endpoint
+    with pytest.raises(UsageError, match=f"address {taken} is in use by another process") as caught:
+        Server(taken)
+    assert caught.value.code == "address_in_use"
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([b"\xc1garbage"], "protocol"),
+        ([b"\x80"], "protocol"),
+        ([bytes(70_000)], "protocol"),
+        ([envelope.encode(Status(), id=5).replace(b"status", b"statux")], "unknown_type"),
+        ([envelope.encode(Status(), id=5).replace(b"\xa6status", b"\xa5hello")], "protocol"),
+    ],
+)
+def test_garbage_is_answered_with_an_error_and_ends_nothing(answering: Callable[..., Answering], frames: list[bytes], code: str) -> None:
+    server = answering()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(server.server.endpoint)
+        socket.send_multipart(frames)
+        assert socket.poll(5000)
+        reply = envelope.decode(socket.recv_multipart()).message
+        assert isinstance(reply, Error)
+        assert reply.code == code
+        socket.send_multipart([envelope.encode(Status(), id=6)])
+        assert socket.poll(5000)
+        assert isinstance(envelope.decode(socket.recv_multipart()).message, Ok)
+    assert server.server.refused[code] == 1
+
+
+def test_another_protocol_version_is_refused_with_the_remedy(answering: Callable[..., Answering]) -> None:
+    server = answering()
+    old = msgpack.packb({"v": 9, "type": "status", "id": 5, "body": {}})
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(server.server.endpoint)
+        socket.send_multipart([old])
+        assert socket.poll(5000)
+        reply = envelope.decode(socket.recv_multipart()).message
+    assert isinstance(reply, Error)
+    assert (reply.code, "run the same slimebus release everywhere" in reply.text) == ("protocol_version", True)

@@ -1,0 +1,213 @@
+"""A store shows complete versions only, and any kept base leads to the newest one."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from slimebus.errors import WeightsError
+from slimebus.weights import codec
+from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, VersionGone
+from slimebus.weights.store import VersionStore, slice_payload
+from slimebus.weights.tensors import NO_BASE, as_tensor, hash_bytes, version_digest
+
+
+def entry(manifest: Manifest, name: str):
+    return next(entry for entry in manifest.tensors if entry.name == name)
+
+
+def test_nothing_is_served_before_the_first_publish():
+    store = VersionStore()
+    assert store.newest is None
+    with pytest.raises(WeightsError, match="no version") as refused:
+        store.manifest("", NO_BASE)
+    assert refused.value.code == "no_version"
+    assert refused.value.retryable
+
+
+def test_versions_rise_by_one_and_say_what_changed(model, after):
+    store = VersionStore(lineage="run-a", first_version=7)
+    first = store.publish(model)
+    assert (first.lineage, first.version, first.changed_fraction) == ("run-a", 7, 1.0)
+    assert first.delta_bytes == first.total_bytes
+    second = store.publish(after(model, 1, fraction=0.05), version=8)
+    assert second.version == 8
+    assert 0.01 < second.changed_fraction < 0.06
+    assert second.delta_bytes < 0.1 * second.total_bytes
+    assert second.digest != first.digest
+    unchanged = store.publish(after(model, 1, fraction=0.05))
+    assert (unchanged.digest, unchanged.num_changed, unchanged.delta_bytes) == (second.digest, 0, 0)
+    with pytest.raises(WeightsError, match="next one here is 10"):
+        store.publish(model, version=8)
+
+
+def test_the_digest_does_not_depend_on_how_the_model_is_split(model):
+    whole = VersionStore().publish(model)
+    halves = [VersionStore().publish(dict(part)) for part in (list(model.items())[:4], list(model.items())[4:])]
+    tensors = {name: as_tensor(name, value) for name, value in model.items()}
+    assert version_digest(tensors, {**halves[0].hashes, **halves[1].hashes}) == whole.digest
+
+
+def test_a_direct_delta_from_every_kept_base_equals_the_chain(model, after):
+    store = VersionStore(keep=3)
+    versions = [model]
+    store.publish(model)
+    for seed in range(5):
+        versions.append(after(versions[-1], seed))
+        newest = store.publish(versions[-1])
+    for base in (2, 3, 4):
+        manifest = store.manifest(store.lineage, base)
+        assert (manifest.base, manifest.version, manifest.digest) == (base, 5, newest.digest)
+        embed = entry(manifest, "embed")
+        assert (embed.kind, entry(manifest, "scale").kind, entry(manifest, "fixed").kind) == (DELTA, FULL, SAME)
+        payload = store.read(store.lineage, 5, "embed", base)
+        assert (len(payload), hash_bytes(payload)) == (embed.size, embed.payload_hash)
+        values = versions[base]["embed"].reshape(-1).copy()
+        assert hash_bytes(values) == embed.base_hash
+        codec.apply(payload, values)
+        assert hash_bytes(values) == embed.hash
+    for base, lineage in ((1, store.lineage), (NO_BASE, store.lineage), (6, store.lineage), (5, "another")):
+        manifest = store.manifest(lineage, base)
+        assert manifest.base == NO_BASE
+        assert {entry.kind for entry in manifest.tensors} == {FULL}
+    assert {entry.kind for entry in store.manifest(store.lineage, 5).tensors} == {SAME}
+
+
+def test_a_lent_tensor_keeps_its_bytes_while_versions_go_on(model, after):
+    store = VersionStore()
+    store.publish(model)
+    lent = store.read(store.lineage, 0, "embed", NO_BASE)
+    store.publish(after(model, 1))
+    assert bytes(lent) == model["embed"].tobytes()
+    with pytest.raises(VersionGone, match="changed since version 0"):
+        store.read(store.lineage, 0, "embed", NO_BASE)
+    assert bytes(store.read(store.lineage, 0, "fixed", NO_BASE)) == model["fixed"].tobytes()
+    assert bytes(store.read(store.lineage, 1, "embed", NO_BASE)) == after(model, 1)["embed"].tobytes()
+
+
+def test_versions_that_are_not_here_are_gone(model, after):
+    store = VersionStore(keep=1)
+    store.publish(model)
+    store.publish(after(model, 1))
+    store.publish(after(model, 2))
+    for lineage, version, name, base in (
+        ("other", 2, "embed", 1),
+        (store.lineage, 3, "embed", 2),
+        (store.lineage, 1, "embed", 0),
+        (store.lineage, 2, "fixed", 1),
+        (store.lineage, 2, "no such tensor", NO_BASE),
+    ):
+        with pytest.raises(VersionGone):
+            store.read(lineage, version, name, base)
+
+
+def test_tensors_may_come_go_and_change_their_form(model, after):
+    store = VersionStore()
+    store.publish(model)
+    other = dict(model)
+    del other["half"]
+    other["new"] = np.ones(5, np.float32)
+    other["norm"] = np.ones((2, 16), np.uint16)
+    store.publish(other)
+    back = {**other, "half": model["half"]}
+    store.publish(back)
+    manifest = store.manifest(store.lineage, 0)
+    assert [entry(manifest, name).kind for name in ("half", "new", "norm", "embed")] == [FULL, FULL, FULL, SAME]
+    assert "half" not in {entry.name for entry in manifest.tensors} - {"half"}
+    assert {entry.name for entry in manifest.tensors} == back.keys()
+
+
+def test_a_tensor_that_once_travelled_whole_has_no_delta_across_that_version(model, after):
+    store = VersionStore()
+    store.publish(model)
+    store.publish(after(model, 1))
+    noise = np.random.default_rng(9).integers(0, 65536, model["embed"].shape).astype(np.uint16)
+    store.publish({**after(model, 1), "embed": noise})
+    store.publish(after({**model, "embed": noise}, 2))
+    assert [entry(store.manifest(store.lineage, base), "embed").kind for base in (0, 1, 2)] == [FULL, FULL, DELTA]
+
+
+def test_a_tensor_that_is_being_overwritten_is_gone(model, after, monkeypatch):
+    store = VersionStore()
+    store.publish(model)
+    encode, refused = codec.encode, []
+
+    def read_meanwhile(base, target, **options):
+        for name in ("embed", "norm"):
+            try:
+                store.read(store.lineage, 0, name, NO_BASE)
+            except VersionGone:
+                refused.append(name)
+        return encode(base, target, **options)
+
+    monkeypatch.setattr(codec, "encode", read_meanwhile)
+    store.publish({**model, "embed": after(model, 1)["embed"]})
+    assert refused[0] == "embed"
+    assert refused.count("norm") == 1  # only while it is being diffed, since it turned out unchanged
+    assert len(store.read(store.lineage, 0, "norm", NO_BASE)) == 128
+
+
+def test_a_publish_with_a_wrong_tensor_changes_nothing(model, after):
+    store = VersionStore()
+    before = store.publish(model)
+    for wrong in (("bfloat16", (3,), b"12345"), ("complex64", (1,), b"12345678"), ("float32", (-1,), b"")):
+        with pytest.raises(WeightsError, match="embed"):
+            store.publish({**after(model, 1), "embed": wrong})
+    assert store.newest is before
+    assert store.publish(after(model, 1)).version == 1
+    assert entry(store.manifest(store.lineage, 0), "embed").kind == DELTA
+
+
+def test_a_publish_that_fails_in_the_middle_leaves_no_version(model, after, monkeypatch):
+    store = VersionStore()
+    store.publish(model)
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "encode", fail)
+        with pytest.raises(MemoryError):
+            store.publish(after(model, 1))
+    assert store.newest is None
+    again = store.publish(after(model, 1))
+    assert (again.version, again.changed_fraction) == (1, 1.0)
+    assert store.manifest(store.lineage, 0).base == NO_BASE
+
+
+def test_readers_never_see_half_a_version(model, after):
+    """Whatever a reader gets while versions rush by hashes to what the manifest said, or is refused as gone."""
+    store = VersionStore(keep=2, threads=2)
+    store.publish(model)
+    stop, problems, reads = threading.Event(), [], [0]
+
+    def read() -> None:
+        while not stop.is_set():
+            manifest = store.manifest("", NO_BASE)
+            for item in manifest.tensors:
+                try:
+                    payload = store.read(manifest.lineage, manifest.version, item.name, NO_BASE)
+                except VersionGone:
+                    continue
+                reads[0] += 1
+                if hash_bytes(payload) != item.hash:
+                    problems.append((manifest.version, item.name))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    versions = model
+    for seed in range(60):
+        versions = after(versions, seed)
+        store.publish(versions)
+    stop.set()
+    reader.join(10)
+    assert problems == []
+    assert reads[0] > 0
+
+
+def test_slices_outside_a_payload_are_refused():
+    payload = memoryview(b"0123456789")
+    assert bytes(slice_payload(payload, 3, 7, "x")) == b"3456789"
+    for offset, length in ((-1, 2), (3, 8), (0, -1), (2**63, 1)):
+        with pytest.raises(WeightsError, match="bytes"):
+            slice_payload(payload, offset, length, "x")

@@ -1,0 +1,108 @@
+"""The arrows of the house: role -> slimebus -> third party, no torch where it must not be, no cycles, no work at import."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROLES = ("broker", "trainer", "rollout")
+HEAVY = {"torch", "megatron", "transformers", "sglang", "mbridge"}
+
+
+def imports(file: Path, *, top_only: bool = False) -> set[str]:
+    """Full names of the modules a file imports; with top_only those imported when it is loaded."""
+    tree = ast.parse(file.read_text())
+    nodes = _loaded(tree) if top_only else ast.walk(tree)
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _loaded(tree: ast.Module) -> list[ast.stmt]:
+    return [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def roots(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("file", sources("slimebus"), ids=lambda f: str(f.relative_to(ROOT)))
+def test_slimebus_imports_no_role(file: Path) -> None:
+    assert not roots(imports(file)) & set(ROLES)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles_never_import_each_other(role: str) -> None:
+    others = set(ROLES) - {role}
+    bad = {str(f.relative_to(ROOT)): roots(imports(f)) & others for f in sources(role) if roots(imports(f)) & others}
+    assert not bad
+
+
+def test_the_broker_and_shared_code_are_free_of_torch() -> None:
+    files = [f for f in sources("slimebus") + sources("broker") if "weights" not in f.parts]
+    bad = [str(f.relative_to(ROOT)) for f in files if roots(imports(f)) & HEAVY]
+    assert not bad
+
+
+def test_commands_load_nothing_heavy() -> None:
+    files = [
+        f
+        for package in ("slimebus", *ROLES)
+        for f in sources(package)
+        if f.name == "cli.py" or "commands" in f.parts or "config" in f.parts
+    ]
+    assert len(files) >= 8
+    assert not [str(f.relative_to(ROOT)) for f in files if roots(imports(f)) & HEAVY]
+
+
+def test_modules_do_not_import_in_circles() -> None:
+    modules = {}
+    for package in ("slimebus", *ROLES):
+        for file in sources(package):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    graph = {name: (imports(file, top_only=True) & modules.keys()) - {name} for name, file in modules.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"import cycle: {' -> '.join((*path[path.index(name) :], name))}"
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def commands() -> list[list[str]]:
+    own = ["broker", "config", "config check", "config show", "eval", "export", "init", "rollout", "status", "trainer", "up"]
+    return [[], *(words.split() for words in own)]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_help_is_instant_and_loads_no_torch(words: list[str]) -> None:
+    code = f"import sys; sys.argv[1:] = {[*words, '--help']!r}\nfrom slimebus.cli import main\n"
+    code += "try: main()\nfinally: print('LOADED', *sys.modules)"
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+        times.append(time.perf_counter() - started)
+        assert "Usage: " in done.stdout, done.stderr
+        assert not set(done.stdout.rpartition("LOADED")[2].split()) & HEAVY
+        if times[-1] < 0.5:
+            return
+    pytest.fail(f"--help took {min(times):.2f} s at best of {len(times)}; the bound is 0.5 s")

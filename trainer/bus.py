@@ -1,0 +1,134 @@
+"""What the trainer's rank 0 has and the others have not: the broker's batches, the weight server, the metrics of each step."""
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slimebus.config import Resolved
+from slimebus.errors import SlimebusError
+from slimebus.messages import Heartbeat, HeartbeatReply, Welcome
+from slimebus.metrics import MetricsWriter
+from slimebus.transport.client import Client
+from trainer.batch import Group, Sample
+from trainer.feed import Feed, FetchedBatch
+from trainer.publisher import Publisher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+log = logging.getLogger("trainer")
+
+ZERO_VARIANCE = "zero_variance"
+
+
+class StepBatch:
+    """A fetched batch in the trainer's terms; failed samples (no reward) are left out."""
+
+    def __init__(self, fetched: FetchedBatch) -> None:
+        self.fetched = fetched
+        self.groups = [Group(g.id, [_sample(s) for s in g.samples if s.reward is not None]) for g in fetched.groups]
+
+    def parts(self, count: int) -> list[list[Group]]:
+        """The groups in `count` equal parts, one for each optimizer step."""
+        size = len(self.groups) // count
+        return [self.groups[i * size : (i + 1) * size] for i in range(count)]
+
+    def without_gradient(self) -> dict[str, str]:
+        """Groups whose rewards are all equal: their advantages are zero."""
+        return {g.id: ZERO_VARIANCE for g in self.groups if len({s.reward for s in g.samples}) <= 1}
+
+    def metrics(self) -> dict[str, float]:
+        """Mean reward and staleness of the samples."""
+        rewards = [s.reward for g in self.groups for s in g.samples]
+        lengths = [len(s.tokens) for g in self.groups for s in g.samples]
+        lags = self.fetched.lags
+        return {
+            "reward": float(np.mean(rewards)) if rewards else 0.0,
+            "lag_mean": float(np.mean(lags)) if lags else 0.0,
+            "lag_max": float(max(lags, default=0)),
+            "num_samples": float(len(rewards)),
+            "num_tokens": float(sum(lengths)),
+        }
+
+
+def _sample(s: Any) -> Sample:
+    return Sample(tokens=s.tokens, loss_mask=s.loss_mask, rollout_logprobs=s.rollout_logprobs, reward=s.reward)
+
+
+class Bus:
+    """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order."""
+
+    def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool) -> None:
+        self.config, self.client = resolved.config, client
+        self.trains_without_advantage = trains_without_advantage
+        self.feed = Feed(client, self.config)
+        self.publisher: Publisher | None = None
+        self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
+        self.lost: SlimebusError | None = None
+        self._finished = threading.Event()
+        self._metrics: dict[str, float] = {}
+        self._started = time.monotonic()
+        client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, self._on_lost)
+
+    def begin(self, step: int, version: int) -> None:
+        """A new lineage begins at `version`; the broker takes back what this timeline has not trained."""
+        self.publisher = Publisher(self.client, self.config.weights, version)
+        self.feed.resume(step, version, self.publisher.lineage)
+        log.info("training from step %d of %d; weights at %s", step, self.config.rollout.num_rollout, self.publisher.address)
+
+    def take(self, step: int) -> StepBatch:
+        """The batch of `step`. Raises Fenced when another trainer took over."""
+        if self.lost is not None:
+            raise self.lost
+        return StepBatch(self.feed.take(step))
+
+    def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """The next version."""
+        assert self.publisher is not None  # begin() came first
+        self.publisher.publish(tensors)
+
+    def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
+        """Tell the broker and the records that `step` is trained."""
+        values = metrics | batch.metrics() | {"elapsed_s": time.monotonic() - self._started}
+        values |= {f"weights_{name}": value for name, value in (self.publisher.metrics() if self.publisher else {}).items()}
+        unused = {} if self.trains_without_advantage else batch.without_gradient()
+        self.feed.commit(step, checkpoint=checkpoint, unused=unused, metrics=values)
+        self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
+        self._metrics = values
+        log.info(
+            "step %d: reward %.3f, loss %.4f, lag %.1f (max %.0f), %.0f tokens in %.2f s after waiting %.2f s",
+            *(step, values["reward"], values.get("loss", 0.0), values["lag_mean"], values["lag_max"]),
+            *(values["num_tokens"], values["train_s"], values["wait_s"]),
+        )
+
+    def finish(self) -> None:
+        """Serve the last version until the broker says that evaluation and workers are done, then stop."""
+        assert self.publisher is not None  # begin() came first
+        self.publisher.wait()
+        self.feed.finish("all steps are trained")
+        if not self._finished.wait(self.config.broker.finish_wait_s + self.config.rollout.generate_timeout_s):
+            log.warning("left before the broker said that the run is finished")
+
+    def close(self) -> None:
+        """Release sockets, threads and files."""
+        self.feed.close()
+        if self.publisher is not None:
+            self.publisher.close()
+        self.writer.close()
+
+    def _beat(self) -> Heartbeat:
+        lineage = self.publisher.lineage if self.publisher else ""
+        return Heartbeat(state="training", lineage=lineage, metrics=self._metrics)
+
+    def _on_beat(self, reply: HeartbeatReply) -> None:
+        if reply.finished:
+            self._finished.set()
+
+    def _on_lost(self, problem: SlimebusError) -> None:
+        self.lost = problem
+        log.error("%s", problem.text)

@@ -1,0 +1,46 @@
+"""`slimebus trainer` and `slimebus export`."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from slimebus.config.flags import ConfigCommand, config_argument, from_context
+
+
+def megatron_flags() -> Mapping[str, str]:
+    """Every field of megatron-core's configs as a flag, read from its source without importing it."""
+    from trainer.megatron_fields import megatron_fields
+
+    return {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
+
+
+@click.command(cls=ConfigCommand, foreign=megatron_flags)
+@config_argument
+@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.pass_context
+def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None) -> None:
+    """Run the trainer: fetch batches, train, publish weights.
+
+    With --nproc-per-node N above 1 it starts N ranks under torchrun; it may also be started by torchrun itself. It resumes
+    from the newest checkpoint under the run directory. Any field of megatron-core's configs is accepted as a flag.
+    """
+    resolved = from_context(ctx, run_yaml)
+    from trainer.process import launch_ranks, run_trainer
+
+    if launch_ranks(resolved, sys.argv[1:]):
+        return
+    run_trainer(resolved, broker, debug=bool((ctx.obj or {}).get("debug")))
+
+
+@click.command(cls=ConfigCommand)
+@config_argument
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="[path] Directory to write.")
+@click.pass_context
+def export(ctx: click.Context, run_yaml: Path | None, out: Path) -> None:
+    """Write the newest checkpoint as a Hugging Face directory: safetensors, config and tokenizer."""
+    resolved = from_context(ctx, run_yaml)
+    from trainer.process import export_checkpoint
+
+    click.echo(f"step {export_checkpoint(resolved, out)} written to {out}")

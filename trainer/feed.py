@@ -1,0 +1,147 @@
+"""Batches from the broker: asked for one step ahead, checked, and committed when trained.
+
+take(s):   batch s  (fetched while s - 1 was training) -> groups
+commit(s): frees the groups of every step before the newest durable checkpoint
+"""
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from slimebus.config import RunConfig
+from slimebus.errors import SlimebusError
+from slimebus.messages import (
+    NO_VERSION,
+    Batch,
+    BatchGroup,
+    BatchReply,
+    Commit,
+    Fetch,
+    FetchReply,
+    Finish,
+    Put,
+    Resume,
+)
+from slimebus.samples import Sample, decode_group, oldest_version
+from slimebus.transport.client import Client
+
+log = logging.getLogger("trainer")
+
+WAIT_S = 15.0
+FETCH_TOKENS = 1_000_000
+"""Tokens of one fetch: about 10 MB with logprobs and masks, far below any message bound."""
+
+
+class FetchedGroup(msgspec.Struct):
+    """One group of a batch: its id and its samples."""
+
+    id: str
+    samples: list[Sample]
+
+
+class FetchedBatch(msgspec.Struct):
+    """A step's groups; version is the one being trained, lags the staleness of each sample in versions."""
+
+    step: int
+    version: int
+    groups: list[FetchedGroup]
+    lags: list[int]
+
+
+class Feed:
+    """The trainer's side of the broker's batches; used by rank 0 alone."""
+
+    def __init__(self, client: Client, config: RunConfig) -> None:
+        self.client, self.config = client, config
+        self.waited_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._ahead: dict[int, Future[FetchedBatch]] = {}
+
+    def resume(self, step: int, version: int, lineage: str) -> None:
+        """Tell the broker which timeline goes on: `step` is trained next, `version` is published first."""
+        self.client.call(Resume(step=step, version=version, lineage=lineage), timeout_s=60.0)
+
+    def take(self, step: int) -> FetchedBatch:
+        """The groups of `step`; the next step's are asked for meanwhile. Raises SlimebusError for a sample beyond the bound."""
+        started = time.monotonic()
+        batch = (self._ahead.pop(step, None) or self._request(step)).result()
+        self.waited_s += time.monotonic() - started
+        if step + 1 < self.config.rollout.num_rollout:
+            self._ahead[step + 1] = self._request(step + 1)
+        return batch
+
+    def _request(self, step: int) -> "Future[FetchedBatch]":
+        return self._thread.submit(self._load, step)
+
+    def _load(self, step: int) -> FetchedBatch:
+        reply = self._await_batch(step)
+        groups: list[FetchedGroup] = []
+        for part in parts(reply.groups, FETCH_TOKENS):
+            groups += self._fetch(part)
+        lags = [self._lag(group.id, sample, reply.version) for group in groups for sample in group.samples]
+        return FetchedBatch(step, reply.version, groups, lags)
+
+    def _await_batch(self, step: int) -> BatchReply:
+        started = said = time.monotonic()
+        while True:
+            reply = self.client.call(Batch(step=step, wait_s=WAIT_S), timeout_s=WAIT_S + 600.0).message
+            if not isinstance(reply, BatchReply):
+                raise SlimebusError(f"broker answered batch with {type(reply).__name__}", code="protocol")
+            if reply.groups:
+                return reply
+            if time.monotonic() - said > self.config.trainer.batch_timeout_s:
+                said = time.monotonic()
+                log.warning("waiting %.0f s for step %d: %s", said - started, step, reply.reason)
+
+    def _fetch(self, wanted: list[BatchGroup]) -> list[FetchedGroup]:
+        reply = self.client.call(Fetch(groups=[g.group for g in wanted]), timeout_s=120.0)
+        answer, start, groups = reply.message, 0, []
+        if not isinstance(answer, FetchReply) or len(answer.num_frames) != len(wanted):
+            raise SlimebusError(f"broker answered fetch of {len(wanted)} groups with {type(answer).__name__}", code="protocol")
+        for one, count in zip(wanted, answer.num_frames, strict=True):
+            frames = reply.bulk[start : start + count]
+            start += count
+            record = msgspec.msgpack.decode(frames[0], type=Put)
+            groups.append(FetchedGroup(one.group, decode_group(record.samples, record.fields, frames[1:])))
+        return groups
+
+    def _lag(self, group: str, sample: Sample, version: int) -> int:
+        """Staleness of one sample, recomputed from its tokens: the bound holds whatever the broker was told."""
+        oldest = oldest_version(sample.versions, sample.loss_mask)
+        lag = 0 if oldest == NO_VERSION else version - oldest
+        if lag > self.config.broker.max_staleness or lag < 0:
+            raise SlimebusError(
+                f"group {group}: a sample of version {oldest} in training of version {version}; max_staleness is "
+                f"{self.config.broker.max_staleness:g}; nothing was trained on it",
+                code="too_stale",
+            )
+        return lag
+
+    def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
+        """`step` is trained. checkpoint: the step at which the newest durable checkpoint would go on."""
+        self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=600.0)
+
+    def finish(self, reason: str) -> None:
+        """The last step is trained."""
+        self.client.call(Finish(reason=reason), timeout_s=60.0)
+
+    def close(self) -> None:
+        """Stop asking."""
+        for future in self._ahead.values():
+            future.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def parts(groups: list[BatchGroup], max_tokens: int) -> list[list[BatchGroup]]:
+    """The groups in order, cut so that each part holds at most `max_tokens` tokens (a larger group stands alone)."""
+    cut: list[list[BatchGroup]] = []
+    size = 0
+    for group in groups:
+        if not cut or size + group.num_tokens > max_tokens:
+            cut.append([])
+            size = 0
+        cut[-1].append(group)
+        size += group.num_tokens
+    return cut

@@ -1,0 +1,57 @@
+"""The algorithm of a run, on one screen.
+
+    publish v0;  for each step:  take a batch -> advantages and loss -> optimizer -> publish -> checkpoint -> commit
+
+Every rank runs this; rank 0 alone has a `bus` (the broker's batches and the weight server).
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from slimebus.config import RunConfig
+from trainer.bus import Bus
+from trainer.checkpoints import Checkpoints
+
+if TYPE_CHECKING:
+    from trainer.policy import Policy
+
+
+def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: RunConfig) -> None:
+    """Train from where the newest checkpoint ends to the last step."""
+    interval, steps = config.weights.update_weights_interval, config.rollout.num_rollout
+    first = checkpoints.resume(policy)
+    if bus:
+        bus.begin(first, version=first // interval)
+    publish(policy, bus)
+    for step in range(first, steps):
+        started = time.monotonic()
+        batch = bus.take(step) if bus else None
+        taken = time.monotonic()
+        for part in batch.parts(config.rollout.num_steps_per_rollout) if batch else [None] * config.rollout.num_steps_per_rollout:
+            metrics = policy.train(part)
+        trained = time.monotonic()
+        if (step + 1) % interval == 0:
+            publish(policy, bus)
+        published = time.monotonic()
+        saved = checkpoints.save_if_due(policy, step + 1)
+        if bus and batch:
+            times = {
+                "wait_s": taken - started,
+                "train_s": trained - taken,
+                "publish_s": published - trained,
+                "save_s": time.monotonic() - published,
+            }
+            bus.commit(step, batch, saved, metrics | times)
+    checkpoints.close(policy)
+    if bus:
+        bus.finish()
+
+
+def publish(policy: "Policy", bus: Bus | None) -> None:
+    """The current weights as the next version; every rank takes part in gathering them."""
+    tensors = policy.hf_tensors()
+    if bus:
+        bus.publish(tensors)
+    else:
+        for _ in tensors:
+            pass

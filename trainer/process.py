@@ -1,0 +1,97 @@
+"""The process around the loop: ranks, logs, signals, the connection to the broker."""
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from slimebus import joining, logs
+from slimebus.config import Resolved
+from slimebus.errors import UsageError
+from slimebus.transport.client import Client
+from trainer.from_config import settings_from
+from trainer.settings import TrainerSettings
+
+log = logging.getLogger("trainer")
+
+
+def launch_ranks(resolved: Resolved, arguments: list[str]) -> bool:
+    """Become torchrun when more than one rank is wanted and we are not one of them; does not return then."""
+    ranks = resolved.config.trainer.nproc_per_node
+    if ranks == 1 or "RANK" in os.environ:
+        return False
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "slimebus", *arguments]
+    os.execv(sys.executable, command)
+
+
+def settings_of(resolved: Resolved) -> TrainerSettings:
+    """What the policy is built from. Raises UsageError when there is no model."""
+    checkpoint = resolved.config.model.hf_checkpoint
+    model_dir = resolved.path(checkpoint)
+    if not checkpoint or not (model_dir / "config.json").is_file():
+        raise UsageError(f"model.hf_checkpoint: no model at {model_dir} (expected a directory with config.json and safetensors)")
+    return settings_from(resolved.config, model_dir)
+
+
+def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
+    """Train until the last step. Raises SlimebusError."""
+    logs.set_up("trainer", debug=debug)
+    signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
+    settings = settings_of(resolved)
+    client = welcome = None
+    if int(os.environ.get("RANK", "0")) == 0:
+        client = Client(joining.broker_address(resolved, broker), name="trainer")
+        welcome = joining.join(client, "trainer", resolved.config.broker.connect_timeout_s)
+    try:
+        _train(resolved, settings, client, welcome)
+    except KeyboardInterrupt:
+        log.info("interrupted; the newest checkpoint is where it goes on")
+    finally:
+        if client is not None:
+            client.close()
+
+
+def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object") -> None:
+    import torch
+
+    from slimebus.messages import Welcome
+    from trainer.bus import Bus
+    from trainer.checkpoints import Checkpoints
+    from trainer.loop import train
+    from trainer.policy import Policy
+
+    torch.set_num_threads(resolved.config.trainer.train_threads)
+    policy = Policy.build(settings)
+    bus = None
+    try:
+        if client is not None and isinstance(welcome, Welcome):
+            bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage)
+        train(policy, bus, Checkpoints(resolved), resolved.config)
+    finally:
+        if bus is not None:
+            bus.close()
+        policy.close()
+
+
+def export_checkpoint(resolved: Resolved, out: Path) -> int:
+    """Write the newest checkpoint to `out` in Hugging Face layout; the number of steps it has trained."""
+    from trainer.checkpoint_folder import latest_checkpoint
+    from trainer.policy import Policy
+
+    directory = resolved.run_dir / "checkpoints"
+    if latest_checkpoint(str(directory)) is None:
+        raise UsageError(f"{directory}: no checkpoint; has the run saved one (trainer.save_interval)?")
+    policy = Policy.build(settings_of(resolved))
+    try:
+        step, _ = policy.load_checkpoint(str(directory))
+        policy.save_hf(str(out))
+        return step
+    finally:
+        policy.close()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,89 @@
+"""Versions of the policy, served to workers: copied out of the model, then diffed and announced beside the next step."""
+
+import logging
+import secrets
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from slimebus.config.schema import WeightsConfig
+from slimebus.messages import Publish
+from slimebus.transport.client import Client
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionInfo, VersionStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+log = logging.getLogger("trainer")
+
+
+class Publisher:
+    """The weight server of one trainer timeline (`lineage`); used by rank 0."""
+
+    def __init__(self, client: Client, config: WeightsConfig, first_version: int) -> None:
+        self.client = client
+        self.lineage = secrets.token_hex(6)
+        self.store = VersionStore(keep=config.weights_keep, lineage=self.lineage, first_version=first_version, zstd=config.weights_zstd)
+        self.server = WeightServer(self.store, bind=config.weights_bind)
+        self.address = advertised(self.server.endpoint, config.weights_advertise)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._pending: Future[None] | None = None
+        self._newest: VersionInfo | None = None
+
+    def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Make the next version from these tensors. Returns once they are copied; the rest goes on beside training."""
+        copied = {name: _copy(tensor) for name, tensor in tensors}
+        self.wait()
+        self._pending = self._thread.submit(self._announce, copied)
+
+    def _announce(self, copied: dict[str, Any]) -> None:
+        made = self.store.publish(copied)
+        self._newest = made
+        self.client.call(
+            Publish(lineage=made.lineage, version=made.version, publishers=[self.address], digest=made.digest), timeout_s=600.0
+        )
+        log.debug("version %d published, %.1f%% of the values changed", made.version, 100 * made.changed_fraction)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest announced version: the fraction of values that changed, its delta's size and the model's, seconds to encode."""
+        made = self._newest
+        if made is None:
+            return {}
+        return {
+            "version": float(made.version),
+            "changed_fraction": made.changed_fraction,
+            "delta_bytes": float(made.delta_bytes),
+            "total_bytes": float(made.total_bytes),
+            "encode_s": made.encode_s,
+        }
+
+    def wait(self) -> None:
+        """Until the last publish is announced. Raises what made it fail."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._thread.shutdown(wait=True)
+        self.server.close()
+
+
+def _copy(tensor: "torch.Tensor") -> "NDArray[np.uint16]":
+    """The tensor as bfloat16 bits that later updates do not touch."""
+    import torch
+
+    from slimebus.weights.rounding import to_bf16
+
+    bits = to_bf16(tensor)
+    return bits.copy() if tensor.dtype == torch.bfloat16 else bits  # rounding copies; bfloat16 may be a view of the live weights
+
+
+def advertised(endpoint: str, host: str) -> str:
+    """The address workers are told: the bound one, with `host` instead of its own where given."""
+    if not host:
+        return endpoint
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
