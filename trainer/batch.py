@@ -149,9 +149,10 @@ def share(batch: TokenBatch | None) -> TokenBatch:
     )
 
 
-def dtype_of(field: str) -> np.dtype:
+def dtype_of(field: str) -> type[np.generic]:
     """Element type of a TokenBatch array."""
-    return np.dtype({"tokens": np.int32, "ends": np.int64, "group_of": np.int64}.get(field, np.float32))
+    kinds: dict[str, type[np.generic]] = {"tokens": np.int32, "ends": np.int64, "group_of": np.int64}
+    return kinds.get(field, np.float32)
 
 
 def prepare(

@@ -1,10 +1,8 @@
 """Advantages and losses: pure functions, one algorithm a file, found by name in these tables."""
 
 from trainer.algorithms.grpo import grpo_advantages
-from trainer.algorithms.kl import k1, k2, k3
 from trainer.algorithms.policy import policy_loss
 from trainer.algorithms.sft import sft_loss
 
 ADVANTAGES = {"grpo": grpo_advantages}
 LOSSES = {"policy_loss": policy_loss, "sft_loss": sft_loss}
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -19,3 +19,6 @@ def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
     """q / p - 1 - log(q / p): unbiased and never negative."""
     log_ratio = (other_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.exp() - 1.0 - log_ratio
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -7,7 +7,7 @@ Brings You Off-Policy RL Training" (2025).
 
 import torch
 
-from trainer.algorithms import kl
+from trainer.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from trainer.algorithms.terms import TokenLoss, TokenTerms
 from trainer.settings import AlgorithmSettings
 
@@ -15,7 +15,7 @@ from trainer.settings import AlgorithmSettings
 def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_range: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
     """-min(w A, clip(w, low, high) A) per token with w = exp(log_ratio), and where the clip took the gradient away (0 or 1)."""
     low, high = clip_range
-    ratio = log_ratio.clamp(-kl.LOG_RATIO_LIMIT, kl.LOG_RATIO_LIMIT).exp()
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
     return loss, clipped.float()
@@ -24,7 +24,7 @@ def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_range: 
 def truncated_weight(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, tis_clip: float) -> torch.Tensor:
     """min(p_old / p_rollout, tis_clip) per token, without gradient."""
     log_ratio = (old_logprobs - rollout_logprobs).detach()
-    return log_ratio.clamp(-kl.LOG_RATIO_LIMIT, kl.LOG_RATIO_LIMIT).exp().clamp(max=tis_clip)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=tis_clip)
 
 
 def policy_loss(terms: TokenTerms, settings: AlgorithmSettings) -> TokenLoss:
@@ -42,7 +42,7 @@ def policy_loss(terms: TokenTerms, settings: AlgorithmSettings) -> TokenLoss:
         loss = loss * weight
         measures |= {"tis": weight, "tis_clipfrac": (weight >= settings.tis_clip).float()}
     if settings.kl_loss_coef != 0.0:
-        estimate = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}[settings.kl_loss_type]
+        estimate = KL_ESTIMATORS[settings.kl_loss_type]
         divergence = estimate(terms.new_logprobs, terms.reference_logprobs)
         loss = loss + settings.kl_loss_coef * divergence
         measures["kl_loss"] = divergence.detach()
