@@ -6,6 +6,7 @@ JOINING -> SYNCING -> SERVING -> DRAINING
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -63,6 +64,7 @@ class Worker:
         self.counts = Counts()
         self.busy = BusyMeter()
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.samples_of: dict[int, int] = {}
         self.putting: set[int] = set()
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
         self.finished = False
@@ -146,13 +148,18 @@ class Worker:
 
     async def _lease_forever(self) -> None:
         while not self.finished:
-            free = self.config.rollout.max_running_groups - len(self.running)
+            free = self._free_groups()
             if free <= 0:
                 self._slot_free.clear()
                 await self._slot_free.wait()
                 continue
             for leased, record in await self._lease(free):
                 self._begin(leased, record)
+
+    def _free_groups(self) -> int:
+        """Room for so many more groups of the usual size."""
+        r = self.config.rollout
+        return r.max_running_groups - math.ceil(sum(self.samples_of.values()) / r.n_samples_per_prompt)
 
     async def _lease(self, want: int) -> list[tuple[LeasedGroup, bytes]]:
         lineage, serving = self.sync.serving if self.sync else ("", NO_VERSION)
@@ -170,6 +177,7 @@ class Worker:
     def _begin(self, leased: LeasedGroup, record: bytes) -> None:
         task = asyncio.create_task(self._finish(leased, record))
         self.running[leased.lease] = task
+        self.samples_of[leased.lease] = leased.num_samples
         self.busy.enter()
         task.add_done_callback(lambda done: self._ended(leased.lease, done))
 
@@ -178,6 +186,7 @@ class Worker:
             self._failure = fault
             self.stop()
         self.running.pop(lease, None)
+        self.samples_of.pop(lease, None)
         self.busy.leave()
         self._slot_free.set()
 

@@ -43,11 +43,13 @@ class Hello(Message):
     """First message of a client. `role` is rollout, trainer or client; the sender's name is in the envelope.
 
     `instance` is a random id of this process: the same instance saying hello again (after a reconnect) keeps its epoch,
-    another instance of the same name gets a new epoch and fences the older one.
+    another instance of the same name gets a new epoch and fences the older one. `born` is when this process started, seconds
+    since the epoch (0: not said): a hello that was on its way while its process ended cannot fence the one started after it.
     """
 
     role: str
     instance: str
+    born: float = 0.0
     protocol: int = PROTOCOL_VERSION
 
 
@@ -135,7 +137,9 @@ class SampleHeader(Message):
 
 
 class Lease(Message):
-    """Ask for up to `want` groups. Parked at most `wait_s` seconds until capacity appears; the answer may be empty.
+    """Ask for up to `want` groups of the run's size; an evaluation of fewer samples counts as a part of one.
+
+    Parked at most `wait_s` seconds until capacity appears; the answer may be empty.
 
     `serving` is the worker's verified version of `lineage`; a worker that needs no weights says `needs_weights: false`.
     """

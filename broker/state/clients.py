@@ -90,6 +90,7 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
     known = state.clients.get(event.sender)
     if known is not None and (hello.instance in known.former or (known.is_fenced and known.instance == hello.instance)):
         raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
+    _check_born(state, hello, known)
     if known is not None and known.instance == hello.instance and known.role == hello.role:
         heard(state, known, now)
         return known
@@ -97,7 +98,9 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
     if known is not None:
         state.note(f"{event.sender} was restarted; its older process is fenced")
         leave(state, known, "its worker was restarted")
-    client = Client(name=event.sender, role=hello.role, epoch=state.meta.next_epoch, instance=hello.instance, former=former)
+    client = Client(
+        name=event.sender, role=hello.role, epoch=state.meta.next_epoch, instance=hello.instance, former=former, born=hello.born
+    )
     state.meta.next_epoch += 1
     state.clients[client.name] = client
     if client.role == "trainer":
@@ -108,6 +111,17 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)
     return client
+
+
+def _check_born(state: State, hello: Hello, known: Client | None) -> None:
+    """Refuse a process that started before the one whose place it would take: its hello is a late one."""
+    rivals = [c for c in state.clients.values() if c.role == hello.role == "trainer" and not c.is_fenced]
+    for rival in [*rivals, *([] if known is None else [known])]:
+        if 0 < hello.born < rival.born and rival.instance != hello.instance:
+            raise Fenced(
+                f"{rival.role} {rival.name!r} started {rival.born - hello.born:.1f} s after this one and has its place; stop this one "
+                "(or set the clocks of both machines)"
+            )
 
 
 def _check_hello(event: Event, hello: Hello) -> None:

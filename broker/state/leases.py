@@ -29,6 +29,8 @@ from slimebus.messages import (
 )
 
 MAX_TOKENS = 1 << 31
+EVAL_SHARE = 0.5
+"""Samples of an evaluation that may be made for each training sample while the trainer has no batch to spare."""
 REPLY_BYTES = 48 * 1024
 """A lease reply names its groups in one header of at most 64 KiB."""
 
@@ -77,7 +79,9 @@ def deal(state: State, now: float) -> None:
                 continue
             _grant(state, group, parked, now)
             granted.setdefault(key, []).append(group)
-            if len(granted[key]) < min(parked.message.want, _reply_limit(group, state)):
+            samples = sum(num_samples_of(state, g) for g in granted[key])
+            has_want = samples < parked.message.want * state.rules.samples_per_prompt
+            if has_want and len(granted[key]) < _reply_limit(group, state):
                 still.append((key, parked))
         waiting = still
     for key, groups in granted.items():
@@ -104,13 +108,36 @@ def _reply_limit(group: Group, state: State) -> int:
 
 def _next_for(state: State, parked: ParkedLease) -> Group | None:
     client = state.clients[parked.client]
-    if parked.message.needs_weights and not admission.unready_weights(state, client):
-        group = state.groups.first_queued(EVAL)
-        if group is not None and client.serving >= state.evaluations[group.evaluation].version:
-            return group
+    evaluated = _next_evaluated(state, client, parked)
+    if evaluated is not None and _is_turn_of(state, evaluated):
+        return evaluated
     if admission.refusal_for(state, client, needs_weights=parked.message.needs_weights):
+        return evaluated
+    return state.groups.first_queued(TRAIN) or draw(state) or evaluated
+
+
+def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group | None:
+    if not parked.message.needs_weights or admission.unready_weights(state, client):
         return None
-    return state.groups.first_queued(TRAIN) or draw(state)
+    group = state.groups.first_queued(EVAL)
+    return group if group is not None and client.serving >= state.evaluations[group.evaluation].version else None
+
+
+def _is_turn_of(state: State, evaluated: Group) -> bool:
+    """Evaluation must not starve the trainer, nor training the evaluation.
+
+    It goes first before anything is trained and while a whole batch lies ready; else it may hold EVAL_SHARE samples for each
+    sample being made for training.
+    """
+    if state.meta.next_step == 0 or state.groups.count(READY) >= state.rules.batch_size:
+        return True
+    held = state.groups.count(LEASED, EVAL) * num_samples_of(state, evaluated)
+    return held < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt
+
+
+def num_samples_of(state: State, group: Group) -> int:
+    """Samples that a group asks for."""
+    return state.rules.eval_datasets[group.dataset].num_samples if group.kind == EVAL else state.rules.samples_per_prompt
 
 
 def draw(state: State) -> Group | None:
@@ -147,13 +174,11 @@ def _answer(state: State, parked: ParkedLease, groups: list[Group], now: float) 
 
 
 def _leased(state: State, group: Group, now: float) -> LeasedGroup:
-    rules = state.rules
-    num_samples = rules.eval_datasets[group.dataset].num_samples if group.kind == EVAL else rules.samples_per_prompt
     return LeasedGroup(
         group=group.id,
         lease=group.lease,
         attempt=group.attempt,
-        num_samples=num_samples,
+        num_samples=num_samples_of(state, group),
         deadline_s=max(0.0, state.lease_deadlines[group.lease] - now),
         kind=group.kind,
         dataset=group.dataset,

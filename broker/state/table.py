@@ -66,7 +66,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
 
 class Client(msgspec.Struct, kw_only=True):
-    """Who takes part. The first six fields survive a restart; the rest is learned again."""
+    """Who takes part. The first seven fields survive a restart; the rest is learned again."""
 
     name: str
     role: str
@@ -74,6 +74,7 @@ class Client(msgspec.Struct, kw_only=True):
     instance: str
     former: list[str] = []
     is_fenced: bool = False
+    born: float = 0.0
     heard_at: float = 0.0
     is_gone: bool = False
     state: str = ""
@@ -91,6 +92,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
     instance: str
     former: list[str] = []
     is_fenced: bool = False
+    born: float = 0.0
 
 
 class StepRecord(msgspec.Struct, kw_only=True):

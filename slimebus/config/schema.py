@@ -114,7 +114,7 @@ class RolloutConfig(Section, frozen=True):
     generate_timeout_s: Seconds = 600.0
     """[seconds] A group that takes longer is given back."""
     max_running_groups: Positive = 64
-    """[groups] Most groups a worker samples at once."""
+    """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
 
 
 class EngineConfig(Section, frozen=True):

@@ -63,7 +63,7 @@ class Client:
     ) -> None:
         self.address, self.name, self.peer, self.types, self.resend_s = address, name, peer, types, resend_s
         self.run, self.epoch = "", 0
-        self.instance = secrets.token_hex(8)
+        self.instance, self.born = secrets.token_hex(8), time.time()
         self._ids = itertools.count(secrets.randbits(31) << 20)
         self._outbox: queue.SimpleQueue[tuple[int, _Pending]] = queue.SimpleQueue()
         self._pending: dict[int, _Pending] = {}
@@ -104,7 +104,7 @@ class Client:
 
     def join(self, role: str, *, timeout_s: float) -> Welcome:
         """Say hello until welcomed or `timeout_s` ran out; then remember run and epoch for every later request."""
-        reply = self.call(Hello(role=role, instance=self.instance), timeout_s=timeout_s)
+        reply = self.call(Hello(role=role, instance=self.instance, born=self.born), timeout_s=timeout_s)
         welcome = reply.message
         if not isinstance(welcome, Welcome):
             raise SlimebusError(f"{self.peer} at {self.address} answered hello with {type(welcome).__name__}", code="protocol")

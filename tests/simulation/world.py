@@ -207,7 +207,7 @@ class Actor:
         self.world, self.name, self.dead, self.epoch = world, name, False, 0
         self.instance = f"{name}-{next(world._serial)}"
         self.silent_until = 0.0
-        self.ask(m.Hello(role=self.role, instance=self.instance), self._welcomed)
+        self.ask(m.Hello(role=self.role, instance=self.instance, born=1.0 + world.now), self._welcomed)
 
     def ask(self, message: m.Message, done: Callable[[Any, list[Any]], None], bulk: list[bytes] | None = None) -> None:
         to = Address(self.instance.encode(), next(self.world._serial))

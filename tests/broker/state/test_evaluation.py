@@ -13,13 +13,17 @@ HELD = {"held": EvalDataset(num_prompts=2, num_samples=3, sampling={"temperature
 
 
 def _score(desk: Any, version: int, rewards: tuple[float, ...] = (1.0, 0.0, 1.0)) -> None:
-    for group in desk.lease(2, serving=version):
-        assert group.kind == "eval"
-        assert desk.put(group, version=version, rewards=rewards).result == "accepted"
+    """Lease, one by one, until both prompts of the held-out set are scored; training groups between are only held."""
+    scored = 0
+    while scored < 2:
+        (group,) = desk.lease(1, serving=version)
+        if group.kind == "eval":
+            assert desk.put(group, version=version, rewards=rewards).result == "accepted"
+            scored += 1
 
 
 def test_the_first_version_is_evaluated_ahead_of_training(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD)
     desk.begin()
     groups = desk.lease(3)
     assert [g.kind for g in groups] == ["eval", "eval", "train"]
@@ -34,7 +38,7 @@ def test_the_first_version_is_evaluated_ahead_of_training(new_desk: Any) -> None
 
 
 def test_evaluations_come_at_their_interval_and_wait_for_workers_of_that_version(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD, eval_first=False, eval_interval=2)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD, eval_first=False, eval_interval=2)
     desk.begin()
     for step in range(2):
         desk.fill(2, version=step)
@@ -44,8 +48,27 @@ def test_evaluations_come_at_their_interval_and_wait_for_workers_of_that_version
     assert [r["version"] for r in desk.rows if "evaluation" in r] == [2]
 
 
+def test_an_evaluation_shares_the_workers_with_training_that_has_no_batch_to_spare(new_desk: Any) -> None:
+    sets = {"held": EvalDataset(num_prompts=20, num_samples=1)}
+    desk = new_desk(samples_per_prompt=4, max_staleness=9, eval_datasets=sets, eval_first=False, eval_interval=1)
+    desk.begin()
+    desk.fill(2)
+    desk.train(0)
+    kinds = [g.kind for g in desk.lease(3, serving=1)]
+    assert kinds == ["train", "eval", "eval", "train", "eval", "eval"], "half a sample of an evaluation for each of training"
+
+
+def test_an_evaluation_goes_first_while_a_batch_lies_ready(new_desk: Any) -> None:
+    sets = {"held": EvalDataset(num_prompts=3, num_samples=1)}
+    desk = new_desk(max_staleness=9, eval_datasets=sets, eval_first=False, eval_interval=1)
+    desk.begin()
+    desk.fill(4)
+    desk.train(0)
+    assert [g.kind for g in desk.lease(4, serving=1)] == ["eval", "eval", "eval", "train"]
+
+
 def test_the_run_finishes_after_the_last_version_is_evaluated(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD, eval_first=False, num_steps=1)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD, eval_first=False, num_steps=1)
     desk.begin()
     desk.fill(2)
     desk.train(0)
@@ -56,7 +79,7 @@ def test_the_run_finishes_after_the_last_version_is_evaluated(new_desk: Any) -> 
 
 
 def test_no_worker_left_ends_the_last_evaluation(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD)
     desk.begin()
     desk.ask("w", m.Goodbye())
     desk.ask("t", m.Finish())
@@ -66,7 +89,7 @@ def test_no_worker_left_ends_the_last_evaluation(new_desk: Any) -> None:
 
 
 def test_an_evaluation_on_request_is_one_for_its_key(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD, eval_first=False)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD, eval_first=False)
     desk.begin()
     number = desk.send("me", m.Evaluate(key="k", wait_s=60.0))
     assert not desk.ask("me", m.Evaluate(key="k")).done
@@ -77,7 +100,7 @@ def test_an_evaluation_on_request_is_one_for_its_key(new_desk: Any) -> None:
 
 
 def test_an_evaluation_survives_a_restart_in_the_middle(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD)
     desk.begin()
     first, second = desk.lease(2)
     desk.put(first, rewards=(1.0,))
@@ -88,7 +111,7 @@ def test_an_evaluation_survives_a_restart_in_the_middle(new_desk: Any) -> None:
 
 
 def test_a_restart_with_other_held_out_sets_ends_what_cannot_be_scored(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD)
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD)
     desk.begin()
     desk.rules = new_desk(eval_datasets={"other": EvalDataset(num_prompts=1)}).rules
     desk.restart()
