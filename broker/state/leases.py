@@ -30,7 +30,7 @@ from slimebus.messages import (
 
 MAX_TOKENS = 1 << 31
 EVAL_SHARE = 0.5
-"""Samples of an evaluation that may be made for each training sample while the trainer has no batch to spare."""
+"""Samples of an evaluation that may be made for each training sample."""
 REPLY_BYTES = 48 * 1024
 """A lease reply names its groups in one header of at most 64 KiB."""
 
@@ -126,10 +126,10 @@ def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group 
 def _is_turn_of(state: State, evaluated: Group) -> bool:
     """Evaluation must not starve the trainer, nor training the evaluation.
 
-    It goes first before anything is trained and while a whole batch lies ready; else it may hold EVAL_SHARE samples for each
-    sample being made for training.
+    It goes first before anything is trained; later it may hold EVAL_SHARE samples for each one being made for training, and
+    whatever workers could not use for training.
     """
-    if state.meta.next_step == 0 or state.groups.count(READY) >= state.rules.batch_size:
+    if state.meta.next_step == 0:
         return True
     held = state.groups.count(LEASED, EVAL) * num_samples_of(state, evaluated)
     return held < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt

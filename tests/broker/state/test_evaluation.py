@@ -58,13 +58,13 @@ def test_an_evaluation_shares_the_workers_with_training_that_has_no_batch_to_spa
     assert kinds == ["train", "eval", "eval", "train", "eval", "eval"], "half a sample of an evaluation for each of training"
 
 
-def test_an_evaluation_goes_first_while_a_batch_lies_ready(new_desk: Any) -> None:
+def test_an_evaluation_takes_what_training_may_not_use(new_desk: Any) -> None:
     sets = {"held": EvalDataset(num_prompts=3, num_samples=1)}
-    desk = new_desk(max_staleness=9, eval_datasets=sets, eval_first=False, eval_interval=1)
+    desk = new_desk(max_staleness=0, eval_datasets=sets, eval_first=False, eval_interval=1)
     desk.begin()
-    desk.fill(4)
+    desk.fill(2)
     desk.train(0)
-    assert [g.kind for g in desk.lease(4, serving=1)] == ["eval", "eval", "eval", "train"]
+    assert [g.kind for g in desk.lease(9, serving=1)] == ["train", "eval", "train", "eval", "eval"]
 
 
 def test_the_run_finishes_after_the_last_version_is_evaluated(new_desk: Any) -> None:
