@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from slimebus.messages import Heartbeat, HeartbeatReply, Welcome
 from slimebus.metrics import MetricsWriter
 from slimebus.transport.client import Client
 from trainer.batch import Group, Sample
-from trainer.feed import Feed, FetchedBatch
+from trainer.feed import Feed, FetchedBatch, token_lags
 from trainer.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ class StepBatch:
         """The groups in `count` equal parts, one for each optimizer step."""
         size = len(self.groups) // count
         return [self.groups[i * size : (i + 1) * size] for i in range(count)]
+
+    def record(self) -> dict[str, Any]:
+        """What this step is given: its groups by id, and how many trained tokens have which staleness."""
+        tokens: Counter[int] = Counter()
+        for group in self.fetched.groups:
+            for sample in group.samples:
+                tokens.update(token_lags(sample.versions, sample.loss_mask, self.fetched.version))
+        lags = {str(lag): count for lag, count in sorted(tokens.items())}
+        return {"version": self.fetched.version, "groups": [g.id for g in self.fetched.groups], "lag_tokens": lags}
 
     def without_gradient(self) -> dict[str, str]:
         """Groups whose rewards are all equal: their advantages are zero."""
@@ -69,6 +79,7 @@ class Bus:
         self.feed = Feed(client, self.config)
         self.publisher: Publisher | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
+        self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
         self.lost: SlimebusError | None = None
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}
@@ -82,10 +93,16 @@ class Bus:
         log.info("training from step %d of %d; weights at %s", step, self.config.rollout.num_rollout, self.publisher.address)
 
     def take(self, step: int) -> StepBatch:
-        """The batch of `step`. Raises Fenced when another trainer took over."""
+        """The batch of `step`. Raises Fenced when another trainer took over.
+
+        It is on record (metrics/batches.jsonl) before it is trained: of rows with one step, the last is what the weights learned from.
+        """
         if self.lost is not None:
             raise self.lost
-        return StepBatch(self.feed.take(step))
+        batch = StepBatch(self.feed.take(step))
+        assert self.publisher is not None  # begin() came first
+        self.batches.write(step, {"lineage": self.publisher.lineage, **batch.record()})
+        return batch
 
     def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """The next version."""
@@ -120,6 +137,7 @@ class Bus:
         if self.publisher is not None:
             self.publisher.close()
         self.writer.close()
+        self.batches.close()
 
     def _beat(self) -> Heartbeat:
         lineage = self.publisher.lineage if self.publisher else ""

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 
 from slimebus.config import RunConfig
 from slimebus.errors import SlimebusError
@@ -132,6 +133,19 @@ class Feed:
         for future in self._ahead.values():
             future.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def token_lags(versions: list[tuple[int, int]], loss_mask: np.ndarray, version: int) -> dict[int, int]:
+    """How many trained tokens of a sample have which staleness in training of `version`; demonstrations have none."""
+    lags: dict[int, int] = {}
+    start = 0
+    for made_by, length in versions:
+        trained = int(loss_mask[start : start + length].sum())
+        start += length
+        if trained:
+            lag = 0 if made_by == NO_VERSION else version - made_by
+            lags[lag] = lags.get(lag, 0) + trained
+    return lags
 
 
 def parts(groups: list[BatchGroup], max_tokens: int) -> list[list[BatchGroup]]:

@@ -73,7 +73,9 @@ class Desk:
             elif isinstance(effect, Record):
                 self.rows.append(effect.row)
 
-    def send(self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None) -> int:
+    def send(
+        self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None, run: str = "r"
+    ) -> int:
         """Send a request; its answer appears in `answers` under the returned id."""
         self.request += 1
         number = request or self.request
@@ -81,7 +83,7 @@ class Desk:
             to=Address(name.encode(), number),
             sender=name,
             epoch=self.epochs.get(name, 0) if epoch is None else epoch,
-            run="r",
+            run=run,
             message=message,
             body=msgspec.msgpack.encode(message),
             bulk=bulk or [],

@@ -53,5 +53,7 @@ def test_the_status_names_who_is_silent(desk: Any) -> None:
     assert "trainer t has been silent for 30 s" in desk.status["waiting"]
 
 
-def test_status_needs_no_hello(desk: Any) -> None:
-    assert isinstance(desk.ask("anyone", m.Status()), m.StatusReply)
+def test_status_needs_no_hello_and_no_run(desk: Any) -> None:
+    assert isinstance(desk.ask("anyone", m.Status(), run=""), m.StatusReply)
+    assert desk.ask("anyone", m.Status(), run="another").code == "wrong_run"
+    assert desk.ask("w", m.Heartbeat(), run="").code == "wrong_run"

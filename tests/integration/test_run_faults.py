@@ -1,0 +1,96 @@
+"""kill -9 of each kind of process in the middle of a run: it completes, and every group is trained once or accounted for."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import Run, clients, slow_hook
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_groups_of_a_killed_worker_are_finished_by_another_and_its_engine_dies_with_it(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 0.3)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
+        run.start("broker")
+        run.start("trainer")
+        first = run.start("rollout", name="w1")
+        run.wait_for("groups in w1's hands after a trained step", lambda s: s["step"] >= 1 and s["groups"]["leased"] >= 2)
+        family = first.family()
+        assert len(family) >= 2, "the worker has an engine below it"
+        first.send(signal.SIGSTOP)  # so that what it holds cannot change between looking and killing
+        held = run.wait_for("a status", lambda s: True)["groups"]["leased"]
+        first.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, f"outlived their worker: {[p.cmdline() for p in alive]}"
+        run.start("rollout", name="w2")
+        run.complete()
+        run.assert_accounted(num_steps=6)
+        moves = run.final_status()["moves"]
+        assert held >= 1
+        assert sum(count for move, count in moves.items() if move.startswith("leased>queued")) >= held, moves
+
+
+def test_a_worker_told_to_end_gives_its_groups_back_at_once(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 600)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, broker__lease_s=60) as run:
+        run.start("broker")
+        trainer = run.start("trainer")
+        worker = run.start("rollout", name="w1")
+        run.wait_for("groups in w1's hands", lambda s: s["groups"]["leased"] >= 4)
+        started = time.monotonic()
+        worker.send(signal.SIGTERM)
+        assert worker.wait(10) == 0, worker.tail()
+        assert time.monotonic() - started < 5
+        found = run.wait_for("queued groups", lambda s: s["groups"]["queued"] >= 4, timeout_s=2)
+        assert found["groups"]["leased"] == 0
+        assert not clients(found, "rollout")
+        assert {move: count for move, count in found["moves"].items() if "worker left" in move}, found["moves"]
+        trainer.kill()
+
+
+def test_a_broker_killed_and_started_again_completes_the_run(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 0.3)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
+        broker = run.start("broker")
+        run.start("trainer")
+        run.start("rollout", name="w1")
+        before = run.wait_for("two trained steps", lambda s: s["step"] >= 2)
+        broker.kill()
+        time.sleep(1)
+        run.start("broker")
+        after = run.wait_for("the broker again", lambda s: True)
+        assert after["step"] >= before["step"]
+        assert after["lineage"] == before["lineage"]
+        run.complete()
+        run.assert_accounted(num_steps=6)
+        assert [row["step"] for row in run.rows("batches")] == list(range(6)), "no step was trained twice"
+
+
+def test_a_killed_trainer_resumes_from_its_checkpoint_in_a_new_lineage(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 0.3)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8, trainer__save_interval=3) as run:
+        run.start("broker")
+        trainer = run.start("trainer")
+        run.start("rollout", name="w1")
+        before = run.wait_for("a step after the checkpoint", lambda s: s["checkpoint"] == 3 and s["step"] >= 5)
+        trainer.kill()
+        run.start("trainer")
+        after = run.wait_for("a new lineage", lambda s: s["lineage"] != before["lineage"])
+        assert before["step"] > after["step"] >= 3
+        run.complete()
+        run.assert_accounted(num_steps=8)
+        rows = run.rows("batches")
+        lineages = list(dict.fromkeys(row["lineage"] for row in rows))
+        assert len(lineages) == 2
+        assert [row["step"] for row in rows if row["lineage"] == lineages[1]] == list(range(3, 8)), "it goes on where the checkpoint ends"
+        assert "resumed at step 3" in run.processes[-1].text()
+        kept = {row["step"]: set(row["groups"]) for row in rows if row["lineage"] == lineages[0]}
+        again = {group for row in rows if row["lineage"] == lineages[1] for group in row["groups"]}
+        assert not again & (kept[0] | kept[1] | kept[2]), "what the checkpoint holds is not trained again"
+        assert kept[3] <= again, "what was trained after the checkpoint is trained again"

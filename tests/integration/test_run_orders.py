@@ -1,0 +1,37 @@
+"""Three terminals, started in any order."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import ROOT, Run, clients
+
+pytestmark = pytest.mark.integration
+
+
+def test_processes_started_in_the_wrong_order_find_each_other_within_seconds_and_finish(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task) as run:
+        run.start("rollout", name="w1")
+        run.start("trainer")
+        time.sleep(3)
+        run.start("broker")
+        run.wait_for("a broker", lambda s: True)
+        found = time.monotonic()
+        run.wait_for("trainer and worker", lambda s: clients(s, "trainer") and clients(s, "rollout"))
+        assert time.monotonic() - found < 10
+        asked = subprocess.run(
+            [sys.executable, "-m", "slimebus", "status", "--broker", run.address, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            cwd=ROOT,
+            check=True,
+        )
+        assert {c["role"] for c in json.loads(asked.stdout)["clients"]} >= {"trainer", "rollout"}
+        run.complete()
+        run.assert_accounted(num_steps=6)
