@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from bench_row import Row, row
 
 from slimebus.weights import codec
 from slimebus.weights.kernel import load_kernel
@@ -23,7 +24,6 @@ from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionStore
 
-Row = dict[str, Any]
 RARE_LR, DENSE_LR = 8e-7, 3.5e-5  # about 2% and 28% of the values change
 
 
@@ -31,15 +31,6 @@ def rows(quick: bool) -> list[Row]:
     """All measurements; quick takes a quarter of the bytes."""
     num_values = (1 << 24) if quick else (1 << 26)
     return [*codec_rows(num_values), *merge_rows(num_values // 4), *store_rows(num_values // 2), *pull_rows(256 if quick else 1024)]
-
-
-def row(name: str, value: float, unit: str, reference: float, goal: str, *, ratio: float | None = None) -> Row:
-    """ratio is value / reference unless given; goal is `>= x` or `<= x` of the ratio, or empty."""
-    ratio = value / reference if ratio is None else ratio
-    sign, _, bound = goal.partition(" ")
-    ok = True if not goal else ratio >= float(bound) if sign == ">=" else ratio <= float(bound)
-    numbers = {"value": _round(value), "unit": unit, "reference": _round(reference), "ratio": _round(ratio)}
-    return {"name": name, **numbers, "goal": goal, "ok": ok}
 
 
 def codec_rows(num_values: int) -> list[Row]:
@@ -229,10 +220,6 @@ def _serve_weights(size_mib: int) -> None:
     store.publish({f"layer{i}": layer for i, layer in enumerate(values)})
     print(WeightServer(store).endpoint, flush=True)
     time.sleep(600)
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def main() -> None:

@@ -1,0 +1,45 @@
+"""`bin/bench AREA`: measures an area and prints a table; each ratio is to a limit or a peer measured in the same run."""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+from bench_row import Row
+from rich.console import Console
+from rich.table import Table
+
+AREAS = ("e2e", "weights")
+
+
+@click.command()
+@click.argument("area", type=click.Choice(AREAS))
+@click.option("--quick", is_flag=True, help="Less work, for a look; numbers to quote come from the full run.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="[path] Write the rows here, one JSON object a line.")
+def bench(area: str, quick: bool, json_file: Path | None) -> None:
+    """Measure AREA; exit with 1 when a goal is missed."""
+    load = os.getloadavg()[0]
+    rows: list[Row] = importlib.import_module(f"bench_{area}").rows(quick)
+    if json_file is not None:
+        json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Console().print(table(area, rows))
+    click.echo(f"{os.cpu_count()} CPU cores; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    sys.exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+def table(area: str, rows: list[Row]) -> Table:
+    """The rows for a person."""
+    shown = Table(title=f"bench {area}", title_justify="left")
+    for name in ("name", "value", "unit", "reference", "ratio", "goal"):
+        shown.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right")
+    shown.add_column("")
+    for row in rows:
+        mark = "[green]ok[/]" if row["goal"] and row["ok"] else "[red]missed[/]" if row["goal"] else ""
+        shown.add_row(*(str(row[name]) for name in ("name", "value", "unit", "reference", "ratio", "goal")), mark)
+    return shown
+
+
+if __name__ == "__main__":
+    bench()
