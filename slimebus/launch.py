@@ -29,11 +29,16 @@ class Child:
 
     def _relay(self, sink: LineSink | None) -> None:
         assert self.process.stdout is not None
-        with self.log_file.open("a", buffering=1) as out:
-            for line in self.process.stdout:
+        with self.process.stdout as lines, self.log_file.open("a", buffering=1) as out:
+            for line in lines:
                 out.write(line)
                 if sink is not None:
                     sink(self.role, line.rstrip("\n"))
+
+    def finish(self) -> None:
+        """Reap the ended process and let the last lines through."""
+        self.process.wait(1.0)
+        self._reader.join(1.0)
 
     def tail(self, count: int = 15) -> str:
         """The last lines it wrote."""
@@ -80,7 +85,7 @@ class Fleet:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
-            child.process.wait(1.0)
+            child.finish()
 
     def __enter__(self) -> "Fleet":
         return self

@@ -13,8 +13,14 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 def reward(response: Response) -> float:
     """1.0 or 0.0."""
-    answer, label = final_answer(response.text), final_answer(str(response.label))
-    return float(answer is not None and same(answer, label if label is not None else str(response.label)))
+    answer = final_answer(response.text)
+    return float(answer is not None and same(answer, stated_answer(str(response.label))))
+
+
+def stated_answer(label: str) -> str:
+    """A label's own answer: boxed, after `####`, or all of it."""
+    boxed = _last_boxed(label)
+    return label.rpartition("####")[2].strip() if boxed is None else boxed
 
 
 def final_answer(text: str) -> str | None:

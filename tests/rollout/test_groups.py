@@ -1,0 +1,118 @@
+"""From a lease to samples, with an engine and a tokenizer of our own making."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollout.groups import Dropped, GroupMaker
+from rollout.response import Response, Task
+from slimebus.config import resolve
+from slimebus.config.schema import RunConfig
+from slimebus.errors import HookError
+from slimebus.messages import NO_VERSION, LeasedGroup
+from slimebus.samples import Sample
+
+
+class Letters:
+    """A tokenizer: one token a character."""
+
+    eos_token_id = 0
+
+    def encode_prompt(self, prompt: str) -> np.ndarray:
+        return self.encode(prompt)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(c) for c in text], np.int32)
+
+    def decode_batch(self, rows: list[np.ndarray]) -> list[str]:
+        return ["".join(chr(i) for i in row if i) for row in rows]
+
+
+class Parrot:
+    """An engine that answers `x`, its index, and the end token, in version 7."""
+
+    async def sample(self, tasks: list[Task]) -> list[Response]:
+        return [
+            Response(
+                task=t,
+                token_ids=np.array([ord("x"), ord(str(t.index)), 0], np.int32),
+                logprobs=np.full(3, -0.5, np.float32),
+                versions=[(7, 3)],
+                text="",
+            )
+            for t in tasks
+        ]
+
+
+def maker(tmp_path: Path, plug: str = "", engine: Any = None, **flags: str) -> GroupMaker:
+    (tmp_path / "plug.py").write_text(plug)
+    config: RunConfig = resolve(None, {f"rollout.{name}": value for name, value in flags.items()}, {}).config
+    return GroupMaker(config, tmp_path, Letters(), engine or Parrot())  # type: ignore[arg-type]
+
+
+def make(made: GroupMaker, label: Any = "x1", kind: str = "train", n: int = 3) -> list[Sample]:
+    leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=n, deadline_s=60, kind=kind)
+    return asyncio.run(made.make(leased, msgspec.msgpack.encode({"prompt": "ab", "label": label, "metadata": {"k": 1}})))
+
+
+def test_a_group_becomes_rewarded_samples_with_masked_prompts(tmp_path: Path) -> None:
+    samples = make(maker(tmp_path))
+    assert [s.reward for s in samples] == [0.0, 1.0, 0.0]
+    first = samples[0]
+    assert first.tokens.tolist() == [97, 98, 120, 48, 0]
+    assert first.loss_mask.tolist() == [0, 0, 1, 1, 1]
+    assert first.rollout_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5]
+    assert first.versions == [(NO_VERSION, 2), (7, 3)]
+
+
+def test_a_failed_reward_makes_a_failed_sample_not_a_zero(tmp_path: Path) -> None:
+    plug = (
+        "def r(response):\n    if response.text == 'x2': raise RuntimeError('no')\n    return response.metadata_of_task if False else 1\n"
+    )
+    samples = make(maker(tmp_path, plug, custom_rm_path="plug.py:r"))
+    assert [(s.status, s.reward) for s in samples] == [("completed", 1.0), ("completed", 1.0), ("failed", None)]
+
+
+def test_a_filter_drops_training_groups_only(tmp_path: Path) -> None:
+    plug = "def keep(samples):\n    return len({s.reward for s in samples}) > 1\n"
+    made = maker(tmp_path, plug, dynamic_sampling_filter_path="plug.py:keep")
+    assert len(make(made)) == 3
+    with pytest.raises(Dropped):
+        make(made, label="nothing like it")
+    assert len(make(made, label="nothing like it", kind="eval")) == 3
+
+
+def test_a_generate_hook_may_fan_out_and_ask_for_what_it_needs(tmp_path: Path) -> None:
+    plug = "async def two(task, engines):\n    made = await engines.sample([task])\n    return made + await engines.sample([task])\n"
+    samples = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:two"), n=2)
+    assert [s.trajectory for s in samples] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("plug", "message"),
+    [
+        ("def g(task): return 5", "plug.py:g: gave int; expected a Response or a list of them"),
+        ("def g(task): return []", "plug.py:g: gave list"),
+        ("def g(task): 1/0", "plug.py:g: ZeroDivisionError"),
+    ],
+)
+def test_a_generate_hook_that_misbehaves_is_named(tmp_path: Path, plug: str, message: str) -> None:
+    with pytest.raises(HookError, match=message):
+        make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g"))
+
+
+def test_a_hook_with_an_unknown_argument_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(HookError, match="unknown argument 'model'; it may take task, engines, tokenizer"):
+        maker(tmp_path, "def g(task, model): pass", custom_generate_function_path="plug.py:g")
+
+
+def test_a_demonstration_is_the_label_and_the_end_and_is_never_stale(tmp_path: Path) -> None:
+    made = maker(tmp_path, custom_generate_function_path="rollout.sft:demonstration")
+    (sample,) = make(made, label="yes", n=1)
+    assert sample.tokens.tolist() == [97, 98, 121, 101, 115, 0]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1, 1]
+    assert {version for version, _ in sample.versions} == {NO_VERSION}

@@ -1,0 +1,106 @@
+"""A worker's engines follow a real weight server; the engines here only remember what they were told."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.weight_sync import WeightSync
+from slimebus.errors import WeightsError
+from slimebus.messages import NO_VERSION
+from slimebus.weights.safetensors_file import read_model
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionStore
+
+
+class Engines:
+    """Loads what it is given, unless told to fail the next time."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, float]] = []
+        self.fail_next = False
+
+    async def update_weights(self, path: Path, lineage: str, version: int) -> None:
+        if self.fail_next:
+            self.fail_next = False
+            raise WeightsError("an engine would not load it")
+        self.loaded.append((version, float(read_model(path)["w"].buffer.view(np.uint16)[0])))
+
+    async def restart_dead(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[VersionStore, WeightServer]]:
+    kept = VersionStore(lineage="one")
+    server = WeightServer(kept)
+    yield kept, server
+    server.close()
+
+
+def follow(tmp_path: Path, engines: Engines, during: Callable[[WeightSync], None], until: tuple[str, int]) -> WeightSync:
+    """Run a WeightSync until it serves `until`; `during` is called once it runs."""
+    (tmp_path / "model").mkdir(exist_ok=True)
+
+    async def run() -> WeightSync:
+        sync = WeightSync(engines, tmp_path / "model", shm=str(tmp_path), pull_timeout_s=5.0, on_change=lambda: None)  # type: ignore[arg-type]
+        task = asyncio.create_task(sync.run())
+        during(sync)
+        async with asyncio.timeout(10):
+            while sync.serving != until:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        sync.close()
+        return sync
+
+    return asyncio.run(run())
+
+
+def values(first: int) -> dict[str, np.ndarray]:
+    return {"w": np.array([first, 2, 3], np.uint16)}
+
+
+def test_an_announced_version_is_pulled_loaded_and_served(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    kept, server = store
+    kept.publish(values(10))
+    engines = Engines()
+    follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 0))
+    assert engines.loaded == [(0, 10.0)]
+    assert not list(tmp_path.glob("slimebus-weights-*")), "the shared memory is freed"
+
+
+def test_nothing_is_served_before_the_engine_has_it(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    kept, server = store
+    kept.publish(values(10))
+    engines = Engines()
+    engines.fail_next = True
+    seen: list[int] = []
+    loads = engines.update_weights
+
+    async def spied(path: Path, lineage: str, version: int) -> None:
+        seen.append(sync_box[0].serving[1])
+        await loads(path, lineage, version)
+
+    engines.update_weights = spied  # type: ignore[method-assign]
+    sync_box: list[WeightSync] = []
+
+    def during(sync: WeightSync) -> None:
+        sync_box.append(sync)
+        sync.announce("one", 0, [server.endpoint])
+
+    sync = follow(tmp_path, engines, during, ("one", 0))
+    assert seen == [NO_VERSION, NO_VERSION]
+    assert sync.failures == 1
+    assert engines.loaded == [(0, 10.0)]
+
+
+def test_a_newer_version_replaces_the_older(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    kept, server = store
+    kept.publish(values(10))
+    kept.publish(values(11))
+    engines = Engines()
+    follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 1))
+    assert engines.loaded[-1] == (1, 11.0)
