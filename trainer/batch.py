@@ -81,6 +81,10 @@ class TokenBatch:
         """The same batch with recomputed old_logprobs [N]."""
         return replace(self, old_logprobs=logprobs)
 
+    def with_reference_logprobs(self, logprobs: np.ndarray) -> "TokenBatch":
+        """The same batch with reference_logprobs [N] of the frozen model."""
+        return replace(self, reference_logprobs=logprobs)
+
 
 def check_sample(sample: Sample, name: str, vocab_size: int) -> None:
     """Raise DataError unless the arrays agree in length and the tokens are in the vocabulary."""

@@ -42,8 +42,8 @@ class Model:
         return module
 
 
-def build_model(settings: ModelSettings) -> Model:
-    """Build this rank's part, load its weights and wrap it. `parallel.start` comes first.
+def build_model(settings: ModelSettings, *, is_trained: bool = True) -> Model:
+    """Build this rank's part, load its weights and wrap it for training, or leave it frozen. `parallel.start` comes first.
 
     Raises DataError when the directory is not a model or its tokenizer does not match, ConfigError for an unknown family or option.
     """
@@ -58,9 +58,12 @@ def build_model(settings: ModelSettings) -> Model:
     bridge.load_weights([gpt], settings.hf_checkpoint)
     clear_padding(gpt, vocab_size)
     module = Float16Module(bridge.config, gpt) if settings.dtype == "bfloat16" else gpt
-    wrapped = DistributedDataParallel(bridge.config, ddp_config(options["DistributedDataParallelConfig"]), module)
-    bridge.config.finalize_model_grads_func = finalize_model_grads
-    return Model(module=wrapped, config=bridge.config, bridge=bridge, settings=settings, vocab_size=vocab_size)
+    if is_trained:
+        module = DistributedDataParallel(bridge.config, ddp_config(options["DistributedDataParallelConfig"]), module)
+        bridge.config.finalize_model_grads_func = finalize_model_grads
+    else:
+        module.requires_grad_(False)
+    return Model(module=module, config=bridge.config, bridge=bridge, settings=settings, vocab_size=vocab_size)
 
 
 def check_division(settings: ModelSettings, config: dict[str, Any]) -> None:

@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 class Policy:
     """Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
 
-    def __init__(self, settings: TrainerSettings, model: Any, optimizer: Any) -> None:
-        self.settings, self.model, self.optimizer = settings, model, optimizer
+    def __init__(self, settings: TrainerSettings, model: Any, optimizer: Any, reference: Any = None) -> None:
+        self.settings, self.model, self.optimizer, self.reference = settings, model, optimizer, reference
         self.num_updates = 0
         """Steps of the learning-rate schedule done so far; one for each train()."""
         self._export: Any = None
 
     @classmethod
     def build(cls, settings: TrainerSettings) -> "Policy":
-        """Join the other ranks, build the model with its weights, and the optimizer. `close` undoes it.
+        """Join the other ranks, build the model with its weights, the optimizer, and for a KL term the frozen reference.
+
+        The reference has the weights of `hf_checkpoint`, also in a run that is resumed. `close` undoes it all.
 
         Raises ConfigError or DataError with one line when the settings, the layout or the model directory do not fit.
         """
@@ -38,7 +40,8 @@ class Policy:
                 from trainer.optimizer import build_optimizer
 
                 model = build_model(settings.model)
-                return cls(settings, model, build_optimizer(settings.optimizer, model))
+                reference = build_model(settings.model, is_trained=False) if settings.algorithm.needs_reference else None
+                return cls(settings, model, build_optimizer(settings.optimizer, model), reference)
             except BaseException:
                 parallel.stop()
                 raise
@@ -51,16 +54,17 @@ class Policy:
     def train(self, batch: "Batch | None", *, reference_logprobs: Sequence[np.ndarray] | None = None) -> dict[str, float]:
         """One optimizer step on a batch of groups; metrics on every rank (docs/algorithms.md lists them).
 
-        `reference_logprobs` [T] per sample in batch order is needed when the loss has a KL term. Raises DataError for a malformed sample.
+        `reference_logprobs` [T] per sample in batch order replaces what the frozen reference would say. Raises DataError for a
+        malformed sample.
         """
         from trainer.optimizer import learning_rate, set_learning_rate
         from trainer.update import train_step
 
-        if batch is not None and reference_logprobs is None and self.settings.algorithm.needs_reference:
-            raise DataError("the loss has a KL term (kl_loss_coef) but the batch has no reference_logprobs; give them to train()")
         tokens = self._shared(batch, reference_logprobs)
+        if self.reference is not None and reference_logprobs is None:
+            tokens = tokens.with_reference_logprobs(self._logprobs(tokens, self.reference))
         if self.settings.algorithm.needs_old_pass:
-            tokens = tokens.with_old_logprobs(self._logprobs(tokens))
+            tokens = tokens.with_old_logprobs(self._logprobs(tokens, self.model))
         lr = learning_rate(self.settings.optimizer, self.num_updates)
         set_learning_rate(self.optimizer, lr)
         metrics = train_step(self.model, self.optimizer, tokens, self.settings.algorithm, self.settings.batch)
@@ -70,7 +74,7 @@ class Policy:
     def logprobs(self, batch: "Batch | None") -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
         tokens = self._shared(batch)
-        return tokens.split(self._logprobs(tokens))
+        return tokens.split(self._logprobs(tokens, self.model))
 
     def hf_tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """(name, tensor) of the whole model on rank 0, nothing elsewhere; every rank runs it to its end.
@@ -121,10 +125,10 @@ class Policy:
         """Leave the other ranks."""
         parallel.stop()
 
-    def _logprobs(self, tokens: "TokenBatch") -> np.ndarray:
+    def _logprobs(self, tokens: "TokenBatch", model: Any) -> np.ndarray:
         from trainer.update import compute_logprobs
 
-        return compute_logprobs(self.model, tokens, self.settings.batch)
+        return compute_logprobs(model, tokens, self.settings.batch)
 
     def _shared(self, batch: "Batch | None", reference_logprobs: Sequence[np.ndarray] | None = None) -> "TokenBatch":
         """The batch with its advantages, on every rank."""

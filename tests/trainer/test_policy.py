@@ -152,10 +152,11 @@ def test_a_kl_term_keeps_the_groups_without_variance(tied_model, build_policy, m
     assert metrics["kl_loss"] == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
 
 
-def test_a_kl_term_without_reference_logprobs_is_refused(tied_model, build_policy, make_batch):
-    policy = build_policy(tied_model, algorithm=AlgorithmSettings(kl_loss_coef=0.1))
-    with pytest.raises(DataError, match="reference_logprobs"):
-        policy.train(make_batch())
+def test_the_reference_stays_what_the_model_was(tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model, algorithm=AlgorithmSettings(kl_loss_coef=0.1), optimizer=OptimizerSettings(lr=1e-2))
+    first, second = policy.train(make_batch()), policy.train(make_batch())
+    assert first["kl_loss"] == pytest.approx(0.0, abs=1e-7)
+    assert second["kl_loss"] > 1e-4
 
 
 def test_bfloat16_trains_close_to_float32(tied_model, build_policy, make_batch):
