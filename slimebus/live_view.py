@@ -15,7 +15,8 @@ SPARKLINE_STEPS = 40
 class LiveStatus(TypedDict):
     """What the view shows. Rates in tokens per second, lags in versions over the last step's trained tokens, time in seconds.
 
-    phase: what runs, such as "RL" or "warm-up". rewards: mean reward of each step so far, oldest first.
+    phase: what runs, such as "RL" or "warm-up". rewards: mean reward of each step so far, oldest first; where signal says "loss",
+    the loss of each step instead.
     accuracy, accuracy_before: held-out, newest and before the first step; None before they are known.
     queued, leased, ready, assigned: groups in each state. waits: who waits for whom, a sentence each; empty when nobody does.
     """
@@ -24,6 +25,7 @@ class LiveStatus(TypedDict):
     step: int
     num_steps: int
     seconds: float
+    signal: str
     rewards: Sequence[float]
     accuracy: float | None
     accuracy_before: float | None
@@ -54,7 +56,7 @@ def render(status: LiveStatus) -> "RenderableType":
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     grid.add_row("step", progress)
-    grid.add_row("reward", Text.assemble((sparkline(status["rewards"]), "dark_orange"), f"  {last_reward(status)}"))
+    grid.add_row(status["signal"], Text.assemble((sparkline(status["rewards"]), "dark_orange"), f"  {last_reward(status)}"))
     grid.add_row("accuracy", Text(accuracy(status), style="bold cyan"))
     over = status["lag_max"] > status["max_staleness"]
     grid.add_row("lag", Text(lag(status), style="bold red" if over else ""))
@@ -68,7 +70,7 @@ def line(status: LiveStatus) -> str:
     """The same in one plain line, to be printed every few seconds."""
     parts = [
         f"{status['phase']} step {status['step']}/{status['num_steps']}",
-        f"reward {last_reward(status)}",
+        f"{status['signal']} {last_reward(status)}",
         f"accuracy {accuracy(status)}",
         f"lag {lag(status)}",
         f"tokens/s {speed(status)}",

@@ -8,7 +8,7 @@ from slimebus.errors import ConfigError
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the first rule that the config breaks."""
-    for rule in (_staleness, _batches, _parallel, _tis, _engine, _eval):
+    for rule in (_staleness, _batches, _parallel, _schedule, _tis, _engine, _eval):
         rule(config)
 
 
@@ -51,6 +51,16 @@ def _parallel(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.rollout_batch_size {config.rollout.rollout_batch_size} x n_samples_per_prompt "
             f"{config.rollout.n_samples_per_prompt} = {samples} samples do not divide over {data_parallel} data-parallel ranks"
+        )
+
+
+def _schedule(config: RunConfig) -> None:
+    o = config.optimizer
+    updates = config.rollout.num_rollout * config.rollout.num_steps_per_rollout
+    if o.lr_decay_style != "constant" and o.lr_warmup_iters > (o.lr_decay_iters or updates):
+        raise ConfigError(
+            f"optimizer.lr_warmup_iters: {o.lr_warmup_iters} is beyond the end of the decay at {o.lr_decay_iters or updates} steps; "
+            "warm up for fewer, or set optimizer.lr_decay_iters"
         )
 
 

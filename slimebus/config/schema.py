@@ -222,7 +222,7 @@ class OptimizerConfig(Section, frozen=True):
     lr_warmup_iters: Natural = 0
     """[steps] Linear warm-up from 0."""
     lr_decay_iters: Natural = 0
-    """[steps] Where the decay reaches min_lr; 0: num_rollout."""
+    """[steps] Where the decay reaches min_lr; 0: the last optimizer step of the run."""
     weight_decay: NonNegative = 0.0
     """[ratio] Decoupled weight decay."""
     adam_beta1: Fraction = 0.9

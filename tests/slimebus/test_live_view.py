@@ -9,6 +9,7 @@ def status() -> LiveStatus:
         "step": 60,
         "num_steps": 120,
         "seconds": 38.0,
+        "signal": "reward",
         "rewards": [0.25, 0.5, 0.625],
         "accuracy": 0.912,
         "accuracy_before": 0.43,
