@@ -1,0 +1,251 @@
+"""The documents say what is there: commands, options, fields, files, links, codes, packages."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from slimebus.cli import root
+from slimebus.config.fields import markdown
+from slimebus.config.flags import ConfigCommand
+from slimebus.config.schema import OPEN_MAPS, SECTIONS, paths
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*/README.md")])
+CODE_LINE = re.compile(r"^(?: {4,}\S.*)$", re.MULTILINE)
+FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^)\s]+)\)")
+REPOSITORY_PATH = re.compile(r"^(?:slimebus|broker|rollout|trainer|configs|docs|tests|bin)/[\w./*-]+(?::\w+)?$")
+FILE_SUFFIXES = ("py", "md", "yaml", "jsonl", "json", "png", "txt", "toml", "safetensors")
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def spans(text: str) -> list[str]:
+    return SPAN.findall(FENCE.sub("", text))
+
+
+def code(text: str) -> Iterator[str]:
+    """Every piece that is set as code: lines of fences, indented lines, spans; a line that ends in a backslash goes on."""
+    joined = text.replace("\\\n", " ")
+    for fence in FENCE.findall(joined):
+        yield from fence.splitlines()
+    yield from CODE_LINE.findall(FENCE.sub("", joined))
+    yield from spans(joined)
+
+
+def command_lines(text: str, program: str) -> list[list[str]]:
+    """The words that follow `program` in each command of the document; comments and VARIABLE=value in front are left out."""
+    found = []
+    for line in code(text):
+        for command in re.split(r"&&|[;&|]|\bdo\b", line.partition(" #")[0]):
+            words = list(dropwhile(lambda word: "=" in word, command.split()))
+            if words and words[0] == program:
+                found.append(words[1:])
+    return found
+
+
+def leaves(command: click.Command, name: str = "slimebus") -> Iterator[tuple[str, click.Command]]:
+    """Each command that does something, by its full name; the root as `slimebus`."""
+    if name == "slimebus" or not isinstance(command, click.Group):
+        yield name, command
+    if isinstance(command, click.Group):
+        for child in command.list_commands(click.Context(command)):
+            found = command.get_command(click.Context(command), child)
+            assert found is not None
+            yield from leaves(found, f"{name} {child}")
+
+
+COMMANDS = dict(leaves(root))
+
+
+def options(command: click.Command) -> set[str]:
+    """Every option as it may be written."""
+    return {word for p in command.params if isinstance(p, click.Option) for word in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
+
+
+def own_options(command: click.Command) -> set[str]:
+    """The long options that are not config fields."""
+    return {p.opts[0] for p in command.params if isinstance(p, click.Option) and not p.hidden}
+
+
+def problem_of(words: list[str]) -> str:
+    """What is wrong with `slimebus WORDS`; empty when it would be parsed."""
+    command: click.Command = root
+    rest = list(words)
+    while isinstance(command, click.Group):
+        while rest and rest[0].startswith("-"):
+            if rest[0].partition("=")[0] not in options(command):
+                return f"no option {rest[0]}"
+            rest.pop(0)
+        if not rest or not re.fullmatch(r"[a-z]+", rest[0]):
+            return ""
+        name = rest.pop(0)
+        found = command.get_command(click.Context(command), name)
+        if found is None:
+            return f"no command {name!r}"
+        command = found
+    for word in rest:
+        option = word.partition("=")[0]
+        if word.startswith("-") and option not in options(command) and not is_foreign(command, option):
+            return f"no option {option}"
+    return ""
+
+
+def is_foreign(command: click.Command, option: str) -> bool:
+    return isinstance(command, ConfigCommand) and command._foreign_name(option) is not None
+
+
+# --- commands ---
+
+
+@each_document
+def test_every_command_line_would_be_parsed(document: Path) -> None:
+    problems = {" ".join(words): problem_of(words) for words in command_lines(document.read_text(), "slimebus")}
+    assert not {line: problem for line, problem in problems.items() if problem}
+
+
+def test_command_lines_are_found_and_wrong_ones_are_refused() -> None:
+    lines = command_lines("see `slimebus up run.yaml`:\n\n    slimebus broker r.yaml \\\n        --bind x  # why\n", "slimebus")
+    assert sorted(lines) == [["broker", "r.yaml", "--bind", "x"], ["up", "run.yaml"]]
+    assert problem_of(["teleport"]) == "no command 'teleport'"
+    assert problem_of(["broker", "r.yaml", "--bimd", "x"]) == "no option --bimd"
+    assert problem_of(["trainer", "r.yaml", "--recompute-granularity", "full"]) == ""
+    assert len(command_lines(read("README.md"), "slimebus")) > 8
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_cli_document_lists_the_options_of(name: str) -> None:
+    section = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", read("docs/cli.md"), re.MULTILINE | re.DOTALL)
+    assert section, f"docs/cli.md has no section for {name}"
+    listed = set(re.findall(r"^\| `(--[\w-]+)`", section[1], re.MULTILINE)) - {"--help"}
+    assert listed == own_options(COMMANDS[name])
+
+
+def test_cli_document_has_no_command_that_does_not_exist() -> None:
+    assert set(re.findall(r"^## (slimebus.*)$", read("docs/cli.md"), re.MULTILINE)) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("script", ["quickstart", "bench"])
+def test_options_of_scripts_exist(script: str) -> None:
+    sources = {"quickstart": ["bin/quickstart", "configs/quickstart/quickstart.py"], "bench": ["bin/bench.py"]}
+    known = {"--help"}.union(*(re.findall(r"--[a-z][\w-]*", read(source)) for source in sources[script]))
+    for document in DOCUMENTS:
+        for words in command_lines(document.read_text(), f"bin/{script}"):
+            assert {w for w in words if w.startswith("--")} <= known, document
+
+
+# --- config ---
+
+
+def test_configuration_document_is_up_to_date() -> None:
+    assert read("docs/configuration.md") == markdown(), "run `python -m slimebus.config.fields > docs/configuration.md`"
+
+
+@each_document
+def test_every_config_field_named_exists(document: Path) -> None:
+    named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(SECTIONS)})\.[a-z_]\w*)(?![\w/(:-])", "\n".join(spans(document.read_text())))
+    fields = {name for name in named if name.rpartition(".")[2] not in FILE_SUFFIXES and not (ROOT / name.replace(".", "/")).exists()}
+    modules = {name for name in fields if (ROOT / f"{name.replace('.', '/')}.py").is_file()}
+    assert not fields - modules - paths().keys() - {"eval.datasets"} - set(OPEN_MAPS)
+
+
+# --- links and files ---
+
+
+def slugs(document: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@each_document
+def test_every_link_resolves(document: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", document.read_text())):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), f"{document.name}: {target}"
+        assert not anchor or anchor in slugs(file), f"{document.name}: no heading #{anchor} in {file.name}"
+
+
+def defined_in(file: Path) -> set[str]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
+
+
+@each_document
+def test_every_file_and_function_named_exists(document: Path) -> None:
+    for named in filter(REPOSITORY_PATH.match, spans(document.read_text())):
+        path, _, function = named.partition(":")
+        assert any(ROOT.glob(path.rstrip("/"))), f"{document.name}: no {path}"
+        assert not function or function in defined_in(ROOT / path), f"{document.name}: no {function} in {path}"
+
+
+def test_every_document_can_be_reached_from_the_readme() -> None:
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        document = todo.pop()
+        if document in reached or document.suffix != ".md":
+            continue
+        reached.add(document)
+        targets = (target.partition("#")[0] for target in LINK.findall(FENCE.sub("", document.read_text())))
+        todo += [(document.parent / path).resolve() for path in targets if path and "://" not in path]
+    assert not {d.relative_to(ROOT) for d in DOCUMENTS} - {d.relative_to(ROOT) for d in reached}
+
+
+@each_document
+def test_no_document_names_a_machine_or_an_issue(document: Path) -> None:
+    assert not re.findall(r"/work/|/root/|/tmp/\w|/home/|\bissue \d|(?<![\w&])#\d+\b", document.read_text())
+
+
+# --- packages ---
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads(read("pyproject.toml"))
+    groups = {"Every role": project["project"]["dependencies"], "To build": project["build-system"]["requires"]}
+    groups |= {f"`slimebus[{name}]`": wanted for name, wanted in project["project"]["optional-dependencies"].items()}
+    found = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", read("docs/dependencies.md"), re.MULTILINE | re.DOTALL))
+    listed = {title: set(re.findall(r"^\| `([\w.-]+)` \| \S", body, re.MULTILINE)) for title, body in found.items()}
+    assert listed == {title: {re.split(r"[<>=!~\[; ]", w)[0] for w in wanted} for title, wanted in groups.items()}
+
+
+# --- the wire ---
+
+
+def codes_in(*files: Path) -> set[str]:
+    """Literals given as an error's code."""
+    return {code for file in files for code in re.findall(r"\bcode\s*=\s*\"(\w+)\"", file.read_text())}
+
+
+def table_codes() -> set[str]:
+    table = read("docs/protocol.md").split("| code | retryable |", 1)[1].split("\n\n", 1)[0]
+    return set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
+def test_every_code_the_broker_answers_with_is_in_the_protocol() -> None:
+    sources = [*(ROOT / "broker" / "state").glob("*.py"), ROOT / "broker" / "shell.py", ROOT / "slimebus" / "envelope.py"]
+    assert not codes_in(*sources) - table_codes() - {"data"}  # data: refused at the start, never on the wire
+
+
+def test_every_code_of_the_protocol_exists() -> None:
+    python = [file for folder in ("slimebus", "broker") for file in (ROOT / folder).rglob("*.py")]
+    assert not table_codes() - codes_in(*python)
+
+
+def test_the_glossary_has_the_words_of_the_wire() -> None:
+    words = read("docs/glossary.md").lower()
+    fields: Any = ("lease", "put", "give back", "batch", "commit", "hint", "lineage", "version", "epoch", "attempt", "manifest", "digest")
+    assert not [word for word in fields if f"**{word}" not in words]

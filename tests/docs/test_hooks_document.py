@@ -1,0 +1,93 @@
+"""The hooks on docs/hooks.md run, through the code that runs hooks."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollout import rewards
+from rollout.groups import Dropped, GroupMaker
+from rollout.response import Response, Task
+from slimebus.config import resolve
+from slimebus.config.fields import sections
+from slimebus.messages import LeasedGroup
+from slimebus.samples import Sample
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    eos_token_id = None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(c) for c in text], np.int32)
+
+    encode_prompt = encode
+
+    def decode(self, ids: np.ndarray) -> str:
+        return "".join(map(chr, ids))
+
+    def decode_batch(self, rows: list[np.ndarray]) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+class Scripted:
+    """Engines that answer one task after another with these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts, self.asked = list(texts), []  # type: ignore[var-annotated]
+
+    async def sample(self, tasks: list[Task]) -> list[Response]:
+        return [self._response(task, self.texts.pop(0)) for task in tasks]
+
+    def _response(self, task: Task, text: str) -> Response:
+        self.asked.append("".join(map(chr, task.prompt_ids)))
+        ids = Letters().encode(text)
+        return Response(task=task, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), versions=[(3, len(ids))], text="")
+
+
+def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: int) -> list[Sample]:
+    """One group of the prompt `2+2=`, label 4, with the example as the hook of this field."""
+    (tmp_path / "hook.py").write_text(EXAMPLES[example])
+    flag = {f"rollout.{field}": f"hook.py:{example}", "engine.engine": "cpu"}
+    resolved = resolve(None, flag, {})
+    maker = GroupMaker(resolved.config, tmp_path, Letters(), engines)  # type: ignore[arg-type]
+    leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=num_samples, deadline_s=60.0)
+    return asyncio.run(maker.make(leased, msgspec.msgpack.encode({"prompt": "2+2=", "label": "4"})))
+
+
+def test_the_reward_scores_right_wrong_long_and_cut_off(tmp_path: Path) -> None:
+    samples = make(tmp_path, "custom_rm_path", "reward", Scripted("4", "5", "." * 199 + "4"), 3)
+    assert [sample.reward for sample in samples] == [1.0, 0.0, pytest.approx(0.8)]
+
+
+def test_the_generate_hook_tries_again_and_trains_its_last_try(tmp_path: Path) -> None:
+    engines = Scripted("5", "4")
+    (sample,) = make(tmp_path, "custom_generate_function_path", "generate", engines, 1)
+    assert engines.asked == ["2+2=", "2+2=5 That is wrong. Again: "]
+    assert (sample.reward, sample.turn, int(sample.loss_mask.sum())) == (1.0, 1, 1)
+    assert Letters().decode(sample.tokens) == "2+2=5 That is wrong. Again: 4"
+
+
+def test_the_filter_keeps_mixed_groups_only(tmp_path: Path) -> None:
+    assert len(make(tmp_path, "dynamic_sampling_filter_path", "keep", Scripted("4", "5"), 2)) == 2
+    with pytest.raises(Dropped):
+        make(tmp_path, "dynamic_sampling_filter_path", "keep", Scripted("4", "4"), 2)
+
+
+def test_every_hook_of_the_config_has_its_section_and_example() -> None:
+    hooks = {doc.name.rpartition(".")[2] for _, _, docs in sections() for doc in docs if doc.unit == "hook"}
+    assert hooks == set(re.findall(r"^## (\w+_path)$", PAGE, re.MULTILINE))
+    assert len(EXAMPLES) == len(hooks)
+
+
+def test_built_in_rewards_are_listed() -> None:
+    table = PAGE.split("### Built-in rewards", 1)[1].split("\n## ", 1)[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(rewards.BUILT_IN)
