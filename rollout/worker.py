@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.engines import Engines
+from rollout.engines import Engines, vocab_size
 from rollout.groups import Dropped, GroupMaker
 from rollout.tokenizer import Tokenizer
 from rollout.weight_sync import WeightSync
@@ -84,7 +84,7 @@ class Worker:
 
     async def run(self, welcome: Welcome) -> None:
         """Serve until the broker says the run is finished, or stop() is called. Raises what made it fail."""
-        tokenizer = await asyncio.to_thread(lambda: Tokenizer(self.model_dir, apply_chat_template=self.config.data.apply_chat_template))
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
         self.maker = GroupMaker(self.config, self.resolved.base, tokenizer, self.engines)
         self.client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, self._on_lost)
         background = []
@@ -101,6 +101,10 @@ class Worker:
             await self._leave(background)
         if self._failure is not None:
             raise self._failure
+
+    def _load_tokenizer(self) -> Tokenizer:
+        apply_chat_template = self.config.data.apply_chat_template
+        return Tokenizer(self.model_dir, apply_chat_template=apply_chat_template, vocab_size=vocab_size(self.model_dir))
 
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None

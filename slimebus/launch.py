@@ -94,6 +94,12 @@ class Fleet:
         self.stop()
 
 
+def end_with_parent(number: int) -> None:
+    """From now on this process gets signal `number` when the one that started it ends, whatever ends it (Linux; else nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 def _die_with_parent(parent: int) -> Callable[[], None]:
     prctl = ctypes.CDLL(None).prctl
 

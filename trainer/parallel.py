@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimebus.errors import ConfigError
 from trainer import cuda_bridge
+from trainer.gloo_device import shared_gloo_device
 from trainer.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -34,14 +35,15 @@ def start(settings: ModelSettings) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store = dist.HashStore() if world_size == 1 else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel(
-        settings.tensor_model_parallel_size,
-        settings.pipeline_model_parallel_size,
-        context_parallel_size=settings.context_parallel_size,
-    )
+    with shared_gloo_device():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        parallel_state.initialize_model_parallel(
+            settings.tensor_model_parallel_size,
+            settings.pipeline_model_parallel_size,
+            context_parallel_size=settings.context_parallel_size,
+        )
     torch.manual_seed(settings.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
 

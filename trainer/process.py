@@ -10,6 +10,7 @@ from types import FrameType
 from slimebus import joining, logs
 from slimebus.config import Resolved
 from slimebus.errors import UsageError
+from slimebus.launch import end_with_parent
 from slimebus.transport.client import Client
 from trainer.from_config import settings_from
 from trainer.settings import TrainerSettings
@@ -39,6 +40,8 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug)
     signal.signal(signal.SIGTERM, _interrupt)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the ranks of a killed torchrun would train on
+        end_with_parent(signal.SIGKILL)
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
     settings = settings_of(resolved)
     client = welcome = None

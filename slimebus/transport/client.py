@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from slimebus import envelope
-from slimebus.errors import SlimebusError, Unreachable
+from slimebus.errors import ProtocolError, SlimebusError, Unreachable
 from slimebus.messages import TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
 
 log = logging.getLogger("slimebus.transport")
@@ -250,10 +250,19 @@ class Client:
                 got = envelope.decode(frames, self.types)
             except SlimebusError as bad:
                 log.warning("reply from %s refused: %s", self.peer, bad.text)
+                if bad.code == "protocol_version":
+                    self._fail_all(bad)
                 continue
             pending = self._pending.pop(got.header.id, None)
             if pending is not None:
                 self._settle(pending, got)
+
+    def _fail_all(self, problem: SlimebusError) -> None:
+        """The server is of another release: no request will ever be understood, so none waits for its deadline."""
+        told = ProtocolError(f"{self.peer} at {self.address}: {problem.text}", code=problem.code)
+        pending, self._pending = list(self._pending.values()), {}
+        for one in pending:
+            _fail(one, told)
 
     def _settle(self, pending: _Pending, got: envelope.Envelope) -> None:
         if pending.future.cancelled():

@@ -1,0 +1,205 @@
+"""What a user may get wrong: one clear line on stderr, exit code 2, no traceback, and nothing left running."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import MARK, ROOT, Run, tiny_config
+
+pytestmark = pytest.mark.integration
+
+ROLES = ("broker", "trainer", "rollout", "up")
+
+
+class Refusal:
+    """How a command ended. `said` is the one line that explains it. others: processes of the run that live on."""
+
+    def __init__(self, run: Run, *words: str, timeout_s: float = 60.0, others: int = 0) -> None:
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(run.folder), MARK: run.mark, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "slimebus", *words]
+        started = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT, check=False)
+        self.seconds = time.monotonic() - started
+        self.out, self.err, self.code = done.stdout, done.stderr, done.returncode
+        self.text = f"{' '.join(words)}: exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        lines = [line for line in self.err.splitlines() if line.startswith("slimebus: ")]
+        assert self.code == 2, self.text
+        assert "Traceback" not in self.out + self.err, self.text
+        assert len(lines) == 1, self.text
+        self.said = lines[0]
+        run.assert_none_alive(within_s=1.0, others=others)
+
+
+def refused(run: Run, role: str, *flags: str) -> Refusal:
+    return Refusal(run, role, str(run.file), *flags)
+
+
+def child_line(refusal: Refusal, role: str) -> str:
+    """Under `up`, the explaining line of a role is in the common log with the role in front."""
+    lines = [line for line in refusal.out.splitlines() if "slimebus: " in line and line.lstrip().startswith(role)]
+    assert len(lines) == 1, refusal.text
+    return lines[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path, task: Path) -> Iterator[Run]:
+    with Run(tmp_path, task, broker__connect_timeout_s=2) as run:
+        yield run
+
+
+def change(run: Run, task: Path, **changes: object) -> None:
+    run.write(tiny_config(run.run_dir, task, run.address), {"broker__connect_timeout_s": 30, **changes})
+
+
+def test_a_missing_data_file_is_named(run: Run, task: Path) -> None:
+    change(run, task, data__prompt_data=["nowhere/prompts.jsonl"])
+    assert "nowhere/prompts.jsonl does not exist" in refused(run, "broker").said
+    up = refused(run, "up")
+    assert "broker ended with code 2" in up.said
+    assert "nowhere/prompts.jsonl does not exist" in child_line(up, "broker")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "1+1=", "label": "2"', "not JSON"),
+        ('["1+1="]', "expected a JSON object, got list"),
+        ('{"question": "1+1="}', "no 'prompt'"),
+        ('{"prompt": 7}', "must be text or a list of chat messages"),
+    ],
+)
+def test_a_malformed_line_is_named_with_file_line_and_reason(run: Run, task: Path, line: str, reason: str) -> None:
+    file = run.folder / "prompts.jsonl"
+    file.write_text('{"prompt": "1+1=", "label": "2"}\n' * 2 + line + "\n")
+    change(run, task, data__prompt_data=[str(file)])
+    said = refused(run, "broker").said
+    assert f"{file}:3" in said
+    assert reason in said
+
+
+def test_up_ends_everyone_when_one_role_refuses_its_input(run: Run, task: Path) -> None:
+    file = run.folder / "prompts.jsonl"
+    file.write_text("nonsense\n")
+    change(run, task, data__prompt_data=[str(file)])
+    up = refused(run, "up", "--workers", "2")
+    assert f"{file}:1: not JSON" in child_line(up, "broker")
+    assert up.seconds < 30
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_unknown_key_is_named_with_its_place_and_the_nearest_name(run: Run, task: Path, role: str) -> None:
+    change(run, task, rollout__num_rollouts=7)
+    said = refused(run, role).said
+    assert f"{run.file}:" in said
+    assert "unknown key 'rollout.num_rollouts'; did you mean 'rollout.num_rollout'?" in said
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_batch_sizes_that_do_not_divide_are_refused_with_their_numbers(run: Run, task: Path, role: str) -> None:
+    change(run, task, rollout__num_steps_per_rollout=3)
+    said = refused(run, role).said
+    assert "rollout_batch_size: 4 groups do not divide into num_steps_per_rollout 3 parts" in said
+
+
+def test_batches_that_no_rank_can_share_evenly_are_refused(run: Run, task: Path) -> None:
+    change(run, task, rollout__global_batch_size=12)
+    assert "16 must equal global_batch_size 12" in refused(run, "trainer").said
+    change(run, task, trainer__nproc_per_node=3)
+    assert "16 samples do not divide over 3 data-parallel ranks" in refused(run, "trainer").said
+
+
+def test_a_port_in_use_is_named(run: Run, task: Path) -> None:
+    change(run, task)
+    host, _, port = run.address.removeprefix("tcp://").partition(":")
+    with socket.socket() as taken:
+        taken.bind((host, int(port)))
+        taken.listen()
+        said = refused(run, "broker").said
+        assert f"{host}:{port}" in said
+        assert "in use" in said
+        up = refused(run, "up")
+        assert "in use" in child_line(up, "broker")
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_an_unreachable_broker_is_named_with_who_asked_and_for_how_long(run: Run, role: str) -> None:
+    refusal = refused(run, role, "--connect-timeout-s", "2")
+    assert role in refusal.said
+    assert run.address in refusal.said
+    assert "in 2 s" in refusal.said
+    assert 2 <= refusal.seconds < 20
+
+
+def test_status_and_eval_say_who_does_not_answer(run: Run) -> None:
+    said = refused(run, "status", "--timeout-s", "1").said
+    assert run.address in said
+    assert "in 1 s" in said
+
+
+class FromAnotherRelease:
+    """A broker that speaks protocol 99."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind(address)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while not self.stop.is_set():
+            if not self.socket.poll(50):
+                continue
+            peer = self.socket.recv_multipart()[0]
+            header = {"v": 99, "type": "error", "id": 0, "body": {"code": "protocol_version", "text": "too old"}}
+            self.socket.send_multipart([peer, msgspec.msgpack.encode(header)])
+
+    def __enter__(self) -> "FromAnotherRelease":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop.set()
+        self.thread.join(5)
+        self.socket.close()
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_a_broker_of_another_protocol_version_is_told_apart_from_an_absent_one(run: Run, role: str) -> None:
+    with FromAnotherRelease(run.address):
+        refusal = refused(run, role, "--connect-timeout-s", "30")
+    assert "protocol version 99" in refusal.said
+    assert "speaks 1" in refusal.said
+    assert refusal.seconds < 20, "it does not wait for the deadline"
+
+
+def mismatched(task: Path, folder: Path) -> Path:
+    """The model with a tokenizer that has one token more than the model has embeddings."""
+    shutil.copytree(task / "model", folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["%"] = len(vocab)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_every_role_that_has_it(run: Run, task: Path) -> None:
+    change(run, task, model__hf_checkpoint=str(mismatched(task, run.folder / "model")))
+    size = json.loads((task / "model" / "config.json").read_text())["vocab_size"]
+    broker = run.start("broker")
+    run.wait_for("a broker", lambda s: True)
+    for role in ("trainer", "rollout"):
+        refusal = Refusal(run, role, str(run.file), others=1)
+        assert f"'%' id {size}, but the model's vocab_size is {size}" in refusal.said
+    broker.kill()
