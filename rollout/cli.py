@@ -7,7 +7,7 @@ import click
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
 
 
-@click.command(cls=ConfigCommand, prefixes={"sglang-": "sglang"})
+@click.command(cls=ConfigCommand)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--worker-name", help="[name] Of this worker; default: made from host and process id.")

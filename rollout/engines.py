@@ -23,6 +23,8 @@ from slimebus.messages import NO_VERSION
 log = logging.getLogger("rollout")
 
 STOP_S = 2.0
+OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
+"""How long a lost connection is retried: our own engine on this host that does not answer has ended."""
 
 
 def version_tag(lineage: str, version: int) -> str:
@@ -45,7 +47,7 @@ class Engine:
 
     def __init__(self, url: str, process: EngineProcess | None, vocab_size: int | None) -> None:
         self.url, self.process, self.running = url, process, 0
-        self.client = EngineClient(url, vocab_size=vocab_size)
+        self.client = EngineClient(url, vocab_size=vocab_size, retry_s=ATTACHED_RETRY_S if process is None else OWN_RETRY_S)
 
     @property
     def is_dead(self) -> bool:

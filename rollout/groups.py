@@ -69,8 +69,11 @@ class GroupMaker:
         prompt: dict[str, Any] = msgspec.msgpack.decode(record)
         ids = self.tokenizer.encode_prompt(prompt["prompt"])
         shared = {"prompt": prompt["prompt"], "prompt_ids": ids, "label": prompt.get("label"), "metadata": prompt.get("metadata") or {}}
-        sampling = dict(leased.sampling)
-        return [Task(**shared, sampling=sampling, group=leased.group, dataset=leased.dataset, index=i) for i in range(leased.num_samples)]
+        ids.flags.writeable = False  # shared by the group's tasks
+        return [
+            Task(**shared, sampling=dict(leased.sampling), group=leased.group, dataset=leased.dataset, index=i)
+            for i in range(leased.num_samples)
+        ]
 
     async def _generate(self, tasks: list[Task], *, is_eval: bool) -> list[Response]:
         if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.loss_type == "sft_loss"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines import Engines
-from slimebus.errors import SlimebusError, Unreachable
+from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
 
 log = logging.getLogger("rollout")
@@ -60,13 +60,12 @@ class WeightSync:
             self._news.clear()
             while self.serving != self._target[:2] and not self._news.is_set():
                 try:
+                    await self.engines.restart_dead()
                     await self._sync(*self._target)
                 except SlimebusError as bad:
                     self.failures += 1
                     log.warning("weights: %s; trying again in %.0f s", bad.text, RETRY_S)
                     await asyncio.sleep(RETRY_S)
-                    if not isinstance(bad, Unreachable):
-                        await self.engines.restart_dead()
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()

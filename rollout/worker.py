@@ -41,6 +41,7 @@ log = logging.getLogger("rollout")
 
 LEASE_WAIT_S = 10.0
 PUT_TIMEOUT_S = 600.0
+WATCH_S = 1.0
 
 
 class Counts(msgspec.Struct):
@@ -93,7 +94,7 @@ class Worker:
                 await self._or_stopped(self.engines.start())
                 self.sync = self._make_sync()
                 self.sync.announce(welcome.lineage, welcome.version, welcome.publishers)
-                background.append(asyncio.create_task(self.sync.run()))
+                background += [asyncio.create_task(self.sync.run()), asyncio.create_task(self._watch_engines())]
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
             await self._serve(background)
@@ -210,7 +211,6 @@ class Worker:
         except SlimebusError as bad:
             log.warning("group %s: %s", leased.group, bad.text)
             await self._give_back(leased, "requeue" if bad.retryable else "fail", bad.text)
-            await self._recover()
         except asyncio.CancelledError:
             await self._give_back(leased, "requeue", "worker left", timeout_s=1.0)
             raise
@@ -253,10 +253,14 @@ class Worker:
         except SlimebusError as bad:
             log.warning("group %s not given back (its lease will run out): %s", leased.group, bad.text)
 
-    async def _recover(self) -> None:
-        """After a failed group: replace engines that ended; they serve nothing until they have the weights again."""
-        if self.engines is not None and self.sync is not None and any(e.is_dead for e in self.engines.engines):
-            self.sync.invalidate()
+    async def _watch_engines(self) -> None:
+        """An engine that ended is replaced, and serves nothing until it has the weights again."""
+        assert self.engines is not None
+        assert self.sync is not None
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.sync.serving[1] != NO_VERSION and any(engine.is_dead for engine in self.engines.engines):
+                self.sync.invalidate()
 
     # --- the bus ---
 

@@ -54,7 +54,7 @@ def _from_file(path: str, file_name: str, base: Path | None) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception as bad:  # a plug-in's file may fail in any way
         del sys.modules[name]
-        raise
+        raise HookError(f"hook {path!r}: {file} failed when loaded: {type(bad).__name__}: {bad}") from bad
     return module

@@ -41,6 +41,10 @@ def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None) -> No
 def export(ctx: click.Context, run_yaml: Path | None, out: Path) -> None:
     """Write the newest checkpoint as a Hugging Face directory: safetensors, config and tokenizer."""
     resolved = from_context(ctx, run_yaml)
-    from trainer.process import export_checkpoint
+    from trainer.process import export_checkpoint, launch_ranks
 
-    click.echo(f"step {export_checkpoint(resolved, out)} written to {out}")
+    if launch_ranks(resolved, sys.argv[1:]):
+        return
+    step = export_checkpoint(resolved, out)
+    if step is not None:
+        click.echo(f"step {step} written to {out}")

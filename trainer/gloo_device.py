@@ -19,11 +19,11 @@ def shared_gloo_device() -> Iterator[None]:
         yield
         return
     own: Any = c10d.ProcessGroupGloo
-    c10d.ProcessGroupGloo = _on_devices(own, _devices(own))
+    c10d.ProcessGroupGloo = _on_devices(own, _devices(own))  # type: ignore[misc]
     try:
         yield
     finally:
-        c10d.ProcessGroupGloo = own
+        c10d.ProcessGroupGloo = own  # type: ignore[misc]
 
 
 def _devices(gloo: Any) -> list[Any]:
@@ -32,7 +32,7 @@ def _devices(gloo: Any) -> list[Any]:
 
 
 def _on_devices(gloo: Any, devices: list[Any]) -> Any:
-    class OnSharedDevices(gloo):  # type: ignore[misc]
+    class OnSharedDevices(gloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
             options = gloo._Options()
             options._devices, options._timeout = devices, timeout

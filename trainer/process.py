@@ -79,8 +79,8 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
         policy.close()
 
 
-def export_checkpoint(resolved: Resolved, out: Path) -> int:
-    """Write the newest checkpoint to `out` in Hugging Face layout; the number of steps it has trained."""
+def export_checkpoint(resolved: Resolved, out: Path) -> int | None:
+    """Write the newest checkpoint to `out` in Hugging Face layout; the number of steps it has trained, on rank 0 alone."""
     from trainer.checkpoint_folder import latest_checkpoint
     from trainer.policy import Policy
 
@@ -91,7 +91,7 @@ def export_checkpoint(resolved: Resolved, out: Path) -> int:
     try:
         step, _ = policy.load_checkpoint(str(directory))
         policy.save_hf(str(out))
-        return step
+        return step if policy.is_main else None
     finally:
         policy.close()
 

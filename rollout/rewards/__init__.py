@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from rollout.response import Response
 from slimebus import hooks
@@ -37,31 +38,32 @@ async def score(reward: Reward, responses: list[Response], timeout_s: float) -> 
             outcomes = await asyncio.wait_for(asyncio.to_thread(lambda: [_call(reward, r) for r in todo]), timeout_s)
         except TimeoutError:
             outcomes = [_late(reward, timeout_s) for _ in todo]
-    problems = dict(zip(map(id, todo), outcomes, strict=True))
+    for response, outcome in zip(todo, outcomes, strict=True):
+        response.reward = outcome if isinstance(outcome, float) else None
+    problems = {id(r): outcome for r, outcome in zip(todo, outcomes, strict=True) if isinstance(outcome, SlimebusError)}
     return [problems.get(id(r)) for r in responses]
 
 
-async def _one(reward: Reward, response: Response, timeout_s: float) -> SlimebusError | None:
+async def _one(reward: Reward, response: Response, timeout_s: float) -> float | SlimebusError:
     try:
-        return _accept(reward, response, await asyncio.wait_for(reward(response), timeout_s))
+        return _accept(reward, await asyncio.wait_for(reward(response), timeout_s))
     except TimeoutError:
         return _late(reward, timeout_s)
     except Exception as bad:  # noqa: BLE001  a plug-in may fail in any way; the sample is counted as failed
         return _broken(reward, bad)
 
 
-def _call(reward: Reward, response: Response) -> SlimebusError | None:
+def _call(reward: Reward, response: Response) -> float | SlimebusError:
     try:
-        return _accept(reward, response, reward(response))
+        return _accept(reward, reward(response))
     except Exception as bad:  # noqa: BLE001  a plug-in may fail in any way; the sample is counted as failed
         return _broken(reward, bad)
 
 
-def _accept(reward: Reward, response: Response, value: Any) -> SlimebusError | None:
-    if isinstance(value, bool | int | float) and value == value:
-        response.reward = float(value)
-        return None
-    return HookError(f"reward {_path(reward)} gave {value!r}; expected a number")
+def _accept(reward: Reward, value: Any) -> float | SlimebusError:
+    if isinstance(value, SupportsFloat) and not isinstance(value, str) and isfinite(number := float(value)):
+        return number
+    return HookError(f"reward {_path(reward)} gave {value!r}; expected a finite number")
 
 
 def _late(reward: Reward, timeout_s: float) -> SlimebusError:

@@ -10,15 +10,13 @@ import msgspec
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
 from slimebus.config.schema import OPEN_MAPS, paths
 
-PREFIXES = {"sglang-": "sglang", "megatron-": "megatron"}
-
 
 @click.group()
 def config() -> None:
     """Look at the config of a run."""
 
 
-@config.command(cls=ConfigCommand, prefixes=PREFIXES)
+@config.command(cls=ConfigCommand)
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: name to [value, origin].")
 @click.pass_context
@@ -43,7 +41,7 @@ def _at(tree: Any, name: str) -> Any:
     return tree
 
 
-@config.command(cls=ConfigCommand, prefixes=PREFIXES)
+@config.command(cls=ConfigCommand)
 @config_argument
 @click.pass_context
 def check(ctx: click.Context, run_yaml: Path | None) -> None:

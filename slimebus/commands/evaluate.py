@@ -33,7 +33,9 @@ def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, data
         click.echo(json.dumps(results, indent=2))
     for row in [] if as_json else results:
         interval = f" [{row['low']:.3f}, {row['high']:.3f}]" if row.get("low") is not None else ""
-        click.echo(f"{row['dataset']}: {row['mean']:.4f}{interval} over {row['count']} samples, version {row['version']}")
+        mean = "no score" if row["mean_reward"] is None else f"{row['mean_reward']:.4f}{interval}"
+        why = f" ({row['reason']})" if row["reason"] else ""
+        click.echo(f"{row['dataset']}: {mean} over {row['num_samples']} samples, version {row['version']}{why}")
 
 
 def _await_results(client: Client, key: str, datasets: list[str]) -> list[dict[str, Any]]:

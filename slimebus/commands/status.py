@@ -47,6 +47,8 @@ def summary(found: dict[str, Any]) -> list[str]:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{key}:")
             lines += ["  " + "  ".join(f"{name} {_short(v)}" for name, v in row.items() if not isinstance(v, dict)) for row in value[-12:]]
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            lines += [f"{key:<12} {text}" for text in value]
         elif not isinstance(value, dict | list):
             lines.append(f"{key:<12} {_short(value)}")
     return lines

@@ -10,6 +10,7 @@ import click
 
 from slimebus.config import Resolved
 from slimebus.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.config.schema import OPEN_MAPS
 from slimebus.errors import EXIT_FAILURE
 from slimebus.launch import Child, Fleet, free_port
 
@@ -36,7 +37,9 @@ def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:
     """The same config for a child process, as its command line."""
     words = [str(run_yaml)] if run_yaml else []
     for name, value in flags.items():
-        flag = name.rpartition(".")[2].replace("_", "-")
+        section, _, field = name.rpartition(".")
+        flag = f"{section}-{field}" if section in OPEN_MAPS else field
+        flag = flag.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -11,6 +11,7 @@ from slimebus.config.load import Resolved, resolve
 from slimebus.config.schema import paths
 
 META = "slimebus.flags"
+PREFIXES = {"sglang-": "sglang", "megatron-": "megatron"}
 ForeignFlags = Callable[[], Mapping[str, str]]
 """Gives flag -> dotted config name for the options of another project (megatron-core)."""
 
@@ -18,7 +19,7 @@ ForeignFlags = Callable[[], Mapping[str, str]]
 class ConfigCommand(click.Command):
     """A command that takes a RUN.yaml and any config field as a flag.
 
-    prefixes: start of foreign flags -> the open map of the config that takes them (`{"sglang-": "sglang"}`).
+    prefixes: start of foreign flags -> the open map of the config that takes them, PREFIXES unless given.
     foreign: exact foreign flags, asked for only when one is used.
     """
 
@@ -27,7 +28,7 @@ class ConfigCommand(click.Command):
     ) -> None:
         kw["params"] = [*kw.get("params", []), *_options()]
         super().__init__(name, **kw)
-        self.prefixes, self.foreign = dict(prefixes or {}), foreign
+        self.prefixes, self.foreign = dict(PREFIXES if prefixes is None else prefixes), foreign
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, i = [], 0

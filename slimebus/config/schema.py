@@ -31,7 +31,8 @@ class BrokerConfig(Section, frozen=True):
     max_staleness: NonNegative = 1
     """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded."""
     on_stale: Literal["requeue", "drop", "wait"] = "requeue"
-    """[choice] What happens to a finished group that became too stale: sample its prompt again, drop it, or keep it unused."""
+    """[choice] What happens to a finished group that became too stale: sample its prompt again, drop it, or let
+    the batch before wait for it (what is too old all the same is sampled again)."""
     lease_s: Seconds = 60.0
     """[seconds] A worker that is silent this long loses its groups, and they are queued again."""
     heartbeat_s: Seconds = 2.0
@@ -45,7 +46,7 @@ class BrokerConfig(Section, frozen=True):
     connect_timeout_s: Seconds = 120.0
     """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
     finish_wait_s: Seconds = 20.0
-    """[seconds] After the last step, how long the broker waits for workers to leave before it ends."""
+    """[seconds] After the last step and its evaluation, how long the trainer still serves weights to workers that have not left."""
 
 
 class DataConfig(Section, frozen=True):
@@ -106,7 +107,7 @@ class RolloutConfig(Section, frozen=True):
     custom_rm_path: str = ""
     """[hook] Reward of one sample, instead of rm_type."""
     custom_generate_function_path: str = ""
-    """[hook] Makes the samples of one prompt, instead of one call of the engine."""
+    """[hook] Makes one sample (or several that count as one), instead of a call of the engine; called once per sample of a group."""
     dynamic_sampling_filter_path: str = ""
     """[hook] Keeps or drops a finished group; a dropped one is counted and replaced by another prompt."""
     reward_timeout_s: Seconds = 60.0
@@ -254,8 +255,8 @@ class TrainerConfig(Section, frozen=True):
     """[choice] Of the trained parameters; published weights are always bfloat16."""
     train_threads: Positive = 1
     """[threads] CPU threads of each rank."""
-    save_interval: Natural = 0
-    """[steps] Write a checkpoint every so many steps; 0: only at the end."""
+    save_interval: Natural = 50
+    """[steps] Write a checkpoint every so many steps, and at the end; 0: only at the end."""
     keep_checkpoints: Positive = 2
     """[checkpoints] Older ones are deleted."""
     save_hf: str = ""

@@ -199,7 +199,7 @@ class Client:
         socket = self._context.socket(zmq.SUB)
         socket.linger = 0
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(self._hints_address)
+        socket.connect(reachable(self._hints_address, self.address))
         return socket
 
     def _hear(self, hints: Any) -> None:
@@ -319,6 +319,14 @@ class Client:
                 self._on_beat(message)
         elif isinstance(problem, SlimebusError) and not problem.retryable:
             self._on_lost(problem)
+
+
+def reachable(announced: str, known: str) -> str:
+    """An address that a server announced, with the host we know it by where it only named all its interfaces."""
+    host = known.split("//", 1)[-1].rpartition(":")[0].replace("localhost", "127.0.0.1")
+    for anywhere in ("0.0.0.0", "*", "[::]"):
+        announced = announced.replace(f"//{anywhere}:", f"//{host}:")
+    return announced
 
 
 def _fail(pending: _Pending, problem: SlimebusError) -> None:

@@ -71,7 +71,7 @@ def test_a_reward_that_raises_fails_its_sample_alone() -> None:
 def test_what_is_no_number_is_no_reward(value: Any) -> None:
     (problem,) = score(lambda r: value, [response("x")])
     assert problem is not None
-    assert "expected a number" in problem.text
+    assert "expected a finite number" in problem.text
 
 
 def test_a_coroutine_reward_is_awaited_for_all_at_once_and_cut_off_in_time() -> None:
