@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from types import TracebackType
 
 from rollout.sglang_client import EngineClient
 from slimebus.errors import SlimebusError, Unreachable
+from slimebus.launch import free_port
 
 LOG_TAIL_LINES = 30
 STOP_S = 10.0
@@ -95,20 +95,13 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago; another process may take it before the engine binds it."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def embedded_engine(
     model_path: Path, log_path: Path, *, host: str = "127.0.0.1", port: int = 0, arguments: tuple[str, ...] = (), python: str = ""
 ) -> EngineProcess:
     """The embedded CPU engine on `model_path`; port 0 takes a free one. It ends when this process ends."""
     import sys
 
-    port = port or free_port(host)
+    port = port or free_port()
     command = [
         *(python or sys.executable, "-m", "rollout.engine", "--model-path", str(model_path)),
         *("--host", host, "--port", str(port), f"--exit-with-parent={os.getpid()}"),

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollout.engine_process import EngineProcess, free_port
+from rollout.engine_process import EngineProcess
+from slimebus.launch import free_port
 
 GUARD_PATH = Path(__file__).parent / "process_guard.py"
 SHIM_PATH = Path(__file__).parent / "sglang_cpu"
@@ -39,7 +40,7 @@ def sglang_server(
     `on_cpu`: apply the CPU flags and the shim (default: where there is no CUDA driver). Wait for it with
     `wait_ready(READY_TIMEOUT_S)`.
     """
-    port = port or free_port(host)
+    port = port or free_port()
     is_cpu = not has_cuda() if on_cpu is None else on_cpu
     # argparse takes the last of a repeated option, so the caller's come last.
     command = [

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from rollout.engine_process import EngineProcess, embedded_engine, free_port
+from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.sglang_client import Completion, EngineClient
 from slimebus.errors import UsageError
+from slimebus.launch import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(180)]
 
