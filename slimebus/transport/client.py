@@ -86,8 +86,11 @@ class Client:
     def submit(
         self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None
     ) -> "Future[Reply]":
-        """Send, and return a future of the reply. It fails with Unreachable after `timeout_s` seconds."""
+        """Send, and return a future of the reply. It fails with Unreachable after `timeout_s` seconds; close() cancels it."""
         pending = _Pending(message, bulk, timeout_s, resend_s or self.resend_s)
+        if self._closing.is_set():
+            pending.future.cancel()
+            return pending.future
         self._outbox.put((next(self._ids), pending))
         self._wake()
         return pending.future
@@ -142,16 +145,17 @@ class Client:
         """Leave (telling the server, briefly) and stop the thread."""
         if self._closing.is_set():
             return
-        if goodbye and self.epoch:
-            try:
+        try:
+            if goodbye and self.epoch:
                 self.call(Goodbye(), timeout_s=1.0)
-            except SlimebusError as unheard:
-                log.debug("goodbye not heard: %s", unheard.text)
-        self._closing.set()
-        self._wake()
-        self._thread.join(timeout=5.0)
-        os.close(self._wake_w)
-        os.close(self._wake_r)
+        except SlimebusError as unheard:
+            log.debug("goodbye not heard: %s", unheard.text)
+        finally:  # also when interrupted: threads that wait for an answer would keep the process
+            self._closing.set()
+            self._wake()
+            self._thread.join(timeout=5.0)
+            os.close(self._wake_w)
+            os.close(self._wake_r)
 
     def _wake(self) -> None:
         os.write(self._wake_w, b"!")
@@ -188,6 +192,8 @@ class Client:
             self._receive(socket)
             self._expire(socket)
             self._heartbeat(socket)
+        while not self._outbox.empty():
+            self._outbox.get_nowait()[1].future.cancel()
         for pending in self._pending.values():
             pending.future.cancel()
         if hints is not None:

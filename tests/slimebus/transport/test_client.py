@@ -191,3 +191,11 @@ def test_another_protocol_version_is_refused_with_the_remedy(answering: Callable
         reply = envelope.decode(socket.recv_multipart()).message
     assert isinstance(reply, Error)
     assert (reply.code, "run the same slimebus release everywhere" in reply.text) == ("protocol_version", True)
+
+
+def test_closing_frees_whoever_waits_for_an_answer_now_or_later() -> None:
+    client = Client("tcp://127.0.0.1:1", name="c")
+    waiting = client.submit(Status(), timeout_s=600)
+    client.close()
+    assert waiting.cancelled()
+    assert client.submit(Status(), timeout_s=600).cancelled()
