@@ -67,8 +67,8 @@ class Publisher:
             self._pending = None
 
     def close(self) -> None:
-        """Stop serving."""
-        self._thread.shutdown(wait=True)
+        """Stop serving. An announcement that the broker has not heard is not waited for; `wait` does that."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self.server.close()
 
 
