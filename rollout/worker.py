@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.engines import Engines, vocab_size
+from rollout.engines import Engines
 from rollout.groups import Dropped, GroupMaker
 from rollout.tokenizer import Tokenizer
 from rollout.weight_sync import WeightSync
@@ -83,15 +83,14 @@ class Worker:
 
     # --- life ---
 
-    async def run(self, welcome: Welcome) -> None:
+    async def run(self, welcome: Welcome, tokenizer: Tokenizer) -> None:
         """Serve until the broker says the run is finished, or stop() is called. Raises what made it fail."""
-        tokenizer = await asyncio.to_thread(self._load_tokenizer)
         self.maker = GroupMaker(self.config, self.resolved.base, tokenizer, self.engines)
         self.client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, self._on_lost)
         background = []
         try:
             if self.engines is not None:
-                await self._or_stopped(self.engines.start())
+                await self._or_stopped(self.engines.start)
                 self.sync = self._make_sync()
                 self.sync.announce(welcome.lineage, welcome.version, welcome.publishers)
                 background += [asyncio.create_task(self.sync.run()), asyncio.create_task(self._watch_engines())]
@@ -103,17 +102,15 @@ class Worker:
         if self._failure is not None:
             raise self._failure
 
-    def _load_tokenizer(self) -> Tokenizer:
-        apply_chat_template = self.config.data.apply_chat_template
-        return Tokenizer(self.model_dir, apply_chat_template=apply_chat_template, vocab_size=vocab_size(self.model_dir))
-
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None
         w = self.config.weights
         return WeightSync(self.engines, self.model_dir, shm=w.weights_shm, pull_timeout_s=w.pull_timeout_s, on_change=self._on_new_version)
 
-    async def _or_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self._stopping.is_set():
+            return
+        task = asyncio.create_task(work())
         stopped = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 LineSink = Callable[[str, str], None]
 """Called with (role, line) for every line a child writes, from that child's reader thread."""
@@ -98,6 +99,19 @@ def end_with_parent(number: int) -> None:
     """From now on this process gets signal `number` when the one that started it ends, whatever ends it (Linux; else nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def interrupt_on_sigterm() -> None:
+    """From now on the first SIGTERM raises KeyboardInterrupt in the main thread; more of them do not disturb the leaving.
+
+    The kernel may send several when a parent with threads is killed: one for each thread that ends.
+    """
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

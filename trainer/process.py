@@ -5,12 +5,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from slimebus import joining, logs
 from slimebus.config import Resolved
 from slimebus.errors import UsageError
-from slimebus.launch import end_with_parent
+from slimebus.launch import end_with_parent, interrupt_on_sigterm
 from slimebus.transport.client import Client
 from trainer.from_config import settings_from
 from trainer.settings import TrainerSettings
@@ -39,7 +38,7 @@ def settings_of(resolved: Resolved) -> TrainerSettings:
 def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug)
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on_sigterm()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
@@ -94,7 +93,3 @@ def export_checkpoint(resolved: Resolved, out: Path) -> int | None:
         return step if policy.is_main else None
     finally:
         policy.close()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
