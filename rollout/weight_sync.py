@@ -47,6 +47,8 @@ class WeightSync:
         if version != NO_VERSION and publishers and target != self._target:
             self._target = target
             self._news.set()
+            if self._puller is not None and target[2] != self._publishers:
+                self._puller.cancel()  # its trainer has been replaced: what it waits for may never come
 
     def invalidate(self) -> None:
         """An engine lost its weights: serve nothing until they are loaded again."""
@@ -63,6 +65,9 @@ class WeightSync:
                     await self.engines.restart_dead()
                     await self._sync(*self._target)
                 except SlimebusError as bad:
+                    if self._news.is_set():
+                        log.info("weights: %s; there are newer ones", bad.text)
+                        break
                     self.failures += 1
                     log.warning("weights: %s; trying again in %.0f s", bad.text, RETRY_S)
                     await asyncio.sleep(RETRY_S)
@@ -88,6 +93,8 @@ class WeightSync:
         if self._puller is None or self._publishers != publishers:
             self._close_puller()
             self._puller, self._publishers = WeightPuller(publishers), publishers
+        if publishers != self._target[2]:  # announced before there was a puller to cancel
+            raise SlimebusError("the pull was cancelled", retryable=True)
         weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
         self.pulled_bytes = self._puller.counts.received_bytes
         return weights
