@@ -13,8 +13,9 @@ from typing import Any
 @contextlib.contextmanager
 def shared_gloo_device() -> Iterator[None]:
     """Process groups made inside use one device; as always GLOO_SOCKET_IFNAME names its network interface."""
-    import torch.distributed.distributed_c10d as c10d
+    from torch.distributed import distributed_c10d
 
+    c10d: Any = distributed_c10d
     if not c10d.is_gloo_available():
         yield
         return
