@@ -23,7 +23,7 @@ from slimebus.transport.client import Client
 ROOT = Path(__file__).parents[2]
 MARK = "SLIMEBUS_TEST_MARK"
 """An environment variable that every process of a run inherits: whatever its parent or session, it is found by it."""
-START_S = 90.0
+START_S = 60.0
 """Most seconds for anything that includes the start of a process; a loaded machine takes ten times an idle one's."""
 
 SLOW_HOOK = """
@@ -36,10 +36,11 @@ async def generate(task, engines):
 
 
 class Process:
-    """One `slimebus ROLE` (or any other command) with its output in a file."""
+    """One `slimebus ROLE` (or any other command) with its output in a file. expected: exit codes that the test has brought about."""
 
     def __init__(self, name: str, command: list[str], log: Path, environment: dict[str, str]) -> None:
         self.name, self.log = name, log
+        self.expected: set[int] = set()
         with log.open("ab") as out:
             self.popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
@@ -51,6 +52,7 @@ class Process:
 
     def kill(self) -> None:
         """kill -9, of this process alone."""
+        self.expected.add(-signal.SIGKILL)
         self.popen.kill()
         self.popen.wait(10)
 
@@ -127,6 +129,8 @@ class Run:
         return self
 
     def __exit__(self, kind: object, problem: object, trace: object) -> None:
+        if kind is not None:
+            print(f"status: {json.dumps(self.status())}")
         if self._client is not None:
             self._client.close(goodbye=False)
         for process in self.alive():
@@ -161,14 +165,14 @@ class Run:
     def assert_healthy(self, what: str) -> None:
         for process in self.processes:
             code = process.popen.poll()
-            assert code in (None, 0, -signal.SIGKILL), f"waiting for {what}: {process.name} ended with {code}\n{process.tail()}"
+            assert code in (None, 0, *process.expected), f"waiting for {what}: {process.name} ended with {code}\n{process.tail()}"
 
     def complete(self, timeout_s: float = START_S) -> None:
         """Wait until every process ended: those that nobody killed with code 0, and nothing left behind."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             code = process.wait(max(1.0, deadline - time.monotonic()))
-            assert code in (0, -signal.SIGKILL), f"{process.name} ended with {code}\n{process.tail()}"
+            assert code in (0, *process.expected), f"{process.name} ended with {code}\n{process.tail()}"
         self.assert_none_alive(within_s=5.0)
 
     # --- records ---

@@ -1,0 +1,135 @@
+"""At staleness 0, what workers say of their tokens is what the published weights say of them.
+
+The test is the trainer: it publishes known weights, takes the batches, and recomputes every logprob with transformers.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import Run
+
+from slimebus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Put, Resume
+from slimebus.samples import Sample, decode_group
+from slimebus.transport.client import Client
+from slimebus.weights.rounding import to_bf16
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionStore
+
+pytestmark = pytest.mark.integration
+
+STEPS = 3
+
+
+class HandTrainer:
+    """Publishes given weights and takes batches, on the bus like any trainer."""
+
+    def __init__(self, address: str) -> None:
+        self.client = Client(address, name="by-hand")
+        self.client.join("trainer", timeout_s=30)
+        self.store = VersionStore(lineage="by-hand")
+        self.server = WeightServer(self.store)
+        self.client.call(Resume(step=0, version=0, lineage="by-hand"))
+
+    def publish(self, weights: Mapping[str, Any]) -> None:
+        made = self.store.publish({name: to_bf16(tensor) for name, tensor in weights.items()})
+        news = Publish(lineage=made.lineage, version=made.version, publishers=[self.server.endpoint], digest=made.digest)
+        self.client.call(news)
+
+    def take(self, step: int) -> list[Sample]:
+        reply = self.client.call(Batch(step=step, wait_s=90), timeout_s=100).message
+        assert isinstance(reply, BatchReply)
+        assert reply.groups, reply.reason
+        assert reply.version == step
+        fetched = self.client.call(Fetch(groups=[g.group for g in reply.groups]))
+        assert isinstance(fetched.message, FetchReply)
+        frames, samples = list(fetched.bulk), []
+        for count in fetched.message.num_frames:
+            record = msgspec.msgpack.decode(frames[0], type=Put)
+            samples += decode_group(record.samples, record.fields, frames[1:count])
+            frames = frames[count:]
+        return samples
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+class Oracle:
+    """The same weights, rounded to bfloat16 as published, in transformers and float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def load(self, weights: Mapping[str, Any], *, rounded: bool) -> None:
+        given = {name: tensor.bfloat16().float() if rounded else tensor for name, tensor in weights.items()}
+        missing = self.model.load_state_dict(given, strict=False)
+        assert not missing.unexpected_keys
+
+    def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+        """Of each token given those before it, [T]; 0 for the first."""
+        import torch
+
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = self.model(ids).logits[0, :-1].log_softmax(-1)
+        return np.concatenate([[0.0], logits.gather(1, ids[0, 1:, None])[:, 0].numpy()])
+
+
+def changed(weights: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """As after an optimizer step: small changes everywhere, most of them below the bfloat16 step."""
+    import torch
+
+    torch.manual_seed(step)
+    return {name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in weights.items()}
+
+
+def test_at_staleness_0_rollout_logprobs_are_those_of_the_published_weights(tmp_path: Path, task: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = changed(load_file(task / "model" / "model.safetensors"), 0)
+    oracle = Oracle(task / "model")
+    with Run(tmp_path, task, broker__max_staleness=0, rollout__num_rollout=STEPS, rollout__rollout_max_response_len=32) as run:
+        run.start("broker")
+        worker = run.start("rollout", name="w1")
+        run.wait_for("a broker", lambda s: True)
+        trainer = HandTrainer(run.address)
+        try:
+            trainer.publish(weights)
+            for step in range(STEPS):
+                samples = trainer.take(step)
+                assert len(samples) == 16
+                compare(oracle, weights, samples, version=step)
+                weights = changed(weights, step + 1)
+                trainer.publish(weights)
+                trainer.client.call(Commit(step=step))
+            trainer.client.call(Finish())
+            assert worker.wait(30) == 0
+        finally:
+            trainer.close()
+
+
+def compare(oracle: Oracle, weights: Mapping[str, Any], samples: list[Sample], version: int) -> None:
+    """Every trained token is of `version`, and its logprob that of the rounded weights to 1e-4; the unrounded ones are further off."""
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for rounded, found in errors.items():
+        oracle.load(weights, rounded=rounded)
+        for sample in samples:
+            made_by = np.concatenate([np.full(length, v) for v, length in sample.versions])
+            trained = sample.loss_mask == 1
+            assert trained.any()
+            assert set(made_by[trained]) == {version}
+            assert set(made_by[~trained]) <= {NO_VERSION}
+            found += np.abs(oracle.logprobs(sample.tokens) - sample.rollout_logprobs)[trained].tolist()
+    assert max(errors[True]) < 1e-4
+    assert max(errors[False]) > 1e-4, "rounding would go unnoticed: the comparison above proves nothing"

@@ -1,0 +1,61 @@
+"""Ctrl-C, and going on afterwards."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import Process, Run, slow_hook
+
+pytestmark = pytest.mark.integration
+
+LEAVE_S = 5.0
+
+
+def press_ctrl_c(run: Run, process: Process) -> float:
+    """What a terminal does: SIGINT to the foreground process group. Seconds until no process of the run is left."""
+    process.expected.add(130)
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(LEAVE_S + 5)
+    run.assert_none_alive(within_s=LEAVE_S)
+    return time.monotonic() - started
+
+
+def test_ctrl_c_ends_up_and_all_it_started_and_up_again_completes_the_run(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 0.3)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8) as run:
+        early = run.start("up")
+        run.wait_for("a broker", lambda s: True)
+        assert press_ctrl_c(run, early) < LEAVE_S, "while trainer and engine are starting"
+        assert early.popen.returncode == 130
+
+        middle = run.start("up", "--workers", "2")
+        before = run.wait_for("a step after a checkpoint", lambda s: s["checkpoint"] >= 2 and s["step"] >= 3)
+        assert press_ctrl_c(run, middle) < LEAVE_S, "while it trains"
+        assert middle.popen.returncode == 130
+
+        last = run.start("up")
+        assert last.wait() == 0, last.tail()
+        run.assert_none_alive(within_s=1.0)
+        run.assert_accounted(num_steps=8)
+        rows = run.rows("batches")
+        resumed = [row["step"] for row in rows if row["lineage"] == rows[-1]["lineage"]]
+        assert resumed[0] >= before["checkpoint"], "it went on from a checkpoint"
+        for role in ("broker", "trainer", "rollout"):
+            assert f"{role:>9} | " in last.text(), "one log with the role in front"
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGTERM, LEAVE_S), (signal.SIGKILL, 20.0)])
+def test_nothing_outlives_up(tmp_path: Path, task: Path, number: signal.Signals, within_s: float) -> None:
+    """After kill -9 nobody is left to hurry the roles, and each gives the vanished others a second to answer."""
+    with Run(tmp_path, task) as run:
+        up = run.start("up")
+        run.wait_for("a serving worker", lambda s: s["groups"]["leased"] > 0 or s["step"] > 0)
+        up.send(number)
+        up.wait(LEAVE_S)
+        run.assert_none_alive(within_s=within_s)
