@@ -20,11 +20,11 @@ def shared_gloo_device() -> Iterator[None]:
         yield
         return
     own: Any = c10d.ProcessGroupGloo
-    c10d.ProcessGroupGloo = _on_devices(own, _devices(own))  # type: ignore[misc]
+    c10d.ProcessGroupGloo = _on_devices(own, _devices(own))
     try:
         yield
     finally:
-        c10d.ProcessGroupGloo = own  # type: ignore[misc]
+        c10d.ProcessGroupGloo = own
 
 
 def _devices(gloo: Any) -> list[Any]:
