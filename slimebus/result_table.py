@@ -76,7 +76,7 @@ def _accuracies(result: Mapping[str, Any]) -> str:
 
 def _with_interval(accuracy: float, n: int) -> str:
     low, high = wilson(accuracy, n)
-    return f"{accuracy:.3f} ({low:.3f} to {high:.3f})"
+    return f"{accuracy:.3f} ({low:.3f}–{high:.3f})"
 
 
 def _dropped(reasons: dict[str, int]) -> str:

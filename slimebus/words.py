@@ -2,8 +2,8 @@
 
 
 def duration(seconds: float) -> str:
-    """`80 s`, `12 min`, `3.2 h`: two or three digits of the unit that fits."""
-    if seconds < 120:
+    """`80 s`, `170 s`, `12 min`, `3.2 h`: two or three digits of the unit that fits."""
+    if seconds < 600:
         return f"{seconds:.0f} s"
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"

@@ -99,7 +99,7 @@ def prepare(run_dir: Path, seed: int, *, resume: bool) -> None:
     if made.returncode:
         raise DataError(f"{HERE / 'make.py'} failed with code {made.returncode}")
     mark.write_text(str(seed))
-    console.print(f"[dim]made[/] {run_dir / 'task'}: a Qwen3 of 448,320 random weights, its tokenizer, 4 files of problems")
+    console.print(f"[dim]made[/] {run_dir / 'task'}: a Qwen3 of 448,320 random weights, its tokenizer, 4 files of problems", soft_wrap=True)
 
 
 def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
@@ -284,8 +284,10 @@ def finish(run_dir: Path, seed: int, rl_s: float, total_s: float) -> None:
     )
     if solved.returncode:
         raise SlimebusError(f"the exported model in {run_dir / 'rl' / 'hf'} could not be used by transformers (see above)")
-    console.print(f"picture  {run_dir / 'curve.png'}\nresult   {run_dir / 'result.json'}\nmodel    {run_dir / 'rl' / 'hf'}")
-    console.print(f"next     [bold]bin/quickstart --max-staleness 8 --run-dir {run_dir}-lag8[/]   (what does more lag cost?)")
+    console.print(f"picture  {run_dir / 'curve.png'}\nresult   {run_dir / 'result.json'}\nmodel    {run_dir / 'rl' / 'hf'}", soft_wrap=True)
+    console.print(
+        f"next     [bold]bin/quickstart --max-staleness 8 --run-dir {run_dir}-lag8[/]   (what does more lag cost?)", soft_wrap=True
+    )
 
 
 def main() -> None:

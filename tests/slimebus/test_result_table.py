@@ -32,8 +32,8 @@ def printed(values: object) -> str:
 def test_table_gives_each_figure_once() -> None:
     text = printed(result_table(result()))
     for part in (
-        "0.430 (0.388 to 0.473) → 0.953 (0.931 to 0.968) on 512 problems",
-        "80 s of RL, 4 min in all",
+        "0.430 (0.388–0.473) → 0.953 (0.931–0.968) on 512 problems",
+        "80 s of RL, 214 s in all",
         "mean 1.97, largest 2, bound 2 versions",
         "512 zero_variance, 3 too_stale",
         "13.1% of the model",
