@@ -11,7 +11,6 @@ from rollout.tokenizer import Tokenizer
 from rollout.worker import Worker
 from slimebus import joining, logs
 from slimebus.config import Resolved
-from slimebus.errors import UsageError
 from slimebus.launch import interrupt_on_sigterm
 from slimebus.messages import Welcome
 from slimebus.transport.client import Client
@@ -23,9 +22,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     """Run one worker until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("rollout", debug=debug)
     interrupt_on_sigterm()
-    model_dir = resolved.path(resolved.config.model.hf_checkpoint)
-    if not resolved.config.model.hf_checkpoint or not model_dir.is_dir():
-        raise UsageError(f"model.hf_checkpoint: no directory {model_dir}; give the model in Hugging Face layout")
+    model_dir = resolved.model_dir
     client = Client(joining.broker_address(resolved, broker), name=name or joining.process_name("worker"))
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.

@@ -59,7 +59,7 @@ class Worker:
 
     def __init__(self, resolved: Resolved, client: Client, *, name: str) -> None:
         self.resolved, self.config, self.client, self.name = resolved, resolved.config, client, name
-        self.model_dir: Path = resolved.path(self.config.model.hf_checkpoint)
+        self.model_dir: Path = resolved.model_dir
         self.engines = self._make_engines()
         self.sync: WeightSync | None = None
         self.counts = Counts()

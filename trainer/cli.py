@@ -16,7 +16,7 @@ def megatron_flags() -> Mapping[str, str]:
     return {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
 
 
-@click.command(cls=ConfigCommand, foreign=megatron_flags)
+@click.command(cls=ConfigCommand, foreign=megatron_flags, short_help="Run the trainer of a run.")
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.pass_context
@@ -34,7 +34,7 @@ def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None) -> No
     run_trainer(resolved, broker, debug=bool((ctx.obj or {}).get("debug")))
 
 
-@click.command(cls=ConfigCommand)
+@click.command(cls=ConfigCommand, short_help="Write the newest checkpoint in Hugging Face layout.")
 @config_argument
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="[path] Directory to write.")
 @click.pass_context

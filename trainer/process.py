@@ -27,12 +27,8 @@ def launch_ranks(resolved: Resolved, arguments: list[str]) -> bool:
 
 
 def settings_of(resolved: Resolved) -> TrainerSettings:
-    """What the policy is built from. Raises UsageError when there is no model."""
-    checkpoint = resolved.config.model.hf_checkpoint
-    model_dir = resolved.path(checkpoint)
-    if not checkpoint or not (model_dir / "config.json").is_file():
-        raise UsageError(f"model.hf_checkpoint: no model at {model_dir} (expected a directory with config.json and safetensors)")
-    return settings_from(resolved.config, model_dir)
+    """What the policy is built from. Raises ConfigError when there is no model."""
+    return settings_from(resolved.config, resolved.model_dir)
 
 
 def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:

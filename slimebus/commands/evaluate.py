@@ -16,7 +16,7 @@ from slimebus.transport.client import Client
 WAIT_S = 10.0
 
 
-@click.command("eval", cls=ConfigCommand)
+@click.command("eval", cls=ConfigCommand, short_help="Evaluate the newest version on the run's workers.")
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--dataset", "datasets", multiple=True, help="[name] Of eval.datasets, may be repeated; default: all.")

@@ -10,7 +10,7 @@ from slimebus.errors import UsageError
 FIRST = ("data.prompt_data", "model.hf_checkpoint", "rollout.num_rollout", "rollout.rm_type", "optimizer.lr", "broker.max_staleness")
 
 
-@click.command()
+@click.command(short_help="Write a commented run.yaml.")
 @click.argument("path", type=click.Path(path_type=Path), default=Path("run.yaml"))
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(path: Path, force: bool) -> None:

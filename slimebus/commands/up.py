@@ -18,7 +18,7 @@ COLOURS = {"broker": "yellow", "trainer": "cyan", "rollout": "green"}
 POLL_S = 0.2
 
 
-@click.command(cls=ConfigCommand)
+@click.command(cls=ConfigCommand, short_help="Start a whole run on this machine.")
 @config_argument
 @click.option("--workers", default=1, show_default=True, help="[processes] Rollout workers to start.")
 @click.pass_context

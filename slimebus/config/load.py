@@ -29,6 +29,19 @@ class Resolved(msgspec.Struct, frozen=True):
         return Path(os.path.expanduser(value)) if os.path.isabs(os.path.expanduser(value)) else self.base / value
 
     @property
+    def model_dir(self) -> Path:
+        """The directory of model.hf_checkpoint. Raises ConfigError when it is not set or holds no model."""
+        given = self.config.model.hf_checkpoint
+        if not given:
+            raise ConfigError("model.hf_checkpoint is not set; name a Hugging Face directory (config.json, safetensors, tokenizer)")
+        if not (self.path(given) / "config.json").is_file():
+            raise ConfigError(
+                f"model.hf_checkpoint: no model at {self.path(given)}; "
+                "expected a Hugging Face directory (config.json, safetensors, tokenizer)"
+            )
+        return self.path(given)
+
+    @property
     def run_dir(self) -> Path:
         """Where everything the run makes is kept; relative to the current directory."""
         return Path(self.config.run_dir or f"runs/{self.config.name}")

@@ -36,6 +36,20 @@ def test_the_groups_of_a_killed_worker_are_finished_by_another_and_its_engine_di
         assert sum(count for move, count in moves.items() if move.startswith("leased>queued")) >= held, moves
 
 
+def test_a_killed_engine_is_replaced_and_serves_nothing_before_it_has_the_weights(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 0.2)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
+        run.start("broker")
+        run.start("trainer")
+        worker = run.start("rollout", name="w1")
+        run.wait_for("a trained step", lambda s: s["step"] >= 1)
+        (engine,) = [p for p in worker.family() if "rollout.engine" in p.cmdline()]
+        engine.kill()
+        run.complete()
+        run.assert_accounted(num_steps=6)
+    assert worker.text().count("started engine") == 2
+
+
 def test_a_worker_told_to_end_gives_its_groups_back_at_once(tmp_path: Path, task: Path) -> None:
     hook = slow_hook(tmp_path, 600)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook, broker__lease_s=60) as run:
