@@ -4,7 +4,8 @@ from slimebus.words import count, duration
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (80.3, "80 s"), (119.4, "119 s"), (150, "150 s"), (700, "12 min"), (7200, "2.0 h"), (11600, "3.2 h")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (80.3, "80 s"), (119.4, "119 s"), (150, "150 s"), (700, "12 min"), (7200, "2.0 h"), (11600, "3.2 h")],
 )
 def test_durations_read_in_the_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
