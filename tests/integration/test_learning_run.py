@@ -22,7 +22,7 @@ LEAVE_S = 5.0
 
 
 def quickstart(run: Run, *flags: str) -> Process:
-    words = [str(ROOT / "configs/quickstart/quickstart.py"), "--run-dir", str(run.run_dir), "--warm-up-steps", "120", "--steps", str(STEPS)]
+    words = [str(ROOT / "configs/quickstart/quickstart.py"), "--run-dir", str(run.run_dir), "--warm-up-steps", "200", "--steps", str(STEPS)]
     return run.command("quickstart", [sys.executable, *words, *flags])
 
 
