@@ -57,6 +57,6 @@ def test_the_quick_start_learns_and_can_be_interrupted_and_resumed(tmp_path: Pat
         assert result["seed"] == 0
         assert result["lag_max"] <= result["max_staleness"] == 2
         assert 0 < result["delta_fraction"] < 0.5
-        assert result["accuracy_after"] > result["accuracy_before"] + 0.1, result
+        assert result["accuracy_after"] > result["accuracy_before"] + 0.2, result
         assert (run.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert (run.run_dir / "rl" / "hf" / "model.safetensors").is_file()
