@@ -7,6 +7,7 @@
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -21,6 +22,27 @@ from slimebus.messages import NO_VERSION
 log = logging.getLogger("rollout")
 
 RETRY_S = 1.0
+
+
+PREFIX = "slimebus-weights-"
+
+
+def sweep(root: Path) -> None:
+    """Free the shared memory of workers that were killed before they could do it."""
+    for folder in root.glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not _is_alive(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # someone else's
+        return True
+    return True
 
 
 class WeightSync:
@@ -39,7 +61,8 @@ class WeightSync:
         self._publishers: tuple[str, ...] = ()
         self._slot = 0
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
-        self._dir = Path(tempfile.mkdtemp(prefix="slimebus-weights-", dir=root))
+        sweep(root)
+        self._dir = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
 
     def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""

@@ -4,12 +4,14 @@
 rollout worker with its engine.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,7 @@ def quickstart(
     max_staleness: int | None,
 ) -> None:
     """Teach a tiny model to add, from nothing, on this machine."""
-    started = time.monotonic()
     prepare(run_dir, seed, resume=resume)
-    warm = warm_up(run_dir, seed, warm_up_steps)
     if engine == "sglang" and not Path("/proc/driver/nvidia/version").exists():
         console.print(
             "[yellow]SGLang samples 10 to 50 times slower than the embedded engine without a GPU; --steps 5 is enough for a look[/]"
@@ -76,8 +76,26 @@ def quickstart(
     changes: dict[str, Any] = {"engine.engine": engine, "engine.engine_python": engine_python}
     changes |= {} if steps is None else {"rollout.num_rollout": steps}
     changes |= {} if max_staleness is None else {"broker.max_staleness": max_staleness}
-    rl_s = learn(run_dir, seed, warm, changes)
-    finish(run_dir, seed, rl_s, time.monotonic() - started)
+    with counted(run_dir / "seconds"):
+        warm = warm_up(run_dir, seed, warm_up_steps)
+        learn(run_dir, seed, warm, changes)
+    finish(run_dir, seed)
+
+
+@contextlib.contextmanager
+def counted(file: Path) -> Iterator[None]:
+    """Adds the seconds spent inside to those in the file, so that a resumed run counts all of its time."""
+    before, started = seconds_in(file), time.monotonic()
+    try:
+        yield
+    finally:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{before + time.monotonic() - started:.1f}")
+
+
+def seconds_in(file: Path) -> float:
+    """What `counted` wrote; 0 without a file."""
+    return float(file.read_text()) if file.is_file() else 0.0
 
 
 def prepare(run_dir: Path, seed: int, *, resume: bool) -> None:
@@ -89,6 +107,7 @@ def prepare(run_dir: Path, seed: int, *, resume: bool) -> None:
         )
     if resume and mark.is_file():
         return
+    (run_dir / "seconds").unlink(missing_ok=True)
     for old in ("task", "warm-up", "rl"):
         shutil.rmtree(run_dir / old, ignore_errors=True)
     for old in run_dir.glob("warm-up-*"):
@@ -122,19 +141,13 @@ def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
     return model
 
 
-def learn(run_dir: Path, seed: int, model: Path, changes: dict[str, Any]) -> float:
-    """GRPO from the warm model; seconds it took, from starting its processes to their end."""
+def learn(run_dir: Path, seed: int, model: Path, changes: dict[str, Any]) -> None:
+    """GRPO from the warm model; RUN_DIR/rl/seconds is how long it took, from starting its processes to their end."""
     file = write_run("run.yaml", run_dir / "rl", run_dir, {"seed": seed, "model.hf_checkpoint": model, **changes})
-    seconds_file = run_dir / "rl" / "seconds"
-    before = float(seconds_file.read_text()) if seconds_file.is_file() else 0.0
     if (run_dir / "rl" / "hf" / "config.json").is_file():
-        return before
-    started = time.monotonic()
-    try:
+        return
+    with counted(run_dir / "rl" / "seconds"):
         run_stage("GRPO", file)
-    finally:
-        seconds_file.write_text(str(before + time.monotonic() - started))
-    return float(seconds_file.read_text())
 
 
 def write_run(recipe: str, folder: Path, run_dir: Path, changes: dict[str, Any]) -> Path:
@@ -250,7 +263,7 @@ def watch(fleet: Fleet, client: Client, view: View) -> None:
             raise SlimebusError(f"{describe(child)}\n{child.tail()}")
 
 
-def finish(run_dir: Path, seed: int, rl_s: float, total_s: float) -> None:
+def finish(run_dir: Path, seed: int) -> None:
     """result.json, curve.png, the table, three solved problems and what to try next."""
     found = report.read(run_dir / "rl")
     evals = found.evaluations("heldout")
@@ -263,8 +276,8 @@ def finish(run_dir: Path, seed: int, rl_s: float, total_s: float) -> None:
         "heldout_problems": evals[-1]["num_samples"],
         **report.summarise(found),
         "max_staleness": bound,
-        "rl_s": round(rl_s, 1),
-        "total_s": round(total_s, 1),
+        "rl_s": seconds_in(run_dir / "rl" / "seconds"),
+        "total_s": seconds_in(run_dir / "seconds"),
         "seed": seed,
     }
     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -1,13 +1,15 @@
 """A worker's engines follow a real weight server; the engines here only remember what they were told."""
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout.weight_sync import WeightSync
+from rollout.weight_sync import WeightSync, sweep
 from slimebus.errors import WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.weights.safetensors_file import read_model
@@ -104,3 +106,13 @@ def test_a_newer_version_replaces_the_older(tmp_path: Path, store: tuple[Version
     engines = Engines()
     follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 1))
     assert engines.loaded[-1] == (1, 11.0)
+
+
+def test_shared_memory_of_a_killed_worker_is_freed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, used = tmp_path / f"slimebus-weights-{ended.pid}-x", tmp_path / f"slimebus-weights-{os.getpid()}-x"
+    for folder in (left, used):
+        folder.mkdir()
+    sweep(tmp_path)
+    assert (left.exists(), used.exists()) == (False, True)
