@@ -60,7 +60,7 @@ def read_parameters(model_path: Path, config: ModelConfig, dtype: torch.dtype) -
     expected = expected_shapes(config)
     found: Parameters = {}
     for file in _safetensors_files(model_path):
-        for name, tensor in _read_file(file).items():
+        for name, tensor in sorted(_read_file(file).items()):  # the library gives them in no order; errors name the same tensor each time
             if _is_redundant(name, config):
                 continue
             if name not in expected:
