@@ -1,0 +1,36 @@
+"""Commands beside a run: evaluate it while it trains, look at it, export what it made."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import Run, slow_hook
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_run_is_evaluated_on_request_shown_and_exported(tmp_path: Path, task: Path) -> None:
+    sets = {"held": {"path": f"{task}/heldout.jsonl@[0:12]", "max_response_len": 8}}
+    hook = slow_hook(tmp_path, 0.3)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, eval__datasets=sets, eval__skip_eval_before_train=True) as run:
+        run.start("broker")
+        run.start("trainer")
+        run.start("rollout", name="w1")
+        run.wait_for("a trained step", lambda s: s["step"] >= 1)
+        evaluated = run.command("eval", [sys.executable, "-m", "slimebus", "eval", "--broker", run.address])
+        shown = run.command("status", [sys.executable, "-m", "slimebus", "status", "--broker", run.address])
+        assert shown.wait(30) == 0, shown.tail()
+        assert "w1" in shown.text()
+        assert evaluated.wait(60) == 0, evaluated.tail()
+        assert "held: " in evaluated.text()
+        assert "over 12 samples, version" in evaluated.text()
+        run.complete()
+        out = tmp_path / "exported"
+        exported = run.command("export", [sys.executable, "-m", "slimebus", "export", str(run.file), "--out", str(out)])
+        assert exported.wait(60) == 0, exported.tail()
+        assert "step 6 written to" in exported.text()
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(str(out)).config.vocab_size == 38
