@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_STEPS = 40
+LABEL_WIDTH = len("accuracy")
 
 
 class LiveStatus(TypedDict):
@@ -53,7 +54,7 @@ def render(status: LiveStatus) -> "RenderableType":
     bar = ProgressBar(total=max(1, status["num_steps"]), completed=status["step"], width=SPARKLINE_STEPS)
     progress.add_row(bar, Text(f"{status['step']}/{status['num_steps']}  {time_left(status)}"))
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     grid.add_row("step", progress)
     grid.add_row(status["signal"], Text.assemble((sparkline(status["rewards"]), "dark_orange"), f"  {last_reward(status)}"))

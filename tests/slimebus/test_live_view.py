@@ -80,3 +80,10 @@ def test_time_left_follows_the_pace_so_far() -> None:
     assert time_left(status()) == "38 s, 38 s left"
     assert time_left({**status(), "step": 0}) == "38 s"
     assert time_left({**status(), "step": 120}) == "38 s"
+
+
+def test_labels_stay_whole_beside_a_long_wait() -> None:
+    shown = status()
+    shown["waits"] = ["worker-1 waits for a lease: " + "a group started now would train too late " * 5]
+    lines = "\n".join(screen(shown))
+    assert all(label in lines for label in ("reward", "accuracy", "tokens/s", "groups", "waiting"))
