@@ -34,6 +34,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def codec_rows(num_values: int) -> list[Row]:
+    """Speed and size of the codec at a usual and at a dense density of changes."""
     base, target = versions(num_values, RARE_LR, 1)
     size, changed = base.nbytes, float(np.mean(base != target))
     work, total = base.copy(), base.nbytes / 1e9
@@ -55,6 +56,7 @@ def codec_rows(num_values: int) -> list[Row]:
 
 
 def merge_rows(num_values: int) -> list[Row]:
+    """A merged delta of 8 versions against the chain of them."""
     chain = versions(num_values, RARE_LR, 8)
     payloads = [codec.encode(a, b).payload for a, b in itertools.pairwise(chain)]
     merged = codec.merge(payloads, num_values).payload

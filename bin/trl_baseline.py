@@ -35,6 +35,7 @@ GOAL = 0.90
 
 
 def main() -> None:
+    """Check the arguments, enter TRL's environment, train, print one JSON line."""
     parser = argparse.ArgumentParser(description="TRL's GRPOTrainer on the quick start's model and data; one JSON line.")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the warm model, as Hugging Face lays it out")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of rl.jsonl and heldout.jsonl")
@@ -227,10 +228,12 @@ def rendered(tokenizer: Any, records: list[dict[str, Any]]) -> list[dict[str, st
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def say(text: str) -> None:
+    """Progress, on stderr: stdout is for the result."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -101,6 +101,7 @@ def time_left(status: LiveStatus) -> str:
 
 
 def last_reward(status: LiveStatus) -> str:
+    """The newest reward or loss; `none yet` before the first step."""
     return f"{status['rewards'][-1]:.3f}" if status["rewards"] else "none yet"
 
 
@@ -114,13 +115,16 @@ def accuracy(status: LiveStatus) -> str:
 
 
 def lag(status: LiveStatus) -> str:
+    """Mean and largest lag of the last step, and the bound."""
     return f"mean {status['lag_mean']:.2f}, largest {status['lag_max']:g}, bound {status['max_staleness']:g}"
 
 
 def speed(status: LiveStatus) -> str:
+    """Tokens a second of the trainer and of all workers together."""
     plural = "worker" if status["workers"] == 1 else "workers"
     return f"trainer {count(status['trainer_tokens_per_s'])}, {status['workers']} {plural} {count(status['workers_tokens_per_s'])}"
 
 
 def groups(status: LiveStatus) -> str:
+    """How many groups are in each state."""
     return f"{status['queued']} queued, {status['leased']} leased, {status['ready']} ready, {status['assigned']} assigned"

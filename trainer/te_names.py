@@ -23,6 +23,7 @@ TE_ONLY = ("parallel_mode", "name", "symmetric_ar_type")
 
 
 def without_te_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Constructor options without those that only Transformer Engine's modules take."""
     return {k: v for k, v in options.items() if k not in TE_ONLY}
 
 

@@ -13,6 +13,7 @@ INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 
 
 def main() -> None:
+    """Convert the files named on the command line."""
     parser = argparse.ArgumentParser(description="Turn the public GSM8K files into prompt data.")
     parser.add_argument("--train", type=Path, required=True, metavar="FILE", help="GSM8K's train.jsonl")
     parser.add_argument("--test", type=Path, required=True, metavar="FILE", help="GSM8K's test.jsonl")

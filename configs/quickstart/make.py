@@ -64,6 +64,7 @@ CONFIG: dict[str, Any] = {
 
 
 def main() -> None:
+    """Write model, tokenizer and problems under --out."""
     parser = argparse.ArgumentParser(description="Make the quick start's model, tokenizer and data.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; files in it are replaced")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights, the SFT and the RL data (default 0)")
@@ -98,6 +99,7 @@ def record(problem: Problem, label: str) -> dict[str, Any]:
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """One record a line, in order."""
     path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
 
 
@@ -163,6 +165,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """One indented JSON file, keys in the given order."""
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
