@@ -45,8 +45,9 @@ def choose(state: State, step: int) -> list[Group]:
     if state.rules.on_stale != "wait" or state.rules.max_staleness == float("inf"):
         return state.groups.first_ready(size)
     ready = sorted(state.groups.first_ready(len(state.groups.ready)), key=lambda g: _last_step(state, g.oldest_version))
-    left = [*(g.oldest_version for g in ready[size:]), *(g.lease_version for g in state.groups.leased_for())]
-    return ready[:size] if _can_all_be_trained(state, left, step + 1) else []
+    leased = [g.lease_version for g in state.groups.leased_for()]
+    left = [*(g.oldest_version for g in ready[size:]), *leased]
+    return ready[:size] if not leased or _can_all_be_trained(state, left, step + 1) else []
 
 
 def _can_all_be_trained(state: State, versions: Iterable[int], step: int) -> bool:

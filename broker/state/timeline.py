@@ -127,6 +127,9 @@ def publish(state: State, event: Event, news: Publish) -> None:
         raise SlimebusError(f"publish of lineage {news.lineage[:8]!r}; the broker is on {meta.lineage[:8]!r}, resume first", code="lineage")
     if len(news.publishers) > MAX_PUBLISHERS:
         raise ProtocolError(f"publish: {len(news.publishers)} publishers; at most {MAX_PUBLISHERS}")
+    if meta.base_version <= news.version < meta.version:  # a late repetition of what has been published
+        state.reply(event.to, Ok())
+        return
     newest = state.version_of(meta.next_step + 1)
     first = meta.base_version if meta.version == NO_VERSION else meta.version
     if not first <= news.version <= newest:

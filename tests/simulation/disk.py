@@ -1,0 +1,69 @@
+"""The broker's disk: transactions that are kept whole or not at all, the last of which may be torn off; it may be full."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from broker.store.interface import TABLES, Write, packed
+from slimebus.errors import SlimebusError
+
+KEPT = 16
+"""How many of the last transactions can be taken back."""
+
+Undo = list[tuple[str, str, bytes | None]]
+
+
+class Disk:
+    """A store (broker.store.Store) that outlives its broker."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[str, bytes]] = {name: {} for name in TABLES}
+        self.is_full = False
+        self.num_commits = 0
+        self._undo: deque[Undo] = deque(maxlen=KEPT)
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        """Make every change. Raises SlimebusError `store`, and makes none, while the disk is full."""
+        if self.is_full:
+            raise SlimebusError("the simulated disk is full", code="store", retryable=True)
+        undo: Undo = []
+        for write in writes:
+            table = self.tables[write.table]
+            undo.append((write.table, write.key, table.get(write.key)))
+            if write.value is None:
+                table.pop(write.key, None)
+            else:
+                table[write.key] = packed(write.value)
+        self._undo.append(undo)
+        self.num_commits += 1
+
+    def tear_off(self, count: int) -> set[tuple[str, str]]:
+        """Lose the last `count` transactions, each as a whole; returns the tables and keys they had changed."""
+        lost: set[tuple[str, str]] = set()
+        for _ in range(min(count, len(self._undo))):
+            for table, key, value in reversed(self._undo.pop()):
+                lost.add((table, key))
+                if value is None:
+                    self.tables[table].pop(key, None)
+                else:
+                    self.tables[table][key] = value
+        return lost
+
+    def wipe(self) -> None:
+        """Lose everything: another machine with an empty folder."""
+        self.tables = {name: {} for name in TABLES}
+        self._undo.clear()
+
+    def get(self, table: str, key: str) -> bytes | None:
+        """One record, or None."""
+        return self.tables[table].get(key)
+
+    def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
+        """Every record of a table, by key."""
+        yield from sorted(self.tables[table].items())
+
+    def size_bytes(self) -> int:
+        """The sum of the values' sizes."""
+        return sum(len(value) for table in self.tables.values() for value in table.values())
+
+    def close(self) -> None:
+        """Nothing to release."""
