@@ -86,6 +86,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
         buffer_capacity=capacity(config),
+        stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

@@ -110,6 +110,7 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         _fence_other_trainers(state, client)
     if client.role != "client":
         state.had_members = True
+        state.pace.num_joined += 1
         state.changed("clients", client.name)
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)

@@ -165,6 +165,7 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     group.lineage, group.lease_version = (client.lineage, client.serving) if needs_weights else ("", NO_VERSION)
     state.move(group, LEASED, "leased")
     state.lease_deadlines[group.lease] = now + state.rules.lease_s
+    state.lease_since[group.lease] = now
     state.timers.set(("lease", group.lease), now + state.rules.lease_s)
 
 
@@ -272,6 +273,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
+    state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     state.move(group, READY, "put")

@@ -27,7 +27,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     the leased groups that would be too old for the next one; what is too old all the same is requeued).
     lease_s: a lease lives this long after its last heartbeat. client_timeout_s: silence after which a client counts as gone.
     max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups.
-    max_parked: requests waiting for an answer. eval_interval: versions between evaluations, 0 for none.
+    max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
+    eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -42,6 +43,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_attempts: int = 5
     buffer_capacity: int = 4096
     max_parked: int = 4096
+    stall_min_s: float = 30.0
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
@@ -57,7 +59,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_parked", self.max_parked, 1)
         _at_least("eval_interval", self.eval_interval, 0)
-        for name in ("lease_s", "heartbeat_s", "client_timeout_s"):
+        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stall_min_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0")
         if self.lease_s <= self.heartbeat_s:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import admission, batches, evaluation
+from broker.state import admission, batches, evaluation, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.table import Client, State
 
@@ -32,6 +32,8 @@ def status(state: State, now: float) -> dict[str, Any]:
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
         "waiting": waiting(state, now),
+        "stalled": watchdog.report(state, now),
+        "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
 
 

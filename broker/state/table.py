@@ -7,6 +7,7 @@ import msgspec
 
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.pace import Pace
 from broker.state.rules import Rules
 from broker.state.timers import Timers
 from slimebus.messages import NO_VERSION, Hint, Lease, Message
@@ -96,13 +97,17 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
-    """The groups of a step, in order, and the version trained in it. Metrics are the trainer's, kept for the last steps."""
+    """The groups of a step, in order, and the version trained in it. Metrics are the trainer's, kept for the last steps.
+
+    seconds: since the commit before, as the watchdog counts it; 0 where that is not known.
+    """
 
     step: int
     version: int
     groups: list[str]
     is_committed: bool = False
     metrics: dict[str, float] = {}
+    seconds: float = 0.0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -164,6 +169,9 @@ class State:
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
+        self.lease_since: dict[int, float] = {}
+        self.pace = Pace()
+        self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
@@ -255,6 +263,7 @@ class State:
         if was == LEASED:
             self.timers.cancel(("lease", group.lease))
             self.lease_deadlines.pop(group.lease, None)
+            self.lease_since.pop(group.lease, None)
         self.changed("groups", group.id)
 
     def requeue(self, group: Group, reason: str) -> None:
@@ -292,6 +301,7 @@ class State:
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
         self.timers.cancel(("lease", group.lease))
         self.lease_deadlines.pop(group.lease, None)
+        self.lease_since.pop(group.lease, None)
         self.groups.remove(group)
         self.changed("groups", group.id)
 
