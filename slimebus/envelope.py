@@ -9,6 +9,7 @@ arrays or opaque bytes. Nothing here is ever unpickled or evaluated.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -76,13 +77,18 @@ def decode_header(frame: Any) -> Header:
     return header
 
 
+@cache
+def _decoder_of(cls: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    return msgspec.msgpack.Decoder(cls)
+
+
 def decode_body(header: Header, types: Mapping[str, type[Message]] = TYPES) -> Message:
     """The typed message of a header. Raises ProtocolError (`unknown_type`) when this process does not know it."""
     cls = types.get(header.type)
     if cls is None:
         raise ProtocolError(f"unknown message type {header.type[:64]!r}", code="unknown_type")
     try:
-        return msgspec.msgpack.decode(header.body, type=cls)
+        return _decoder_of(cls).decode(header.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise ProtocolError(f"{header.type}: {bad}") from None
 

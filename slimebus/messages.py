@@ -10,6 +10,7 @@ the header (slimebus/samples.py), each described here by a `Field`.
 """
 
 import re
+from functools import cache
 
 import msgspec
 
@@ -309,6 +310,7 @@ class EvaluateReply(Message):
     reason: str = ""
 
 
+@cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
