@@ -250,7 +250,7 @@ def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
         return Cause("rollout", names[:MAX_NAMES], f"{reason}{f' ({_names(names)} fell silent)' if names else ''}")
     refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
     unready = [c.name for c in present if admission.unready_weights(state, c)]
-    if state.num_held >= state.rules.buffer_capacity:
+    if state.num_held >= state.rules.capacity:
         return Cause("broker", ["buffer"], f"{_waiting_text(state)}; {next(iter(refusals.values()))}")
     if len(unready) == len(present):
         verb = "still pulls" if len(unready) == 1 else "still pull"
