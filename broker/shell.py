@@ -28,6 +28,7 @@ from broker.state.effects import (
     Record,
     Reply,
     Save,
+    StoredPartial,
     StoredPayload,
     StoredPrompt,
 )
@@ -171,6 +172,8 @@ class Broker:
                 return [self._stored("prompts", group)]
             case StoredPayload(group):
                 return unpack_frames(self._stored("payloads", group))
+            case StoredPartial(group):
+                return unpack_frames(self._stored("partials", group))
 
     def _stored(self, table: str, key: str) -> bytes:
         value = self.store.get(table, key)
