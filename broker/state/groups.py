@@ -58,6 +58,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     worker: str = ""
     lineage: str = ""
     lease_version: int = NO_VERSION
+    lease_samples: int = 0
     step: int = -1
     put_attempt: int = 0
     num_samples: int = 0

@@ -137,7 +137,9 @@ def _is_turn_of(state: State, evaluated: Group) -> bool:
 
 def num_samples_of(state: State, group: Group) -> int:
     """Samples that a group asks for."""
-    return state.rules.eval_datasets[group.dataset].num_samples if group.kind == EVAL else state.rules.samples_per_prompt
+    if group.kind == EVAL:
+        return state.rules.eval_datasets[group.dataset].num_samples
+    return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
 
 
 def draw(state: State) -> Group | None:
@@ -160,6 +162,7 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     meta.next_lease += 1
     meta.next_admitted += 1
     group.attempt += 1
+    group.lease_samples = state.rules.samples_per_prompt
     group.worker, group.request = client.name, parked.to.request
     needs_weights = parked.message.needs_weights
     group.lineage, group.lease_version = (client.lineage, client.serving) if needs_weights else ("", NO_VERSION)

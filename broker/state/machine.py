@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, evaluation, leases, status, timeline
+from broker.state import batches, clients, evaluation, leases, settings, status, timeline
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
@@ -29,6 +29,7 @@ from slimebus.messages import (
     Publish,
     Put,
     Resume,
+    Set,
     Status,
     StatusReply,
 )
@@ -66,6 +67,7 @@ class Machine:
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+        settings.restore(state)
         self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
 
@@ -132,13 +134,15 @@ class Machine:
         match message:
             case Hello():
                 client = clients.join(state, event, message, now)
-                state.reply(event.to, clients.welcome(state, client, self.hints, self.max_message_bytes))
+                state.reply(event.to, clients.welcome(state, client, message, self.hints, self.max_message_bytes))
             case Goodbye():
                 state.reply(event.to, clients.goodbye(state, event))
             case Status():
                 state.reply(event.to, StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
             case Evaluate():
                 evaluation.evaluate(state, event, message, now)
+            case Set():
+                settings.change(state, event, message)
             case _:
                 self._handle_member(event, clients.sender_of(state, event, now), now)
 

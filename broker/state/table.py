@@ -1,5 +1,6 @@
 """The state that every decision reads and changes, and how changes become effects."""
 
+import math
 from collections import deque
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, 
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
 from broker.state.rules import Rules
 from broker.state.timers import Timers
-from slimebus.messages import NO_VERSION, Hint, Lease, Message
+from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
@@ -36,10 +37,20 @@ class PromptSource(Protocol):
         """The prompt of an id, or None when this source never had it."""
 
 
+class Change(msgspec.Struct, kw_only=True):
+    """Settings changed by one request: name -> (old, new), from the first step that is chosen under the new ones."""
+
+    key: str
+    by: str
+    step: int
+    changed: dict[str, tuple[Scalar, Scalar]]
+
+
 class Meta(msgspec.Struct, kw_only=True):
     """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
 
-    The version trained in step s is base_version + s // K - base_step // K.
+    base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
+    settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
     run: str = ""
@@ -51,6 +62,8 @@ class Meta(msgspec.Struct, kw_only=True):
     publishers: list[str] = []
     base_step: int = 0
     base_version: int = 0
+    pace_step: int = 0
+    pace_version: int = 0
     next_step: int = 0
     floor: int = 0
     next_lease: int = 1
@@ -63,6 +76,9 @@ class Meta(msgspec.Struct, kw_only=True):
     waste: dict[str, list[int]] = {}
     counted: dict[str, int] = {}
     ended: dict[str, int] = {}
+    settings: dict[str, Scalar] = {}
+    overrides: dict[str, list[Scalar]] = {}
+    changes: list[Change] = []
 
 
 class Client(msgspec.Struct, kw_only=True):
@@ -96,11 +112,15 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
-    """The groups of a step, in order, and the version trained in it. Metrics are the trainer's, kept for the last steps."""
+    """The groups of a step, in order, the version trained in it and the bound they were chosen under.
+
+    Metrics are the trainer's, kept for the last steps.
+    """
 
     step: int
     version: int
     groups: list[str]
+    max_staleness: float = math.inf
     is_committed: bool = False
     metrics: dict[str, float] = {}
 
@@ -316,9 +336,11 @@ class State:
     # --- questions ---
 
     def version_of(self, step: int) -> int:
-        """The version being trained in `step`."""
-        interval = self.rules.publish_interval
-        return self.meta.base_version + step // interval - self.meta.base_step // interval
+        """The version being trained in `step`: what was said when its groups were chosen, later ones at today's pace."""
+        if step in self.steps:
+            return self.steps[step].version
+        interval, meta = self.rules.publish_interval, self.meta
+        return meta.pace_version + step // interval - meta.pace_step // interval
 
     @property
     def next_unassigned(self) -> int:

@@ -46,7 +46,7 @@ def _begin(state: State, ask: Resume) -> None:
     partials.rewind(state, ask.version)
     evaluation.cancel_running(state, "the trainer resumed from an earlier step")
     meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
-    meta.base_step, meta.base_version = ask.step, ask.version
+    meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
     state.swept, state.finished_said = None, False
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
