@@ -154,6 +154,7 @@ class Lease(Message):
     Parked at most `wait_s` seconds until capacity appears; the answer may be empty.
 
     `serving` is the worker's verified version of `lineage`; a worker that needs no weights says `needs_weights: false`.
+    `takes_partials`: it can continue samples that another worker began.
     """
 
     want: int
@@ -161,12 +162,14 @@ class Lease(Message):
     lineage: str = ""
     serving: int = NO_VERSION
     needs_weights: bool = True
+    takes_partials: bool = False
 
 
 class LeasedGroup(Message):
     """A right to one group until `deadline_s` seconds from now, extended by heartbeats. kind: train | eval.
 
-    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index.
+    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index. `partial_frames`: so
+    many frames after all prompt records, in the order of the groups, hold samples to continue: a `GiveBack`, then its fields.
     """
 
     group: str
@@ -177,6 +180,7 @@ class LeasedGroup(Message):
     kind: str = "train"
     dataset: str = ""
     sampling: dict[str, Scalar | list[str | int]] = {}
+    partial_frames: int = 0
 
 
 class LeaseReply(Message):
@@ -206,12 +210,19 @@ class PutReply(Message):
 
 
 class GiveBack(Message):
-    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)."""
+    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
+    | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
+
+    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease.
+    """
 
     group: str
     lease: int
     outcome: str
     reason: str
+    lineage: str = ""
+    samples: list[SampleHeader] = []
+    fields: list[Field] = []
 
 
 # --- training -----------------------------------------------------------------------------------------------------

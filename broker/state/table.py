@@ -305,6 +305,9 @@ class State:
 
     def _end(self, group: Group, phase: Phase, reason: str) -> None:
         self._forget_samples(group, reason)
+        if group.partial_frames:
+            self.wasted(reason, 0, group.partial_tokens)
+            self.forget_partial(group)
         self.move(group, phase, reason)
         self.groups.remove(group)
         self.save("ended", group.id, msgspec.msgpack.encode(group))
@@ -330,6 +333,13 @@ class State:
         self.delete("payloads", group.id)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+
+    def forget_partial(self, group: Group) -> None:
+        """Let go of what a leaving worker had made of a group."""
+        self.delete("partials", group.id)
+        group.partial_frames = group.partial_tokens = 0
+        group.partial_oldest = group.partial_newest = NO_VERSION
+        self.changed("groups", group.id)
 
     # --- questions ---
 

@@ -116,6 +116,8 @@ class RolloutConfig(Section, frozen=True):
     """[seconds] A reward that takes longer marks its sample failed."""
     generate_timeout_s: Seconds = 600.0
     """[seconds] A group that takes longer is given back."""
+    drain_timeout_s: Seconds = 2.0
+    """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
     max_running_groups: Positive = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
 
