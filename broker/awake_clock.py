@@ -1,9 +1,11 @@
-"""Time as the broker lived it."""
+"""Time as the broker lived it, and when it may judge who was silent."""
 
 from slimebus.clock import Clock
 
 LONGEST_TURN_S = 2.0
 """More than any turn of a healthy broker takes: it looks around twice a second."""
+MAX_UNJUDGED_S = 1.0
+"""While requests come faster than they are read, deadlines are looked at once in this time all the same."""
 
 
 class AwakeClock:
@@ -14,12 +16,21 @@ class AwakeClock:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.now = clock, 0.0
+        self.clock, self.now, self.judged_at = clock, 0.0, 0.0
         self._seen = clock.monotonic()
 
     def advance(self) -> float:
-        """The time now; call it once a turn."""
+        """The time now; called at least once a turn."""
         seen = self.clock.monotonic()
-        self.now += min(max(0.0, seen - self._seen), LONGEST_TURN_S)
-        self._seen = seen
+        passed_s, self._seen = seen - self._seen, seen
+        self.now += min(max(0.0, passed_s), LONGEST_TURN_S)
+        if not 0 <= passed_s <= LONGEST_TURN_S:
+            self.judged_at = self.now
         return self.now
+
+    def is_time_to_judge(self, *, all_heard: bool) -> bool:
+        """True when deadlines may be looked at: everything that had arrived is read, or they waited long enough."""
+        is_time = all_heard or self.now - self.judged_at >= MAX_UNJUDGED_S
+        if is_time:
+            self.judged_at = self.now
+        return is_time

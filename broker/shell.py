@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from broker.awake_clock import AwakeClock
 from broker.source import JsonlRows
 from broker.state.effects import (
     Address,
@@ -73,6 +74,7 @@ class Broker:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
+        self.awake = AwakeClock(self.clock)
         self.metrics_path = metrics_path
         self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes)
         self.endpoint = self.server.endpoint
@@ -96,7 +98,7 @@ class Broker:
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
-        machine.restore(rows, self.clock.monotonic())
+        machine.restore(rows, self.awake.now)
         return machine
 
     def run(self, stop: threading.Event) -> None:
@@ -110,10 +112,10 @@ class Broker:
     def turn(self, max_wait_s: float) -> int:
         """One burst: receive, decide, commit, answer. Returns how many requests it had."""
         requests = self.server.receive(self._wait_s(max_wait_s))
-        now = self.clock.monotonic()
-        effects = self.machine.tick(now)
-        if requests:
-            effects += self.machine.apply([event_of(request) for request in requests], now)
+        now = self.awake.advance()
+        effects = self.machine.apply([event_of(request) for request in requests], now) if requests else []
+        if self.awake.is_time_to_judge(all_heard=len(requests) < self.server.burst):
+            effects += self.machine.tick(now)
         self._perform(effects)
         self._greet_subscribers()
         return len(requests)
@@ -126,11 +128,11 @@ class Broker:
 
     def last_status(self) -> dict[str, Any]:
         """The status as it is now; also after close."""
-        return self.machine.status(self.clock.monotonic())
+        return self.machine.status(self.awake.advance())
 
     def _wait_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
-        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.clock.monotonic()))
+        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.awake.advance()))
 
     # --- effects ---
 

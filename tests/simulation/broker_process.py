@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from broker.awake_clock import AwakeClock
-from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPayload, StoredPrompt
+from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPartial, StoredPayload, StoredPrompt
 from broker.state.machine import Machine
 from broker.store.interface import Write, unpack_frames
 from simulation.actor import RUN
@@ -107,14 +107,17 @@ class BrokerProcess:
 
     def _turn(self, machine: Machine, events: list[Event], now: float) -> None:
         watch = self.world.invariants
-        watch.before_tick(machine)
-        effects = machine.tick(now)
-        watch.ticked(machine, effects, now)
+        effects: list[Effect] = []
         for part in self._parts(events):
             watch.before(machine, part)
             decided = machine.apply(part, now)
             watch.applied(machine, part, decided)
             effects += decided
+        if self.awake.is_time_to_judge(all_heard=len(events) < BURST):
+            watch.before_tick(machine)
+            late = machine.tick(now)
+            watch.ticked(machine, late, now)
+            effects += late
         self._perform(machine, effects)
 
     def _parts(self, events: list[Event]) -> list[list[Event]]:
@@ -170,6 +173,8 @@ class BrokerProcess:
                 return [self._stored("prompts", group)]
             case StoredPayload(group):
                 return [bytes(frame) for frame in unpack_frames(self._stored("payloads", group))]
+            case StoredPartial(group):
+                return [bytes(frame) for frame in unpack_frames(self._stored("partials", group))]
         return [b"a held-out prompt"]
 
     def _stored(self, table: str, key: str) -> bytes:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-
 from simulation.broker_process import CRASH_POINTS
 from simulation.trainer import Trainer
 
@@ -138,9 +137,10 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
 """Every fault and how often it happens, beside the others."""
 
 
-def begin(world: "World") -> None:
-    """Have faults happen until the world is calm."""
-    names, weights = list(FAULTS), [weight for _, weight in FAULTS.values()]
+def begin(world: "World", only: str = "") -> None:
+    """Have faults happen until the world is calm, all kinds of them or `only` one."""
+    names = [only] if only else list(FAULTS)
+    weights = [FAULTS[name][1] for name in names]
 
     def strike() -> None:
         if world.is_calm:

@@ -78,7 +78,7 @@ class Trainer(Actor):
 
     def beaten(self, reply: m.HeartbeatReply) -> None:
         """A broker that lost its last moments may have to be told again."""
-        if reply.lineage == self.lineage and m.NO_VERSION < reply.version < self.announced:
+        if reply.lineage == self.lineage and reply.version < self.announced:
             self._publish(lambda: None)
 
     def _has_steps(self, step: int) -> bool:

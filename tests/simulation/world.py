@@ -29,9 +29,9 @@ LAST_EVENT = 200_000
 
 
 class World:
-    """One simulated run. `run()` returns when it has ended well, and raises Broken otherwise."""
+    """One simulated run. `run()` returns when it has ended well, and raises Broken otherwise. `only`: one kind of fault alone."""
 
-    def __init__(self, seed: int, *, faults: bool = True, is_verbose: bool = False) -> None:
+    def __init__(self, seed: int, *, faults: bool = True, only: str = "", is_verbose: bool = False) -> None:
         self.seed, self.is_verbose = seed, is_verbose
         self.random = random.Random(seed)
         self.scenario = scenarios.draw(self.random, faults=faults)
@@ -52,7 +52,7 @@ class World:
         self.trainer = Trainer(self, "t", [Checkpoint()])
         self.workers = [Worker(self, f"w{i}", plan) for i, plan in enumerate(self.scenario.workers)]
         if faults:
-            fault_kinds.begin(self)
+            fault_kinds.begin(self, only)
 
     @property
     def rules(self) -> Rules:
@@ -89,7 +89,8 @@ class World:
         stalled_s = self.now - max(self._progress_at, self.scenario.calm_at)
         if self.broker.is_over and not self.trainer.is_done:  # someone still needs it: it is started again
             self.broker.start()
-        require(stalled_s < LONGEST_STEP_S and self.events < LAST_EVENT, f"no progress for {stalled_s:.0f} s: {self._picture()}")
+        if stalled_s > LONGEST_STEP_S or self.events > LAST_EVENT:
+            raise Broken(f"no progress for {stalled_s:.0f} s: {self._picture()}")
 
     def progressed(self) -> None:
         """The trainer has trained a step, or finished."""
