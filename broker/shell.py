@@ -28,6 +28,7 @@ from broker.state.effects import (
     Record,
     Reply,
     Save,
+    StoredPartial,
     StoredPayload,
     StoredPrompt,
 )
@@ -175,6 +176,8 @@ class Broker:
                 return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
             case StoredPayload(group):
                 return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPartial(group):
+                return self._present(self.store.frames("partials", group), "partials", group)
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:
