@@ -1,12 +1,16 @@
 """A store that forgets when the process ends."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from broker.store.interface import TABLES, Write, packed
+from broker.store.interface import TABLES, Write
+from broker.store.records import packed
 
 
 class MemoryStore:
     """The twin of the LMDB store in dictionaries."""
+
+    durability = "memory"
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[str, bytes]] = {name: {} for name in TABLES}
@@ -26,6 +30,14 @@ class MemoryStore:
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
         yield from sorted(self._tables[table].items())
+
+    def refusal(self, size_bytes: int) -> str:
+        """Nothing is ever refused."""
+        return ""
+
+    def report(self) -> dict[str, Any]:
+        """For the status."""
+        return {"durability": self.durability, "size_bytes": self.size_bytes()}
 
     def size_bytes(self) -> int:
         """The sum of the values' sizes."""
