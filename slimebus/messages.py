@@ -10,10 +10,14 @@ the header (slimebus/samples.py), each described here by a `Field`.
 """
 
 import re
+from functools import cache
 
 import msgspec
 
 PROTOCOL_VERSION = 1
+"""The newest version of the protocol that this release speaks."""
+OLDEST_PROTOCOL = 1
+"""The oldest version that it still understands."""
 NO_VERSION = -1
 """The version of a token that no policy made: a prompt, a tool's answer, a demonstration."""
 
@@ -45,16 +49,23 @@ class Hello(Message):
     `instance` is a random id of this process: the same instance saying hello again (after a reconnect) keeps its epoch,
     another instance of the same name gets a new epoch and fences the older one. `born` is when this process started, seconds
     since the epoch (0: not said): a hello that was on its way while its process ended cannot fence the one started after it.
+    `protocol` and `oldest` are the newest and the oldest protocol version that the client speaks, `release` is its software's.
+    Their defaults are version 1 whatever this release speaks, so that what is left out never changes its meaning.
     """
 
     role: str
     instance: str
     born: float = 0.0
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = 1
+    oldest: int = 1
+    release: str = ""
 
 
 class Welcome(Message):
-    """What a client must know to take part. `lineage` is empty and `version` NO_VERSION before the first publish."""
+    """What a client must know to take part. `lineage` is empty and `version` NO_VERSION before the first publish.
+
+    `protocol` is the version that both sides speak from now on.
+    """
 
     run: str
     epoch: int
@@ -64,6 +75,7 @@ class Welcome(Message):
     publishers: list[str] = []
     hints: str = ""
     max_message_bytes: int = 0
+    protocol: int = 1
 
 
 class Heartbeat(Message):
@@ -309,6 +321,7 @@ class EvaluateReply(Message):
     reason: str = ""
 
 
+@cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()

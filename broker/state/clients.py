@@ -6,6 +6,7 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from broker.state.effects import Event
 from broker.state.table import Client, State
+from slimebus import protocol
 from slimebus.envelope import error_reply
 from slimebus.errors import Fenced, ProtocolError, SlimebusError
 from slimebus.messages import (
@@ -72,7 +73,7 @@ def heard(state: State, client: Client, now: float) -> None:
     state.timers.set(("client", client.name), now + state.rules.client_timeout_s)
 
 
-def welcome(state: State, client: Client, hints: str, max_message_bytes: int) -> Welcome:
+def welcome(state: State, client: Client, hello: Hello, hints: str, max_message_bytes: int) -> Welcome:
     """What a client must know to take part."""
     meta = state.meta
     return Welcome(
@@ -84,6 +85,7 @@ def welcome(state: State, client: Client, hints: str, max_message_bytes: int) ->
         publishers=meta.publishers,
         hints=hints,
         max_message_bytes=max_message_bytes,
+        protocol=min(hello.protocol, PROTOCOL_VERSION),
     )
 
 
@@ -128,9 +130,7 @@ def _check_born(state: State, hello: Hello, known: Client | None) -> None:
 
 
 def _check_hello(event: Event, hello: Hello) -> None:
-    if hello.protocol != PROTOCOL_VERSION:
-        text = f"{event.sender[:64]!r} speaks protocol {hello.protocol}, this broker {PROTOCOL_VERSION}; use one release of slimebus"
-        raise SlimebusError(text, code="protocol_version")
+    protocol.choose(hello.oldest, hello.protocol, who=repr(event.sender[:64]), their_release=hello.release)
     if hello.role not in ROLES:
         raise ProtocolError(f"hello: role {hello.role[:64]!r}; expected one of {', '.join(ROLES)}")
     if not 0 < len(event.sender) <= MAX_NAME_CHARS or not 0 < len(hello.instance) <= MAX_NAME_CHARS:

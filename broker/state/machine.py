@@ -159,7 +159,7 @@ class Machine:
         match message:
             case Hello():
                 client = clients.join(state, event, message, now)
-                state.reply(event.to, clients.welcome(state, client, self.hints, self.max_message_bytes))
+                state.reply(event.to, clients.welcome(state, client, message, self.hints, self.max_message_bytes))
             case Goodbye():
                 state.reply(event.to, clients.goodbye(state, event))
             case Status():

@@ -31,8 +31,8 @@ class Damaged(SlimebusError):
     code = "damaged"
     retryable = True
 
-    def __init__(self, table: str, key: str, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, table: str, key: str, text: str, *, code: str = "damaged") -> None:
+        super().__init__(text, code=code)
         self.table, self.key = table, key
 
 
@@ -49,6 +49,9 @@ class Store(Protocol):
 
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None. Raises Damaged."""
+
+    def frames(self, table: str, key: str) -> Sequence[Any] | None:
+        """The frames of a record that was written as frames, or None. Raises Damaged."""
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key. Raises Damaged."""

@@ -17,7 +17,7 @@ import lmdb
 
 from broker.store import pages
 from broker.store.interface import TABLES, Damaged, StoreError, Write
-from broker.store.records import seal, unseal
+from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from broker.store.space import LOOK_S, Reserve, free_bytes, in_words
 from slimebus.errors import UsageError
 
@@ -27,9 +27,9 @@ FORMAT = 2
 """The layout of the store. Another number is refused with the way out."""
 FORMAT_KEY = b"slimebus format"
 FIRST_MAP_BYTES = 256 * 1024 * 1024
+SCRATCH_BYTES = 4 * 1024 * 1024
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
-Change = tuple[str, bytes, bytes | None]
 
 
 class LmdbStore:
@@ -40,6 +40,7 @@ class LmdbStore:
 
     def __init__(self, path: Path, *, is_synced: bool, map_bytes: int = FIRST_MAP_BYTES) -> None:
         self.path, self.durability = path, "fsync" if is_synced else "os"
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = _lock(path)
         try:
             pages.check(path, is_quick=True)
@@ -85,38 +86,45 @@ class LmdbStore:
 
     def commit(self, writes: Sequence[Write]) -> None:
         """Make every change in one transaction. Raises StoreError, after which nothing of it is kept."""
-        changes: list[Change] = [(w.table, w.key.encode(), None if w.value is None else seal(w.table, w.key, w.value)) for w in writes]
         try:
-            self._commit(changes)
+            self._commit(writes)
         except StoreError as bad:
             if bad.code != "disk_full" or not self.reserve.release():
                 raise
             log.warning("%s; the reserve of %s is given up for it", bad.text, in_words(self.reserve.size_bytes))
-            self._commit(changes)
-        self._room_bytes -= sum(len(value) for _, _, value in changes if value is not None)
+            self._commit(writes)
+        self._room_bytes -= _needed(writes)
 
-    def _commit(self, changes: Sequence[Change]) -> None:
+    def _commit(self, writes: Sequence[Write]) -> None:
         retries = 2
         while True:
             try:
-                self._write(changes)
+                self._write(writes)
                 return
             except lmdb.MapFullError:
-                self._grow(_needed(changes))
-            except lmdb.PanicError:
-                self._reopen()
-            except lmdb.Error as bad:
+                self._grow(_needed(writes))
+            except lmdb.Error as bad:  # a full disk may show as a short write first, and by its name the second time
                 retries -= 1
                 if not retries or isinstance(bad, lmdb.CorruptedError):
-                    raise self._trouble(bad, _needed(changes)) from None
+                    raise self._trouble(bad, _needed(writes)) from None
+                if isinstance(bad, lmdb.PanicError):
+                    self._reopen()
 
-    def _write(self, changes: Sequence[Change]) -> None:
+    def _write(self, writes: Sequence[Write]) -> None:
         with self._env.begin(write=True) as txn:
-            for table, key, value in changes:
+            for write in writes:
+                key, value, table = write.key.encode(), write.value, self._tables[write.table]
                 if value is None:
-                    txn.delete(key, db=self._tables[table])
+                    txn.delete(key, db=table)
+                elif isinstance(value, bytes):
+                    txn.put(key, seal(write.table, write.key, value), db=table)
                 else:
-                    txn.put(key, value, db=self._tables[table])
+                    txn.put(key, seal_frames(write.table, write.key, value, self._buffer(value)), db=table)
+
+    def _buffer(self, frames: Sequence[Any]) -> memoryview:
+        """Memory for the sealed frames, that the next value takes again: fresh memory costs more than the copy."""
+        size = CHECKSUM_BYTES + packed_size(frames)
+        return self._scratch if size <= len(self._scratch) else memoryview(bytearray(size))
 
     def _grow(self, needed_bytes: int) -> None:
         size = self._env.info()["map_size"]
@@ -191,6 +199,11 @@ class LmdbStore:
         except lmdb.Error as bad:
             raise Damaged(table, key, f"record {key!r} of table {table!r} in the store at {self.path} cannot be read: {bad}") from None
 
+    def frames(self, table: str, key: str) -> Sequence[Any] | None:
+        """The frames of a record that was written as frames, or None. Raises Damaged."""
+        found = self.get(table, key)
+        return None if found is None else unpack_frames(found)
+
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key. Raises Damaged."""
         with self._env.begin(buffers=True) as txn:
@@ -262,8 +275,8 @@ def _is_full(bad: Exception) -> bool:
     return isinstance(bad, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(bad) or os.strerror(errno.ENOSPC) in str(bad)
 
 
-def _needed(changes: Sequence[Change]) -> int:
-    return sum(PAGE_SLACK_BYTES + (0 if value is None else len(value)) for _, _, value in changes)
+def _needed(writes: Sequence[Write]) -> int:
+    return sum(PAGE_SLACK_BYTES + (0 if write.value is None else packed_size(write.value)) for write in writes)
 
 
 def _lock(path: Path) -> Any:

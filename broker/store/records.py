@@ -25,12 +25,26 @@ CHECKSUM_BYTES = 8
 
 def pack_frames(frames: Sequence[Any]) -> bytes:
     """One value from several frames."""
-    return b"".join((_sizes(frames), *frames))
-
-
-def _sizes(frames: Sequence[Any]) -> bytes:
     sizes = [len(frame) for frame in frames]
-    return struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    return b"".join((struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), *frames))
+
+
+def packed_size(value: bytes | Sequence[Any]) -> int:
+    """The length of `packed(value)`."""
+    if isinstance(value, bytes):
+        return len(value)
+    return 4 + 8 * len(value) + sum(map(len, value))
+
+
+def pack_into(buffer: memoryview, frames: Sequence[Any]) -> int:
+    """Write what pack_frames gives to the start of `buffer`; its length."""
+    sizes = [len(frame) for frame in frames]
+    struct.pack_into(f"<I{len(sizes)}Q", buffer, 0, len(sizes), *sizes)
+    end = 4 + 8 * len(sizes)
+    for frame, size in zip(frames, sizes, strict=True):
+        buffer[end : end + size] = frame
+        end += size
+    return end
 
 
 def unpack_frames(value: bytes) -> list[memoryview]:
@@ -50,16 +64,16 @@ def packed(value: bytes | Sequence[Any]) -> bytes:
     return value if isinstance(value, bytes) else pack_frames(value)
 
 
-def seal(table: str, key: str, value: bytes | Sequence[Any]) -> bytes:
+def seal(table: str, key: str, body: bytes) -> bytes:
     """The bytes to store: the checksum, then the body."""
-    seed = seed_of(table, key)
-    if isinstance(value, bytes):
-        return struct.pack("<Q", xxhash.xxh3_64_intdigest(value, seed)) + value
-    parts = (_sizes(value), *value)
-    digest = xxhash.xxh3_64(seed=seed)
-    for part in parts:
-        digest.update(part)
-    return b"".join((struct.pack("<Q", digest.intdigest()), *parts))
+    return struct.pack("<Q", xxhash.xxh3_64_intdigest(body, seed_of(table, key))) + body
+
+
+def seal_frames(table: str, key: str, frames: Sequence[Any], buffer: memoryview) -> memoryview:
+    """The bytes to store of several frames, made in `buffer`: the part of it that they take."""
+    end = CHECKSUM_BYTES + pack_into(buffer[CHECKSUM_BYTES:], frames)
+    struct.pack_into("<Q", buffer, 0, xxhash.xxh3_64_intdigest(buffer[CHECKSUM_BYTES:end], seed_of(table, key)))
+    return buffer[:end]
 
 
 def unseal(table: str, key: str, stored: Any) -> bytes:

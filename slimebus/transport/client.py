@@ -24,7 +24,8 @@ import zmq
 
 from slimebus import envelope
 from slimebus.errors import ProtocolError, SlimebusError, Unreachable
-from slimebus.messages import TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
+from slimebus.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
+from slimebus.protocol import release
 
 log = logging.getLogger("slimebus.transport")
 
@@ -62,7 +63,7 @@ class Client:
         self, address: str, *, name: str, peer: str = "broker", types: Mapping[str, type[Message]] = TYPES, resend_s: float = 5.0
     ) -> None:
         self.address, self.name, self.peer, self.types, self.resend_s = address, name, peer, types, resend_s
-        self.run, self.epoch = "", 0
+        self.run, self.epoch, self.protocol = "", 0, OLDEST_PROTOCOL
         self.instance, self.born = secrets.token_hex(8), time.time()
         self._ids = itertools.count(secrets.randbits(31) << 20)
         self._outbox: queue.SimpleQueue[tuple[int, _Pending]] = queue.SimpleQueue()
@@ -107,11 +108,13 @@ class Client:
 
     def join(self, role: str, *, timeout_s: float) -> Welcome:
         """Say hello until welcomed or `timeout_s` ran out; then remember run and epoch for every later request."""
-        reply = self.call(Hello(role=role, instance=self.instance, born=self.born), timeout_s=timeout_s)
-        welcome = reply.message
+        hello = Hello(
+            role=role, instance=self.instance, born=self.born, protocol=PROTOCOL_VERSION, oldest=OLDEST_PROTOCOL, release=release()
+        )
+        welcome = self.call(hello, timeout_s=timeout_s).message
         if not isinstance(welcome, Welcome):
             raise SlimebusError(f"{self.peer} at {self.address} answered hello with {type(welcome).__name__}", code="protocol")
-        self.run, self.epoch = welcome.run, welcome.epoch
+        self.run, self.epoch, self.protocol = welcome.run, welcome.epoch, welcome.protocol
         return welcome
 
     def keep_alive(
@@ -237,7 +240,7 @@ class Client:
 
     def _send(self, socket: Any, request_id: int, pending: _Pending) -> None:
         try:
-            header = envelope.encode(pending.message, id=request_id, run=self.run, sender=self.name, epoch=self.epoch)
+            header = envelope.encode(pending.message, id=request_id, run=self.run, sender=self.name, epoch=self.epoch, v=self.protocol)
             socket.send_multipart([header, *pending.bulk], zmq.NOBLOCK, copy=not pending.bulk)
         except zmq.Again:
             pending.resend_at = time.monotonic() + 0.2  # the queue to the server is full: it is away or slow
