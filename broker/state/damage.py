@@ -17,8 +17,11 @@ def lose_samples(state: State, group_id: str) -> None:
         return
     state.note(f"group {group_id}: {LOST_SAMPLES}; its prompt is sampled again", is_warning=True)
     if group.phase == ASSIGNED:
-        _choose_anew(state, group.step)
-    state.requeue(group, LOST_SAMPLES)
+        first = group.step
+        state.requeue(group, LOST_SAMPLES)
+        _choose_anew(state, first)
+    else:
+        state.requeue(group, LOST_SAMPLES)
 
 
 def _choose_anew(state: State, step: int) -> None:

@@ -27,6 +27,7 @@ FORMAT = 2
 """The layout of the store. Another number is refused with the way out."""
 FORMAT_KEY = b"slimebus format"
 FIRST_MAP_BYTES = 256 * 1024 * 1024
+READERS_BYTES = 16 * 1024
 SCRATCH_BYTES = 4 * 1024 * 1024
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
@@ -43,7 +44,7 @@ class LmdbStore:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = _lock(path)
         try:
-            pages.check(path, is_quick=True)
+            pages.check(path)
             self._map_bytes = map_bytes
             self._open()
             self._check_format()
@@ -58,7 +59,7 @@ class LmdbStore:
             self._env = open_environment(self.path, map_bytes=self._map_bytes, is_synced=self.durability == "fsync")
             self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
         except lmdb.Error as bad:
-            raise UsageError(cannot_open(self.path, bad), code="store") from None
+            raise cannot_open(self.path, bad) from None
 
     def _check_format(self) -> None:
         try:
@@ -68,7 +69,7 @@ class LmdbStore:
                     txn.put(FORMAT_KEY, str(FORMAT).encode())
         except lmdb.Error as bad:
             self._env.close()
-            raise UsageError(cannot_open(self.path, bad), code="store") from None
+            raise cannot_open(self.path, bad) from None
         try:
             check_format(self.path, found)
         except UsageError:
@@ -175,7 +176,7 @@ class LmdbStore:
         """Pages of the file that hold nothing."""
         with self._env.begin() as txn:
             stats = [txn.stat(table) for table in self._tables.values()] + [self._env.stat()]
-        used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        used: int = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return max(0, self.size_bytes() - used * int(stats[0]["psize"]))
 
     def report(self) -> dict[str, Any]:
@@ -260,15 +261,16 @@ def check_format(path: Path, found: Any) -> None:
         )
 
 
-def cannot_open(path: Path, why: Exception) -> str:
+def cannot_open(path: Path, why: Exception) -> UsageError:
     """Why a store cannot be opened, and the way out."""
+    if isinstance(why, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError | lmdb.PageNotFoundError):
+        return UsageError(f"the broker's store at {path} is damaged: {why}; {pages.WAY_OUT}", code="store_damaged")
+    text = f"cannot open the broker's store at {path}: {why}"
     if isinstance(why, lmdb.ReadonlyError) or getattr(why, "errno", 0) in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"the broker's store at {path} cannot be written: {why}; give this user write access to it, or use another run directory"
-    if isinstance(why, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError):
-        return f"the broker's store at {path} is damaged: {why}; {pages.WAY_OUT}"
-    if _is_full(why):
-        return f"the broker's store at {path} cannot be opened: its disk is full ({in_words(free_bytes(path))} free); make room there"
-    return f"cannot open the broker's store at {path}: {why}"
+        text = f"the broker's store at {path} cannot be written: {why}; give this user write access to it, or use another run directory"
+    elif _is_full(why):
+        text = f"the broker's store at {path} cannot be opened: its disk is full ({in_words(free_bytes(path))} free); make room there"
+    return UsageError(text, code="store")
 
 
 def _is_full(bad: Exception) -> bool:
@@ -287,10 +289,16 @@ def _lock(path: Path) -> Any:
     except FileExistsError:
         raise UsageError(f"the broker's store needs a folder, but {path} is a file; move it, or use another run directory") from None
     except OSError as bad:
-        raise UsageError(cannot_open(path, bad), code="store") from None
+        raise cannot_open(path, bad) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise UsageError(f"another broker has the store at {path} open; stop it or use another run directory", code="store_busy") from None
+    try:
+        with open(path / "lock.mdb", "ab") as readers:  # LMDB maps it unasked for blocks: on a full disk that ends the process
+            os.posix_fallocate(readers.fileno(), 0, READERS_BYTES)
+    except OSError as bad:
+        lock.close()
+        raise cannot_open(path, bad) from None
     return lock

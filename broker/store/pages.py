@@ -24,6 +24,7 @@ BIG, SUBTREE = 0x01, 0x02
 HEADER, NODE, TREE = 16, 8, 48
 NO_PAGE = (1 << 64) - 1
 MAX_DEPTH = 32
+FREE_PAGES = "free pages"
 WAY_OUT = (
     "restore a backup into a new run directory (`slimebus buffer restore`), or start over in a new one; "
     "`slimebus buffer verify` lists what is damaged, `slimebus buffer export` saves what is whole"
@@ -47,17 +48,14 @@ class BadPage(Exception):
     """What is wrong with a page."""
 
 
-def check(path: Path, *, is_quick: bool = False) -> None:
-    """Raise UsageError when data.mdb under `path` is torn or damaged; one that is absent or empty is fine.
-
-    is_quick: leave out what only tells that the free pages are right.
-    """
+def check(path: Path) -> None:
+    """Raise UsageError when data.mdb under `path` is torn or damaged; one that is absent or empty is fine."""
     file = path / "data.mdb"
     if not file.exists() or not file.stat().st_size:
         return
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            Checker(view).check(is_quick=is_quick)
+            Checker(view).check()
     except BadPage as bad:
         raise UsageError(f"the broker's store at {path} is damaged: {bad}; {WAY_OUT}", code="store_damaged") from None
     except OSError as bad:
@@ -72,17 +70,23 @@ class Checker:
         self.page_bytes = self.last_page = self.num_pages = 0
         self._counts = [0, 0, 0, 0]
         self._used = np.zeros(0, np.bool_)
+        self._free: list[np.ndarray] = []
 
-    def check(self, *, is_quick: bool = False) -> None:
-        """Every tree of the newest meta page; with the free pages unless `is_quick`."""
+    def check(self) -> None:
+        """Every tree of the newest meta page, and that no free page is used."""
         free, main = self._newest_meta()
         self._used = np.zeros(self.last_page + 1, np.bool_)
         self._used[:2] = True
         for tree in self._walk_tree(main):
             for inner in self._walk_tree(tree):
                 raise BadPage(f"table {tree.name} has a tree inside, {inner.name}")
-        if not is_quick:
-            self._walk_tree(free)
+        self._walk_tree(free)
+        for listed in self._free:
+            if len(listed) and not (2 <= listed.min() and listed.max() <= self.last_page):
+                raise BadPage(f"the list of free pages names pages up to {listed.max()}, of {self.last_page + 1}")
+            if self._used[listed].any():
+                raise BadPage(f"page {listed[self._used[listed]][0]} is used and listed as free")
+            self._used[listed] = True
 
     # --- meta ---
 
@@ -109,7 +113,7 @@ class Checker:
         last, txn = struct.unpack_from("<QQ", self.view, start + HEADER + 24 + 2 * TREE)
         if txn and txn % 2 != number:
             raise BadPage(f"meta page {number} is of transaction {txn}, which belongs on the other")
-        trees = [_tree(self.view, start + HEADER + 24 + i * TREE, name) for i, name in enumerate(("free pages", "tables"))]
+        trees = [_tree(self.view, start + HEADER + 24 + i * TREE, name) for i, name in enumerate((FREE_PAGES, "tables"))]
         return txn, last, trees[0], trees[1]
 
     # --- trees ---
@@ -157,7 +161,7 @@ class Checker:
                 raise BadPage(f"{name}: page {number}, node {i} runs over the end of the page")
             key = page[offset + NODE : offset + NODE + key_bytes]
             # the keys of the free-page tree are numbers; the first key of a branch stands for everything below
-            if name != "free pages" and i > (0 if is_leaf else 1) and key <= previous:
+            if name != FREE_PAGES and i > (0 if is_leaf else 1) and key <= previous:
                 raise BadPage(f"{name}: page {number}, the keys of nodes {i - 1} and {i} are out of order")
             previous = key
             found.append(offset if is_leaf else low | high << 16 | flags << 32)
@@ -167,14 +171,25 @@ class Checker:
         for offset in offsets:
             low, high, flags, key_bytes = struct.unpack_from("<HHHH", self.view, start + offset)
             value = start + offset + NODE + key_bytes
+            size = low | high << 16
             if flags & BIG:
-                size = low | high << 16
                 count = (HEADER - 1 + size) // self.page_bytes + 1
-                self._take(struct.unpack_from("<Q", self.view, value)[0], count, name)
+                first = struct.unpack_from("<Q", self.view, value)[0]
+                self._take(first, count, name)
                 self._counts[2] += count
+                value = first * self.page_bytes + HEADER
+            if name == FREE_PAGES:
+                self._free.append(self._listed(value, size))
             elif flags & SUBTREE:
                 key = self.view[start + offset + NODE : value].decode(errors="replace")
                 found.append(_tree(self.view, value, f"table {key}"))
+
+    def _listed(self, at: int, size_bytes: int) -> np.ndarray:
+        """A list of free pages: its length, then their numbers."""
+        numbers = np.frombuffer(self.view[at : at + size_bytes], "<u8")
+        if not len(numbers) or len(numbers) <= numbers[0]:
+            raise BadPage("a list of free pages is longer than its record")
+        return numbers[1 : 1 + int(numbers[0])].astype(np.int64)
 
     def _take(self, number: int, count: int, name: str) -> None:
         if not 2 <= number <= number + count - 1 <= self.last_page:

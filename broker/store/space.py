@@ -63,9 +63,10 @@ class Reserve:
     def _take(self) -> bool:
         self._tried_at = time.monotonic()
         try:
-            had = self.path.stat().st_blocks * 512 if self.path.exists() else 0
-            if free_bytes(self.folder) + had < 2 * self.size_bytes:
-                self.path.unlink(missing_ok=True)
+            if self.path.exists() and self.path.stat().st_blocks * 512 >= self.size_bytes:
+                return True
+            self.path.unlink(missing_ok=True)
+            if free_bytes(self.folder) < 2 * self.size_bytes:
                 return False
             with self.path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, self.size_bytes)
