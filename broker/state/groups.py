@@ -38,7 +38,7 @@ ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
-class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
