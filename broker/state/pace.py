@@ -9,11 +9,11 @@ RECENT = 64
 
 
 class Pace:
-    """Times in seconds of the machine's clock.
+    """Times in seconds of the machine's clock, of the last steps and groups.
 
-    intervals: between the last commits. group_seconds: from lease to put of the last groups; concurrency: leases of
-    their worker then; train_seconds: from fetch, or the commit before, to commit. granted: the next step when a worker last got a lease. since: when the run last moved; mark:
-    what it looked like then. assigned_at, fetched: when the next step's batch was chosen, when steps were fetched.
+    intervals: between commits. train_seconds: from fetch, or the commit before, to commit. group_seconds: from lease to put;
+    concurrency: leases of their worker at that put. granted: the next step when a worker last got a lease. since: when the run last
+    moved; mark: what it looked like then. assigned_at, fetched: when the next step's batch was chosen, when steps were fetched.
     """
 
     def __init__(self) -> None:
