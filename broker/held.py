@@ -1,6 +1,6 @@
 """What the store could not take: kept as it is and tried again, while nobody is told anything that rests on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ SAY_AGAIN_S = 60.0
 class Held(msgspec.Struct, kw_only=True):
     """One burst that is decided and not written. `since`, `retry_at`, `said_at`: seconds of the broker's clock."""
 
-    writes: Sequence[Write]
+    writes: Mapping[tuple[str, str], Write]
     effects: Sequence[Effect]
     problem: StoreError
     since: float

@@ -1,8 +1,8 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
+import gc
 import json
 import logging
-import math
 import signal
 import threading
 from types import FrameType
@@ -17,9 +17,6 @@ from slimebus.errors import ConfigError
 
 log = logging.getLogger("broker")
 
-UNBOUNDED_BATCHES = 4
-"""Batches of room when no staleness bound limits how far ahead workers may run."""
-
 
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
     """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
@@ -28,12 +25,21 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _setter(stop))
     broker = build(resolved)
+    _settle_memory()
     log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
     try:
         broker.run(stop)
     finally:
         (resolved.run_dir / "status.json").write_text(json.dumps(broker.last_status(), indent=1))
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
+
+
+def _settle_memory() -> None:
+    """Keep the collector of reference cycles from walking over every group again and again: what is read back stays, and no record
+    is part of a cycle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def build(resolved: Resolved) -> Broker:
@@ -85,7 +91,8 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         lease_s=b.lease_s,
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
-        buffer_capacity=capacity(config),
+        buffer_capacity=config.broker.buffer_capacity,
+        stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(
@@ -99,14 +106,6 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         eval_interval=config.eval.eval_interval,
         eval_first=not config.eval.skip_eval_before_train,
     )
-
-
-def capacity(config: RunConfig) -> int:
-    """Groups leased, ready or assigned at once: what the bound can use, and a batch for what is out of order."""
-    if config.broker.buffer_capacity:
-        return config.broker.buffer_capacity
-    ahead = UNBOUNDED_BATCHES if math.isinf(config.broker.max_staleness) else int(config.broker.max_staleness) + 1
-    return (ahead * config.weights.update_weights_interval + 2) * config.rollout.rollout_batch_size
 
 
 def sampling(config: RunConfig) -> Sampling:

@@ -30,6 +30,7 @@ from broker.state.effects import (
     Record,
     Reply,
     Save,
+    StoredPartial,
     StoredPayload,
     StoredPrompt,
 )
@@ -37,16 +38,17 @@ from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
 from broker.store import Damaged, LmdbStore, Store, StoreError, Write
-from broker.store.pages import WAY_OUT
+from broker.store.pages import damaged_store
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
-from slimebus.messages import Error, Hint, Put, Status
+from slimebus.messages import Error, Hint, Status
 from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
 
 log = logging.getLogger("slimebus.broker")
 
 T = TypeVar("T")
+Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
@@ -75,6 +77,8 @@ class Broker:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
+        self.metrics = MetricsFile(metrics_path, self.clock)
+        self._held: Held | None = None
         self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes)
         self.endpoint = self.server.endpoint
         self.hints = self.server.context.socket(zmq.XPUB)
@@ -89,8 +93,6 @@ class Broker:
             store.announce(self.endpoint)
         meta = self.machine.state.meta
         self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers)
-        self._held: Held | None = None
-        self.metrics = MetricsFile(metrics_path, self.clock)
 
     def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
         machine = Machine(
@@ -105,13 +107,13 @@ class Broker:
         try:
             machine.restore(rows, self.clock.monotonic())
         except (Damaged, msgspec.DecodeError) as bad:
-            raise UsageError(f"the broker's store is damaged: {bad}; {WAY_OUT}", code="store_damaged") from None
+            raise damaged_store(f"of run {run!r}", bad) from None
         return machine
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the run is finished and everyone has left."""
         try:
-            while not stop.is_set() and not self.machine.is_over:
+            while not stop.is_set() and (self._held is not None or not self.machine.is_over):
                 self.turn(MAX_IDLE_S)
         finally:
             self.close()
@@ -159,25 +161,25 @@ class Broker:
             try:
                 self.store.commit(list(writes.values()))
             except StoreError as bad:
-                self._hold(list(writes.values()), effects, bad)
+                self._hold(writes, effects, bad)
                 return
         for effect in effects:
-            self._say(effect)
+            self._say(effect, writes)
 
     # --- a store that takes no more ---
 
     def _admitted(self, requests: list[Request]) -> list[Request]:
         """The requests that there is room for. Samples for which there is none are refused; what frees room always goes on."""
-        size_bytes = sum(len(frame) for r in requests if isinstance(r.message, Put) for frame in r.bulk)
+        size_bytes = sum(len(frame) for request in requests for frame in request.bulk)
         self._set_disk_full(self.store.refusal(size_bytes))
-        if any(isinstance(r.message, Status) for r in requests):
+        if any(isinstance(request.message, Status) for request in requests):
             self.machine.state.store = self.store.report()
-        return [r for r in requests if not isinstance(r.message, Put) or self._has_room(r)] if self.machine.state.disk_full else requests
+        return [r for r in requests if not r.bulk or self._has_room(r)] if self.machine.state.disk_full else requests
 
-    def _has_room(self, put: Request) -> bool:
-        text = self.store.refusal(sum(map(len, put.bulk)))
+    def _has_room(self, request: Request) -> bool:
+        text = self.store.refusal(sum(map(len, request.bulk)))
         if text:
-            self.server.reply(put, Error(code="disk_full", text=text, retryable=True))
+            self.server.reply(request, Error(code="disk_full", text=text, retryable=True))
         return not text
 
     def _set_disk_full(self, text: str) -> None:
@@ -188,7 +190,7 @@ class Broker:
         elif was and not text:
             log.warning("the broker's store has room again; samples are taken and groups leased")
 
-    def _hold(self, writes: list[Write], effects: Sequence[Effect], problem: StoreError) -> None:
+    def _hold(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
         """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
         now = self.clock.monotonic()
         self._held = Held(writes=writes, effects=effects, problem=problem, since=now, retry_at=now + RETRY_S, said_at=now)
@@ -206,7 +208,7 @@ class Broker:
 
     def _retry(self, held: Held, now: float) -> None:
         try:
-            self.store.commit(held.writes)
+            self.store.commit(list(held.writes.values()))
         except StoreError as bad:
             if bad.code != held.problem.code or now >= held.said_at + SAY_AGAIN_S:
                 log.error("still, for %.0f s: %s", now - held.since, bad.text)
@@ -217,11 +219,11 @@ class Broker:
         self.machine.state.store = self.store.report()
         log.warning("the broker's store is written again after %.1f s; nothing was lost", now - held.since)
         for effect in held.effects:
-            self._say(effect)
+            self._say(effect, held.writes)
 
-    def _say(self, effect: Effect) -> None:
+    def _say(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
-            self._reply(effect)
+            self._reply(effect, writes)
         elif isinstance(effect, Notify):
             self._hint(effect.hint)
         elif isinstance(effect, Note):
@@ -229,9 +231,9 @@ class Broker:
         elif isinstance(effect, Record):
             self.metrics.add(effect.row)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
-            bulk = [frame for part in reply.bulk for frame in self._frames(part)]
+            bulk = [frame for part in reply.bulk for frame in self._frames(part, writes)]
         except Damaged as bad:
             log.error("%s", bad.text)
             self._perform(self.machine.damaged(bad.table, bad.key, self.clock.monotonic()))
@@ -239,16 +241,19 @@ class Broker:
             return
         self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
 
-    def _frames(self, part: Bulk) -> Sequence[Any]:
+    def _frames(self, part: Bulk, writes: Writes) -> Sequence[Any]:
         match part:
             case Inline(value):
                 return [value]
             case EvalPrompt(dataset, row):
                 return [self.eval_rows[dataset].record(row)]
             case StoredPrompt(group):
-                return [self._present(self.store.get("prompts", group), "prompts", group)]
+                written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
+                return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
             case StoredPayload(group):
                 return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPartial(group):
+                return self._present(self.store.frames("partials", group), "partials", group)
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:

@@ -3,6 +3,7 @@
 A step that lost a group is chosen anew: its other groups, and those of the steps chosen after it, are ready again.
 """
 
+from broker.state import partials
 from broker.state.groups import ASSIGNED, DEAD, LEASED, READY
 from broker.state.table import State
 
@@ -33,6 +34,14 @@ def _choose_anew(state: State, step: int) -> None:
             if group is not None and group.phase == ASSIGNED and group.step == later:
                 group.step = -1
                 state.move(group, READY, "its step lost a damaged group")
+
+
+def lose_partial(state: State, group_id: str) -> None:
+    """What a leaving worker had begun cannot be read: the group is sampled from its prompt alone."""
+    group = state.groups.by_id.get(group_id)
+    if group is not None and group.partial_frames:
+        partials.waste(state, group, "stored partial is damaged")
+        state.changed("groups", group_id)
 
 
 def lose_prompt(state: State, group_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import admission, batches, evaluation
+from broker.state import admission, batches, demand, evaluation, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.table import Client, State
 
@@ -21,6 +21,8 @@ def status(state: State, now: float) -> dict[str, Any]:
         "checkpoint": meta.floor,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
+        "settings": settings.described(state.rules),
+        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in state.meta.changes if c.changed],
         "groups": _groups(state),
         "moves": meta.moves,
         "lag": lag(meta.lags),
@@ -33,6 +35,10 @@ def status(state: State, now: float) -> dict[str, Any]:
         "steps": list(state.recent),
         "store": state.store,
         "waiting": waiting(state, now),
+        "stalled": watchdog.report(state, now),
+        "demand": demand.demand(state),
+        "pace": demand.parts(state),
+        "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
 
 

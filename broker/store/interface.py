@@ -7,10 +7,10 @@ import msgspec
 
 from slimebus.errors import SlimebusError
 
-TABLES = ("meta", "groups", "ended", "prompts", "payloads", "clients", "steps", "freed", "evaluations")
+TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "freed", "evaluations")
 
 
-class Write(msgspec.Struct, frozen=True):
+class Write(msgspec.Struct, frozen=True, gc=False):
     """One change: a value (bytes, or frames to keep together), or None to remove the record."""
 
     table: str

@@ -15,8 +15,8 @@ from typing import Any
 
 import lmdb
 
-from broker.store import pages
 from broker.store.interface import TABLES, Damaged, StoreError, Write
+from broker.store.pages import check_pages, damaged_store
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from broker.store.space import LOOK_S, Reserve, free_bytes, in_words
 from slimebus.errors import UsageError
@@ -44,7 +44,7 @@ class LmdbStore:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = _lock(path)
         try:
-            pages.check(path)
+            check_pages(path)
             self._map_bytes = map_bytes
             self._open()
             self._check_format()
@@ -264,7 +264,7 @@ def check_format(path: Path, found: Any) -> None:
 def cannot_open(path: Path, why: Exception) -> UsageError:
     """Why a store cannot be opened, and the way out."""
     if isinstance(why, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError | lmdb.PageNotFoundError):
-        return UsageError(f"the broker's store at {path} is damaged: {why}; {pages.WAY_OUT}", code="store_damaged")
+        return damaged_store(f"at {path}", why)
     text = f"cannot open the broker's store at {path}: {why}"
     if isinstance(why, lmdb.ReadonlyError) or getattr(why, "errno", 0) in (errno.EROFS, errno.EACCES, errno.EPERM):
         text = f"the broker's store at {path} cannot be written: {why}; give this user write access to it, or use another run directory"

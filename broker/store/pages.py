@@ -48,7 +48,7 @@ class BadPage(Exception):
     """What is wrong with a page."""
 
 
-def check(path: Path) -> None:
+def check_pages(path: Path) -> None:
     """Raise UsageError when data.mdb under `path` is torn or damaged; one that is absent or empty is fine."""
     file = path / "data.mdb"
     if not file.exists() or not file.stat().st_size:
@@ -57,9 +57,14 @@ def check(path: Path) -> None:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
             Checker(view).check()
     except BadPage as bad:
-        raise UsageError(f"the broker's store at {path} is damaged: {bad}; {WAY_OUT}", code="store_damaged") from None
+        raise damaged_store(f"at {path}", bad) from None
     except OSError as bad:
         raise UsageError(f"the broker's store at {path} cannot be read: {bad}; {WAY_OUT}", code="store") from None
+
+
+def damaged_store(which: str, why: object) -> UsageError:
+    """The error for a store that must not be used, with the way out."""
+    return UsageError(f"the broker's store {which} is damaged: {why}; {WAY_OUT}", code="store_damaged")
 
 
 class Checker:
@@ -82,7 +87,7 @@ class Checker:
                 raise BadPage(f"table {tree.name} has a tree inside, {inner.name}")
         self._walk_tree(free)
         for listed in self._free:
-            if len(listed) and not (2 <= listed.min() and listed.max() <= self.last_page):
+            if len(listed) and not (listed.min() >= 2 and listed.max() <= self.last_page):
                 raise BadPage(f"the list of free pages names pages up to {listed.max()}, of {self.last_page + 1}")
             if self._used[listed].any():
                 raise BadPage(f"page {listed[self._used[listed]][0]} is used and listed as free")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.store import Damaged, LmdbStore, Write
-from broker.store.pages import check
+from broker.store.pages import check_pages
 from slimebus.errors import UsageError
 
 PAGE = 4096
@@ -42,7 +42,7 @@ def read_all(folder: Path) -> dict[tuple[str, str], bytes]:
 
 
 def test_a_whole_store_is_found_whole(folder: Path) -> None:
-    check(folder)
+    check_pages(folder)
     assert len(read_all(folder)) == 500
 
 
@@ -58,7 +58,7 @@ def test_a_damaged_meta_page_is_refused_with_the_way_out(folder: Path, place: in
 @pytest.mark.parametrize("place", [144, 146, 150])
 def test_meta_pages_that_do_not_follow_each_other_are_refused(folder: Path, place: int) -> None:
     flip(folder, place)  # LMDB would take the older one and forget the last transaction
-    with pytest.raises(UsageError, match="damaged: .*transaction"):
+    with pytest.raises(UsageError, match=r"damaged: .*transaction"):
         read_all(folder)
 
 
@@ -144,9 +144,9 @@ def test_a_store_that_grew_and_shrank_at_random_is_always_found_whole(tmp_path: 
         writes = dict(zip(keys, values, strict=True))
         store.commit([Write(chance.choice(["groups", "payloads", "steps"]), key, value) for key, value in writes.items()])
         if i % 10 == 0:
-            check(tmp_path / "broker")
+            check_pages(tmp_path / "broker")
     store.close()
-    check(tmp_path / "broker")
+    check_pages(tmp_path / "broker")
 
 
 def test_a_path_that_is_a_file_is_named(tmp_path: Path) -> None:
