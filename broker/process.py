@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import signal
 import threading
 from types import FrameType
@@ -17,9 +16,6 @@ from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
 
 log = logging.getLogger("broker")
-
-UNBOUNDED_BATCHES = 4
-"""Batches of room when no staleness bound limits how far ahead workers may run."""
 
 
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
@@ -85,7 +81,8 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         lease_s=b.lease_s,
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
-        buffer_capacity=capacity(config),
+        buffer_capacity=config.broker.buffer_capacity,
+        stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(
@@ -99,14 +96,6 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         eval_interval=config.eval.eval_interval,
         eval_first=not config.eval.skip_eval_before_train,
     )
-
-
-def capacity(config: RunConfig) -> int:
-    """Groups leased, ready or assigned at once: what the bound can use, and a batch for what is out of order."""
-    if config.broker.buffer_capacity:
-        return config.broker.buffer_capacity
-    ahead = UNBOUNDED_BATCHES if math.isinf(config.broker.max_staleness) else int(config.broker.max_staleness) + 1
-    return (ahead * config.weights.update_weights_interval + 2) * config.rollout.rollout_batch_size
 
 
 def sampling(config: RunConfig) -> Sampling:

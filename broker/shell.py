@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -28,13 +28,14 @@ from broker.state.effects import (
     Record,
     Reply,
     Save,
+    StoredPartial,
     StoredPayload,
     StoredPrompt,
 )
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
-from broker.store import Store, Write, unpack_frames
+from broker.store import Store, Write
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import SlimebusError, UsageError
@@ -42,6 +43,8 @@ from slimebus.messages import Error, Hint
 from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
 
 log = logging.getLogger("slimebus.broker")
+
+T = TypeVar("T")
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
@@ -168,12 +171,13 @@ class Broker:
             case EvalPrompt(dataset, row):
                 return [self.eval_rows[dataset].record(row)]
             case StoredPrompt(group):
-                return [self._stored("prompts", group)]
+                return [self._present(self.store.get("prompts", group), "prompts", group)]
             case StoredPayload(group):
-                return unpack_frames(self._stored("payloads", group))
+                return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPartial(group):
+                return self._present(self.store.frames("partials", group), "partials", group)
 
-    def _stored(self, table: str, key: str) -> bytes:
-        value = self.store.get(table, key)
+    def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:
             raise SlimebusError(f"{table} of group {key} are gone: it ended in the same moment; ask again", code="gone", retryable=True)
         return value

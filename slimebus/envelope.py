@@ -9,10 +9,12 @@ arrays or opaque bytes. Nothing here is ever unpickled or evaluated.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 
+from slimebus import protocol
 from slimebus.errors import Fenced, ProtocolError, SlimebusError
 from slimebus.messages import PROTOCOL_VERSION, TYPES, Error, Message, wire_name
 
@@ -46,12 +48,10 @@ _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
-def encode(message: Message, *, id: int, run: str = "", sender: str = "", epoch: int = 0) -> bytes:
-    """The header frame of `message`. Raises ProtocolError when it would exceed the header bound."""
+def encode(message: Message, *, id: int, run: str = "", sender: str = "", epoch: int = 0, v: int = PROTOCOL_VERSION) -> bytes:
+    """The header frame of `message`, in protocol version `v`. Raises ProtocolError when it would exceed the header bound."""
     body = msgspec.Raw(_encoder.encode(message))
-    frame = _encoder.encode(
-        Header(v=PROTOCOL_VERSION, type=wire_name(type(message)), id=id, run=run, sender=sender, epoch=epoch, body=body)
-    )
+    frame = _encoder.encode(Header(v=v, type=wire_name(type(message)), id=id, run=run, sender=sender, epoch=epoch, body=body))
     if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"{wire_name(type(message))}: header of {len(frame)} bytes, at most {MAX_HEADER_BYTES}; "
@@ -68,12 +68,14 @@ def decode_header(frame: Any) -> Header:
         header = _header_decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise ProtocolError(f"header does not parse: {bad}") from None
-    if header.v != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"protocol version {header.v}, this process speaks {PROTOCOL_VERSION}; run the same slimebus release everywhere",
-            code="protocol_version",
-        )
+    if header.v != PROTOCOL_VERSION and not protocol.is_spoken(header.v, header.type):
+        raise protocol.unreadable(header.v)
     return header
+
+
+@cache
+def _decoder_of(cls: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    return msgspec.msgpack.Decoder(cls)
 
 
 def decode_body(header: Header, types: Mapping[str, type[Message]] = TYPES) -> Message:
@@ -82,7 +84,7 @@ def decode_body(header: Header, types: Mapping[str, type[Message]] = TYPES) -> M
     if cls is None:
         raise ProtocolError(f"unknown message type {header.type[:64]!r}", code="unknown_type")
     try:
-        return msgspec.msgpack.decode(header.body, type=cls)
+        return _decoder_of(cls).decode(header.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise ProtocolError(f"{header.type}: {bad}") from None
 

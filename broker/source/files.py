@@ -61,7 +61,12 @@ class FileSource:
 
     def report(self) -> dict[str, Any]:
         """Size of an epoch and the malformed rows left out, for the status."""
-        return {"prompts": len(self.rows), "epoch_size": self.epoch_size, "skipped": self.rows.num_skipped, "skipped_rows": self.rows.skipped}
+        return {
+            "prompts": len(self.rows),
+            "epoch_size": self.epoch_size,
+            "skipped": self.rows.num_skipped,
+            "skipped_rows": self.rows.skipped,
+        }
 
     def _new_order(self, stream: int, epoch: int) -> Shuffle:
         return Shuffle(self._sizes[stream], f"slimebus/{self.seed}/{stream}/{epoch}")

@@ -6,6 +6,7 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from broker.state.effects import Event
 from broker.state.table import Client, State
+from slimebus import protocol
 from slimebus.envelope import error_reply
 from slimebus.errors import Fenced, ProtocolError, SlimebusError
 from slimebus.messages import (
@@ -27,6 +28,7 @@ from slimebus.messages import (
     Publish,
     Put,
     Resume,
+    Set,
     Status,
     Welcome,
 )
@@ -44,7 +46,7 @@ FORGET_S = 3600.0
 
 def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
-    is_asking = isinstance(event.message, Hello | Status | Evaluate) and not event.run  # these come before anyone knows the run
+    is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
     if event.run != state.meta.run and not is_asking:
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
@@ -72,7 +74,7 @@ def heard(state: State, client: Client, now: float) -> None:
     state.timers.set(("client", client.name), now + state.rules.client_timeout_s)
 
 
-def welcome(state: State, client: Client, hints: str, max_message_bytes: int) -> Welcome:
+def welcome(state: State, client: Client, hello: Hello, hints: str, max_message_bytes: int) -> Welcome:
     """What a client must know to take part."""
     meta = state.meta
     return Welcome(
@@ -84,6 +86,7 @@ def welcome(state: State, client: Client, hints: str, max_message_bytes: int) ->
         publishers=meta.publishers,
         hints=hints,
         max_message_bytes=max_message_bytes,
+        protocol=min(hello.protocol, PROTOCOL_VERSION),
     )
 
 
@@ -110,6 +113,7 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         _fence_other_trainers(state, client)
     if client.role != "client":
         state.had_members = True
+        state.pace.num_joined += 1
         state.changed("clients", client.name)
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)
@@ -128,9 +132,7 @@ def _check_born(state: State, hello: Hello, known: Client | None) -> None:
 
 
 def _check_hello(event: Event, hello: Hello) -> None:
-    if hello.protocol != PROTOCOL_VERSION:
-        text = f"{event.sender[:64]!r} speaks protocol {hello.protocol}, this broker {PROTOCOL_VERSION}; use one release of slimebus"
-        raise SlimebusError(text, code="protocol_version")
+    protocol.choose(hello.oldest, hello.protocol, who=repr(event.sender[:64]), their_release=hello.release)
     if hello.role not in ROLES:
         raise ProtocolError(f"hello: role {hello.role[:64]!r}; expected one of {', '.join(ROLES)}")
     if not 0 < len(event.sender) <= MAX_NAME_CHARS or not 0 < len(hello.instance) <= MAX_NAME_CHARS:

@@ -7,9 +7,9 @@ import msgspec
 
 from slimebus.messages import Hint, Message
 
-Table = Literal["meta", "groups", "ended", "prompts", "payloads", "clients", "steps", "evaluations"]
-"""meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts and payloads: opaque, by
-group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
+Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations"]
+"""meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
+by group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -65,13 +65,19 @@ class StoredPayload(msgspec.Struct, frozen=True):
     group: str
 
 
+class StoredPartial(msgspec.Struct, frozen=True):
+    """Bulk frames of a reply: the record header of a group's unfinished samples, then its fields."""
+
+    group: str
+
+
 class Inline(msgspec.Struct, frozen=True):
     """A bulk frame of a reply: these bytes."""
 
     value: bytes
 
 
-Bulk = StoredPrompt | EvalPrompt | StoredPayload | Inline
+Bulk = StoredPrompt | EvalPrompt | StoredPayload | StoredPartial | Inline
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from broker.state import admission, evaluation, staleness
+from broker.state import admission, evaluation, partials, staleness
 from broker.state.clients import is_present
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
@@ -137,7 +137,9 @@ def _is_turn_of(state: State, evaluated: Group) -> bool:
 
 def num_samples_of(state: State, group: Group) -> int:
     """Samples that a group asks for."""
-    return state.rules.eval_datasets[group.dataset].num_samples if group.kind == EVAL else state.rules.samples_per_prompt
+    if group.kind == EVAL:
+        return state.rules.eval_datasets[group.dataset].num_samples
+    return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
 
 
 def draw(state: State) -> Group | None:
@@ -160,17 +162,21 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     meta.next_lease += 1
     meta.next_admitted += 1
     group.attempt += 1
+    group.lease_samples = state.rules.samples_per_prompt
     group.worker, group.request = client.name, parked.to.request
     needs_weights = parked.message.needs_weights
     group.lineage, group.lease_version = (client.lineage, client.serving) if needs_weights else ("", NO_VERSION)
+    partials.offer(state, group, is_wanted=parked.message.takes_partials)
     state.move(group, LEASED, "leased")
     state.lease_deadlines[group.lease] = now + state.rules.lease_s
+    state.lease_since[group.lease] = now
     state.timers.set(("lease", group.lease), now + state.rules.lease_s)
 
 
 def _answer(state: State, parked: ParkedLease, groups: list[Group], now: float) -> None:
-    bulk = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
-    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, now) for g in groups]), bulk)
+    prompts = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
+    begun = [frame for g in groups for frame in partials.frames(g)]
+    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, now) for g in groups]), [*prompts, *begun])
 
 
 def _leased(state: State, group: Group, now: float) -> LeasedGroup:
@@ -183,6 +189,7 @@ def _leased(state: State, group: Group, now: float) -> LeasedGroup:
         kind=group.kind,
         dataset=group.dataset,
         sampling=_sampling(state, group),
+        partial_frames=group.partial_frames,
     )
 
 
@@ -209,7 +216,7 @@ def expire(state: State, lease_id: int) -> None:
 
 def put(state: State, event: Event, client: Client, done: Put) -> None:
     """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
-    check_put(done, len(event.bulk))
+    check_samples(done, len(event.bulk))
     group = state.groups.by_id.get(done.group)
     if group is not None and group.put_attempt == done.attempt and group.phase != LEASED:
         state.reply(event.to, PutReply(result="duplicate"))
@@ -235,20 +242,21 @@ def _put_refusal(state: State, group: Group | None, client: Client, done: Put) -
     return ""
 
 
-def check_put(done: Put, num_frames: int) -> None:
+def check_samples(done: Put | GiveBack, num_frames: int) -> None:
     """Raise ProtocolError unless frames, fields and headers agree with each other."""
+    where = f"{'put' if isinstance(done, Put) else 'give_back'} of group {done.group[:64]}"
     if num_frames != len(done.fields):
-        raise ProtocolError(f"put of group {done.group[:64]}: {num_frames} bulk frames for {len(done.fields)} fields")
+        raise ProtocolError(f"{where}: {num_frames} bulk frames for {len(done.fields)} fields")
     for i, sample in enumerate(done.samples):
         runs = sum(length for _, length in sample.versions)
         if sample.num_tokens > MAX_TOKENS:
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
+            raise ProtocolError(f"{where}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
         if runs != sample.num_tokens or any(length < 0 or version < NO_VERSION for version, length in sample.versions):
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
+            raise ProtocolError(f"{where}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
         if not 0 <= sample.num_trainable <= sample.num_tokens:
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
+            raise ProtocolError(f"{where}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
         if sample.oldest_version != NO_VERSION and all(version != sample.oldest_version for version, _ in sample.versions):
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: no run of its oldest version {sample.oldest_version}")
+            raise ProtocolError(f"{where}, sample {i}: no run of its oldest version {sample.oldest_version}")
 
 
 def has_failed(sample: SampleHeader) -> bool:
@@ -272,8 +280,10 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
+    state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
+    partials.used(state, group)
     state.move(group, READY, "put")
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
@@ -291,18 +301,21 @@ def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
 
 def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
     """End a lease without samples; one that is no longer held is acknowledged."""
-    if back.outcome not in ("requeue", "drop", "fail"):
-        raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop or fail")
+    if back.outcome not in ("requeue", "drop", "fail", "partial"):
+        raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop, fail or partial")
+    check_samples(back, len(event.bulk))
     group = state.groups.by_lease.get(back.lease)
     if group is not None and group.id == back.group and group.worker == client.name:
+        if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
+            partials.keep(state, event, group, back)
         _give_back(state, group, back.outcome, f"returned: {back.reason}")
     state.reply(event.to, Ok())
 
 
 def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
     if group.kind == EVAL:
-        evaluation.retry(state, group, reason, counts=outcome != "requeue")
-    elif outcome == "requeue":
+        evaluation.retry(state, group, reason, counts=outcome in ("drop", "fail"))
+    elif outcome in ("requeue", "partial"):
         state.requeue(group, reason)
     elif outcome == "drop":
         state.drop(group, reason)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import admission, batches, evaluation
+from broker.state import admission, batches, evaluation, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.table import Client, ReportingSource, State
 
@@ -21,6 +21,8 @@ def status(state: State, now: float) -> dict[str, Any]:
         "checkpoint": meta.floor,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
+        "settings": settings.described(state.rules),
+        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in state.meta.changes if c.changed],
         "groups": _groups(state),
         "moves": meta.moves,
         "lag": lag(meta.lags),
@@ -32,6 +34,8 @@ def status(state: State, now: float) -> dict[str, Any]:
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
         "waiting": waiting(state, now),
+        "stalled": watchdog.report(state, now),
+        "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
 
 

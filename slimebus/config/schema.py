@@ -43,6 +43,8 @@ class BrokerConfig(Section, frozen=True):
     """[groups] Most groups leased or waiting to be trained; 0: what max_staleness needs, or 4 batches when that is unbounded."""
     durability: Literal["fsync", "os", "memory"] = "fsync"
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
+    stall_min_s: Seconds = 30.0
+    """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
     connect_timeout_s: Seconds = 120.0
     """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
     finish_wait_s: Seconds = 20.0
@@ -117,6 +119,8 @@ class RolloutConfig(Section, frozen=True):
     """[seconds] A reward that takes longer marks its sample failed."""
     generate_timeout_s: Seconds = 600.0
     """[seconds] A group that takes longer is given back."""
+    drain_timeout_s: Seconds = 2.0
+    """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
     max_running_groups: Positive = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
 

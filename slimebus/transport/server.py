@@ -18,8 +18,11 @@ from slimebus.messages import TYPES, Error, Message
 
 log = logging.getLogger("slimebus.transport")
 
-ZERO_COPY_BYTES = 64 * 1024
-"""Below this, handing a frame over costs more than copying it."""
+ZERO_COPY_BYTES = 16 * 1024
+"""Below this, handing a frame over costs more than copying it. libzmq gives a larger frame memory of its own, so that a view that is
+kept holds no more than the frame."""
+DONTWAIT, MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
+"""As plain numbers: combining the enumeration's members takes longer than sending a frame."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
@@ -73,7 +76,7 @@ class Server:
             return requests
         for _ in range(self.burst):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=True)
+                frames = self._receive_frames()
             except zmq.Again:
                 break
             request = self._parse(frames)
@@ -81,7 +84,17 @@ class Server:
                 requests.append(request)
         return requests
 
-    def _parse(self, frames: list[bytes]) -> Request | None:
+    def _receive_frames(self) -> list[Any]:
+        """One message: bytes, and views of what is too large to copy. Raises zmq.Again when there is none."""
+        frames: list[Any] = [self.socket.recv(DONTWAIT)]
+        has_more = bool(self.socket.getsockopt(zmq.RCVMORE))
+        while has_more:  # a message is there as a whole or not at all, so none of these waits
+            frame = self.socket.recv(0, copy=False)
+            frames.append(frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer)
+            has_more = frame.more
+        return frames
+
+    def _parse(self, frames: list[Any]) -> Request | None:
         peer, frames = frames[0], frames[1:]
         request_id = 0
         try:
@@ -111,10 +124,16 @@ class Server:
             bulk = ()
             header = envelope.encode(Error(code=bad.code, text=bad.text), id=request_id, run=self.run, sender=self.name)
         try:
-            self.socket.send_multipart([peer, header, *bulk], zmq.NOBLOCK, copy=sum(map(len, bulk)) < ZERO_COPY_BYTES)
+            self._send([peer, header, *bulk])
         except zmq.ZMQError as bad:
             self.refused["reply_unsent"] += 1
             log.warning("reply to peer %s not sent: %s", peer.hex(), bad)
+
+    def _send(self, frames: list[Any]) -> None:
+        """Send without waiting. Only the first frame can be refused; the others go where it went."""
+        for frame in frames[:-1]:
+            self.socket.send(frame, DONTWAIT | MORE, copy=len(frame) < ZERO_COPY_BYTES)
+        self.socket.send(frames[-1], DONTWAIT, copy=len(frames[-1]) < ZERO_COPY_BYTES)
 
     def close(self) -> None:
         """Release the address."""

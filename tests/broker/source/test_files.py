@@ -120,5 +120,5 @@ def test_weighted_files_take_turns_and_each_goes_round_in_its_own_epochs(tmp_pat
 
 
 def test_a_weighted_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prompts in .*b"):
+    with pytest.raises(DataError, match=r"no prompts in .*b"):
         FileRows([f"{_file(tmp_path, 4, 'a')}*2", _file(tmp_path, 0, "b")])

@@ -57,3 +57,16 @@ def test_status_needs_no_hello_and_no_run(desk: Any) -> None:
     assert isinstance(desk.ask("anyone", m.Status(), run=""), m.StatusReply)
     assert desk.ask("anyone", m.Status(), run="another").code == "wrong_run"
     assert desk.ask("w", m.Heartbeat(), run="").code == "wrong_run"
+
+
+def test_a_hello_that_shares_a_protocol_version_is_welcomed_with_it(desk: Any) -> None:
+    newer = desk.ask("w", m.Hello(role="rollout", instance="1", protocol=7, oldest=1), epoch=0)
+    assert isinstance(newer, m.Welcome)
+    assert newer.protocol == m.PROTOCOL_VERSION
+
+
+def test_a_hello_without_a_common_protocol_version_is_refused_with_both_ranges(desk: Any) -> None:
+    answer = desk.ask("w", m.Hello(role="rollout", instance="1", protocol=9, oldest=8, release="9.0"), epoch=0)
+    assert isinstance(answer, m.Error)
+    assert answer.code == "protocol_version"
+    assert "'w' (slimebus 9.0) speaks protocol 8 to 9, this process" in answer.text
