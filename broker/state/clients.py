@@ -46,8 +46,10 @@ FORGET_S = 3600.0
 
 def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
+    if event.run == state.meta.run:
+        return
     is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
-    if event.run != state.meta.run and not is_asking:
+    if not is_asking:
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
             code="wrong_run",

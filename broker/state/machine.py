@@ -99,14 +99,17 @@ class Machine:
             state.timers.set(("finish",), now + state.rules.client_timeout_s)
 
     def apply(self, events: Sequence[Event], now: float) -> list[Effect]:
-        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error."""
+        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
+
+        Whoever waits is looked at once a burst: what the last request changed is what counts.
+        """
         self.state.now = now
         for event in events:
             try:
                 self._handle(event, now)
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
-            self._settle(now)
+        self._settle(now)
         watchdog.look(self.state, now)
         return self.state.flush()
 

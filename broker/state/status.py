@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import admission, batches, evaluation, settings, watchdog
+from broker.state import admission, batches, demand, evaluation, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.table import Client, ReportingSource, State
 
@@ -35,6 +35,8 @@ def status(state: State, now: float) -> dict[str, Any]:
         "steps": list(state.recent),
         "waiting": waiting(state, now),
         "stalled": watchdog.report(state, now),
+        "demand": demand.demand(state),
+        "pace": demand.parts(state),
         "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
 

@@ -16,6 +16,7 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 RECENT_STEPS = 64
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -240,13 +241,13 @@ class State:
     def flush(self) -> list[Effect]:
         """The effects since the last flush; what was changed is written before anyone is answered."""
         writes: list[Effect] = []
-        meta = msgspec.msgpack.encode(self.meta)
+        meta = _encode(self.meta)
         if meta != self._saved_meta:
             self._saved_meta = meta
             writes.append(Save("meta", "meta", meta))
         for table, key in sorted(self._changed):
             record = self._record(table, key)
-            writes.append(Delete(table, key) if record is None else Save(table, key, msgspec.msgpack.encode(record)))
+            writes.append(Delete(table, key) if record is None else Save(table, key, _encode(record)))
         effects = writes + self._effects
         self._effects, self._changed = [], set()
         return effects
@@ -369,7 +370,8 @@ class State:
     @property
     def num_held(self) -> int:
         """Groups leased, ready or assigned."""
-        return sum(self.groups.count(phase) for phase in (LEASED, READY, ASSIGNED))
+        counts = self.groups.counts
+        return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
 
     @property
     def num_committed(self) -> int:

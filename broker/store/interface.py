@@ -19,7 +19,7 @@ FORMAT = 1
 TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations")
 
 
-class Write(msgspec.Struct, frozen=True):
+class Write(msgspec.Struct, frozen=True, gc=False):
     """One change: a value (bytes, or frames to keep together), or None to remove the record."""
 
     table: str
