@@ -16,7 +16,7 @@ import zmq
 
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
-from broker.source import JsonlRows
+from broker.source import FileRows
 from broker.state.effects import (
     Address,
     Bulk,
@@ -71,7 +71,7 @@ class Broker:
         run: str,
         bind: str = "tcp://127.0.0.1:0",
         hints_bind: str = "tcp://127.0.0.1:0",
-        eval_rows: Mapping[str, JsonlRows] | None = None,
+        eval_rows: Mapping[str, FileRows] | None = None,
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,

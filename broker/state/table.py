@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -37,6 +37,14 @@ class PromptSource(Protocol):
 
     def find(self, prompt_id: str) -> Prompt | None:
         """The prompt of an id, or None when this source never had it."""
+
+
+@runtime_checkable
+class ReportingSource(PromptSource, Protocol):
+    """A source that has something to say in the status."""
+
+    def report(self) -> dict[str, Any]:
+        """What to show under `source`."""
 
 
 class Change(msgspec.Struct, kw_only=True):
