@@ -24,7 +24,7 @@ NO_VERSION = -1
 Scalar = str | int | float | bool | None
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The body of one envelope."""
 
 

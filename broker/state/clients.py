@@ -48,8 +48,10 @@ FORGET_S = 3600.0
 
 def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
+    if event.run == state.meta.run:
+        return
     is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
-    if event.run != state.meta.run and not is_asking:
+    if not is_asking:
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
             code="wrong_run",
@@ -174,6 +176,17 @@ def _extend(state: State, client: Client, lease: int, now: float) -> bool:
         return False
     state.lease_deadlines[lease] = now + state.rules.lease_s
     state.timers.set(("lease", lease), now + state.rules.lease_s)
+    return True
+
+
+def keep_alive(state: State, event: Event, leases: list[int], now: float) -> bool:
+    """Extend what a heartbeat lists and decide nothing; False for a sender that has no say."""
+    client = state.clients.get(event.sender)
+    if client is None or client.epoch != event.epoch or client.is_fenced or event.run != state.meta.run:
+        return False
+    heard(state, client, now)
+    for lease in leases:
+        _extend(state, client, lease, now)
     return True
 
 

@@ -38,7 +38,7 @@ ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
-class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
@@ -115,6 +115,10 @@ class Groups:
     def leased_by(self, worker: str) -> list[Group]:
         """The groups that a worker holds, oldest lease first."""
         return list(self._by_worker.get(worker, {}).values())
+
+    def num_leased_by(self, worker: str) -> int:
+        """How many groups a worker holds."""
+        return len(self._by_worker.get(worker, ()))
 
     def leased_at(self, worker: str, request: int) -> list[Group]:
         """The groups that a worker still holds of those that one request of it was granted."""

@@ -52,8 +52,8 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
         raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
     state.timers.set(("parked lease", *key), now + bounded_wait(ask.wait_s))
-    deal(state, now)
-    if key in state.parked_leases and not ask.wait_s > 0:
+    if not ask.wait_s > 0:
+        deal(state, now)
         give_up(state, client.name, event.to.request)
 
 
@@ -71,13 +71,15 @@ def deal(state: State, now: float) -> None:
         return
     waiting = [(key, parked) for key, parked in state.parked_leases.items() if _is_live(state, parked)]
     granted: dict[tuple[str, int], list[Group]] = {}
+    refused: Refused = {}
     while waiting:
         still = []
         for key, parked in waiting:
-            group = _next_for(state, parked)
+            group = _next_for(state, parked, refused)
             if group is None:
                 continue
             _grant(state, group, parked, now)
+            refused.clear()
             granted.setdefault(key, []).append(group)
             samples = sum(num_samples_of(state, g) for g in granted[key])
             has_want = samples < parked.message.want * state.rules.samples_per_prompt
@@ -92,8 +94,9 @@ def deal(state: State, now: float) -> None:
 def _has_something(state: State) -> bool:
     if state.groups.first_queued(EVAL) is not None:
         return True
-    best = state.meta.version if all(p.message.needs_weights for p in state.parked_leases.values()) else float("inf")
-    return admission.has_room(state, best)
+    if admission.has_room(state, state.meta.version):
+        return True
+    return admission.has_room(state, float("inf")) and not all(p.message.needs_weights for p in state.parked_leases.values())
 
 
 def _is_live(state: State, parked: ParkedLease) -> bool:
@@ -106,21 +109,34 @@ def _reply_limit(group: Group, state: State) -> int:
     return max(1, REPLY_BYTES // size)
 
 
-def _next_for(state: State, parked: ParkedLease) -> Group | None:
-    client = state.clients[parked.client]
-    evaluated = _next_evaluated(state, client, parked)
+Refused = dict[tuple[str, int, bool], bool]
+"""By what a worker serves and whether that matters: may it start no training group now? Workers that serve the same have one answer,
+and hundreds of them may wait."""
+
+
+def _is_refused(state: State, parked: ParkedLease, refused: Refused) -> bool:
+    client, needs_weights = state.clients[parked.client], parked.message.needs_weights
+    kind = (client.lineage, client.serving, needs_weights)
+    found = refused.get(kind)
+    if found is None:
+        found = refused[kind] = bool(admission.refusal_for(state, client, needs_weights=needs_weights))
+    return found
+
+
+def _next_for(state: State, parked: ParkedLease, refused: Refused) -> Group | None:
+    evaluated = _next_evaluated(state, state.clients[parked.client], parked)
     if evaluated is not None and _is_turn_of(state, evaluated):
         return evaluated
-    if admission.refusal_for(state, client, needs_weights=parked.message.needs_weights):
+    if _is_refused(state, parked, refused):
         return evaluated
     return state.groups.first_queued(TRAIN) or draw(state) or evaluated
 
 
 def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group | None:
-    if not parked.message.needs_weights or admission.unready_weights(state, client):
-        return None
     group = state.groups.first_queued(EVAL)
-    return group if group is not None and client.serving >= state.evaluations[group.evaluation].version else None
+    if group is None or not parked.message.needs_weights or admission.unready_weights(state, client):
+        return None
+    return group if client.serving >= state.evaluations[group.evaluation].version else None
 
 
 def _is_turn_of(state: State, evaluated: Group) -> bool:
@@ -170,6 +186,7 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     state.move(group, LEASED, "leased")
     state.lease_deadlines[group.lease] = now + state.rules.lease_s
     state.lease_since[group.lease] = now
+    state.pace.granted[client.name] = meta.next_step
     state.timers.set(("lease", group.lease), now + state.rules.lease_s)
 
 
@@ -281,6 +298,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
     state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
+    state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     partials.used(state, group)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -16,6 +16,7 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 RECENT_STEPS = 64
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -36,6 +37,14 @@ class PromptSource(Protocol):
 
     def find(self, prompt_id: str) -> Prompt | None:
         """The prompt of an id, or None when this source never had it."""
+
+
+@runtime_checkable
+class ReportingSource(PromptSource, Protocol):
+    """A source that has something to say in the status."""
+
+    def report(self) -> dict[str, Any]:
+        """What to show under `source`."""
 
 
 class Change(msgspec.Struct, kw_only=True):
@@ -193,6 +202,8 @@ class State:
         self.swept: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
+        self.disk_full = ""
+        self.store: dict[str, Any] = {}
         self._saved_meta = b""
         self._effects: list[Effect] = []
         self._changed: set[tuple[Table, str]] = set()
@@ -232,13 +243,13 @@ class State:
     def flush(self) -> list[Effect]:
         """The effects since the last flush; what was changed is written before anyone is answered."""
         writes: list[Effect] = []
-        meta = msgspec.msgpack.encode(self.meta)
+        meta = _encode(self.meta)
         if meta != self._saved_meta:
             self._saved_meta = meta
             writes.append(Save("meta", "meta", meta))
         for table, key in sorted(self._changed):
             record = self._record(table, key)
-            writes.append(Delete(table, key) if record is None else Save(table, key, msgspec.msgpack.encode(record)))
+            writes.append(Delete(table, key) if record is None else Save(table, key, _encode(record)))
         effects = writes + self._effects
         self._effects, self._changed = [], set()
         return effects
@@ -293,17 +304,18 @@ class State:
 
     def drop(self, group: Group, reason: str) -> None:
         """Take the prompt out of the run for a reason."""
-        self._end(group, DROPPED, reason)
+        self.end(group, DROPPED, reason)
 
     def fail(self, group: Group, reason: str) -> None:
         """Count a failed attempt: another try, or dead after `max_attempts`."""
         group.failures += 1
         if group.failures >= self.rules.max_attempts:
-            self._end(group, DEAD, reason)
+            self.end(group, DEAD, reason)
         else:
             self.requeue(group, reason)
 
-    def _end(self, group: Group, phase: Phase, reason: str) -> None:
+    def end(self, group: Group, phase: Phase, reason: str) -> None:
+        """Take a group out of play, dropped or dead; its record is kept."""
         self._forget_samples(group, reason)
         if group.partial_frames:
             self.wasted(reason, 0, group.partial_tokens)
@@ -361,7 +373,8 @@ class State:
     @property
     def num_held(self) -> int:
         """Groups leased, ready or assigned."""
-        return sum(self.groups.count(phase) for phase in (LEASED, READY, ASSIGNED))
+        counts = self.groups.counts
+        return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
 
     @property
     def num_committed(self) -> int:
