@@ -3,11 +3,17 @@
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from simulation.campaign import Outcome
+
+MAX_TOLD = 3
+"""Broken seeds whose last events are printed."""
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -43,21 +49,22 @@ def show_seed(seed: int, *, trace: bool) -> bool:
 
 def show_seeds(seeds: range, *, jobs: int, verbose: bool) -> bool:
     """Many seeds; the broken ones are told as they come."""
-    from simulation.campaign import Outcome, faults_of, run_seeds
+    from simulation.campaign import faults_of, run_seeds
 
-    started, outcomes = time.monotonic(), list[Outcome]()
+    started, outcomes, num_broken = time.monotonic(), [], 0
     for outcome in run_seeds(seeds, jobs=jobs):
         outcomes.append(outcome)
         if outcome.broken:
-            tell(outcome, has_told=False)
+            num_broken += 1
+            tell(outcome, has_told=num_broken > MAX_TOLD)
         elif verbose:
             print(f"seed {outcome.seed}: {outcome.events} events, {outcome.seconds:.0f} s, {sum(outcome.faults.values())} faults")
     if verbose:
         print("\n".join(f"{count:8d}  {name}" for name, count in faults_of(outcomes).most_common()))
-    took, events = time.monotonic() - started, sum(o.events for o in outcomes)
+    took, hours = time.monotonic() - started, sum(o.seconds for o in outcomes) / 3600
+    events, faults = sum(o.events for o in outcomes), sum(faults_of(outcomes).values())
     broken = sorted(o.seed for o in outcomes if o.broken)
-    simulated_h = sum(o.seconds for o in outcomes) / 3600
-    print(f"{len(outcomes)} seeds, {events} events, {simulated_h:.1f} virtual hours, {sum(faults_of(outcomes).values())} faults in {took:.0f} s")
+    print(f"{len(outcomes)} seeds, {events} events, {hours:.1f} virtual hours, {faults} faults in {took:.0f} s")
     print(f"broken: {broken}" if broken else "every promise held")
     return not broken
 

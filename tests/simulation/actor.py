@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from simulation.clock import Act
 
 from broker.state.effects import Address, Event
-from simulation.clock import Act
 from slimebus import messages as m
 
 if TYPE_CHECKING:

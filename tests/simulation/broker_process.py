@@ -1,21 +1,22 @@
 """The simulated broker process: the real state machine in a shell like broker/shell.py, which may end at any point of a turn.
 
-    inbox --burst--> Machine --effects--> [decided] commit [committed] replies, one by one [answering]
+inbox --burst--> Machine --effects--> [decided] commit [committed] replies, one by one [answering]
 """
 
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from broker.awake_clock import AwakeClock
-from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPartial, StoredPayload, StoredPrompt
-from broker.state.machine import Machine
-from broker.store.interface import Write, unpack_frames
 from simulation.actor import RUN
 from simulation.clock import MachineClock
 from simulation.disk import Disk
+
+from broker.awake_clock import AwakeClock
+from broker.held import RETRY_S, Held
+from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPartial, StoredPayload, StoredPrompt
+from broker.state.machine import Machine
+from broker.store import Damaged, StoreError, Write
 from slimebus import messages as m
-from slimebus.errors import SlimebusError
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -35,8 +36,10 @@ class BrokerProcess:
     """The broker and the machine it runs on. Its disk outlives it; `machine` is None while it is down."""
 
     def __init__(self, world: "World") -> None:
-        self.world, self.disk = world, Disk()
+        self.world, self.disk = world, Disk(world.scenario.durability)
         self.machine: Machine | None = None
+        self.held: Held | None = None
+        self._last_hint = m.Hint()
         self.inbox: deque[Event] = deque()
         self.crash_at: CrashPoint | None = None
         self.stopped_until = self._wake_at = 0.0
@@ -68,7 +71,7 @@ class BrokerProcess:
         """kill -9, or with `torn` a power cut that takes the last transactions along. It is started again `down_s` later."""
         if self.machine is None:
             return
-        self.machine, self.crash_at = None, None
+        self.machine, self.crash_at, self.held = None, None, None
         self.inbox.clear()
         self.world.trace(f"broker is killed, {torn} transactions are torn off")
         if torn:
@@ -107,7 +110,11 @@ class BrokerProcess:
 
     def _turn(self, machine: Machine, events: list[Event], now: float) -> None:
         watch = self.world.invariants
+        if self.held is not None:
+            self._turn_held(machine, self.held, events, now)
+            return
         effects: list[Effect] = []
+        events = self._admitted(machine, events)
         for part in self._parts(events):
             watch.before(machine, part)
             decided = machine.apply(part, now)
@@ -116,7 +123,7 @@ class BrokerProcess:
         if self.awake.is_time_to_judge(all_heard=len(events) < BURST):
             watch.before_tick(machine)
             late = machine.tick(now)
-            watch.ticked(machine, late, now)
+            watch.ticked(machine, late)
             effects += late
         self._perform(machine, effects)
 
@@ -133,21 +140,55 @@ class BrokerProcess:
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value if isinstance(effect, Save) else None)
         if writes:
             self._may_crash("decided")
-            self._commit(list(writes.values()))
+            try:
+                self._commit(list(writes.values()))
+            except StoreError as full:
+                self.world.trace("broker holds what the full disk does not take")
+                self.held = Held(
+                    writes=writes, effects=effects, problem=full, since=self.awake.now, retry_at=self.awake.now + RETRY_S, said_at=0.0
+                )
+                return
             self._may_crash("committed")
+        self._say(machine, effects)
+
+    def _say(self, machine: Machine, effects: Sequence[Effect]) -> None:
         self.world.invariants.committed(machine)
         self._answer(machine, [e for e in effects if isinstance(e, Reply)])
         for effect in effects:
             if isinstance(effect, Notify):
+                self._last_hint = effect.hint
                 self.world.hint(effect.hint)
+
+    # --- a disk that takes no more ---
+
+    def _admitted(self, machine: Machine, events: list[Event]) -> list[Event]:
+        """Samples for which there is no room are refused."""
+        machine.state.disk_full = full = self.disk.refusal(0)
+        if not full:
+            return events
+        for event in events:
+            if event.bulk:
+                self.world.answer(event.to, m.Error(code="disk_full", text=full, retryable=True), [])
+        return [event for event in events if not event.bulk]
+
+    def _turn_held(self, machine: Machine, held: Held, events: list[Event], now: float) -> None:
+        """Nothing is decided or told until what was decided is written."""
+        for event in events:
+            self.world.answer(event.to, *machine.answer_held(event, self._last_hint, held.problem, now))
+        if now < held.retry_at:
+            return
+        try:
+            self._commit(list(held.writes.values()))
+        except StoreError:
+            held.retry_at = now + RETRY_S
+            return
+        self.held = None
+        self._say(machine, held.effects)
 
     def _commit(self, writes: list[Write]) -> None:
         if self.crash_at == "committing" and self.world.random.random() < 0.5:
             raise Crashed  # nobody was answered: the transaction may be there or not
-        try:
-            self.disk.commit(writes)
-        except SlimebusError as full:
-            raise Crashed from full
+        self.disk.commit(writes)
         self._may_crash("committing")
 
     def _answer(self, machine: Machine, replies: list[Reply]) -> None:
@@ -159,7 +200,8 @@ class BrokerProcess:
                 self.world.invariants.handed_out(machine, reply.message)
             try:
                 bulk = [frame for part in reply.bulk for frame in self._frames(part)]
-            except SlimebusError as gone:
+            except Damaged as gone:
+                self._perform(machine, machine.damaged(gone.table, gone.key, self.awake.now))
                 self.world.answer(reply.to, m.Error(code=gone.code, text=gone.text, retryable=gone.retryable), [])
             else:
                 self.world.answer(reply.to, reply.message, bulk)
@@ -172,15 +214,15 @@ class BrokerProcess:
             case StoredPrompt(group):
                 return [self._stored("prompts", group)]
             case StoredPayload(group):
-                return [bytes(frame) for frame in unpack_frames(self._stored("payloads", group))]
+                return list(self._stored("payloads", group))
             case StoredPartial(group):
-                return [bytes(frame) for frame in unpack_frames(self._stored("partials", group))]
+                return list(self._stored("partials", group))
         return [b"a held-out prompt"]
 
-    def _stored(self, table: str, key: str) -> bytes:
-        value = self.disk.get(table, key)
+    def _stored(self, table: str, key: str) -> Any:
+        value = self.disk.tables[table].get(key)
         if value is None:
-            raise SlimebusError(f"{table} of group {key} are gone", code="gone", retryable=True)
+            raise Damaged(table, key, f"{table} of group {key} are gone", code="gone")
         return value
 
     def _may_crash(self, point: CrashPoint) -> None:
@@ -191,7 +233,7 @@ class BrokerProcess:
         if self.inbox:
             self._wake_at = self.world.now
             return
-        self.is_over = machine.is_over
+        self.is_over = machine.is_over and self.held is None
         deadline = machine.next_deadline()
         idle_s = MAX_IDLE_S if deadline is None else min(MAX_IDLE_S, max(0.001, deadline - self.awake.now))
         self._wake_at = self.world.now + idle_s

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from multiprocessing import Pool
 
 import msgspec
-
 from simulation import mutations
 from simulation.world import World
 
@@ -32,7 +31,9 @@ def run_seed(seed: int, *, is_verbose: bool = False) -> Outcome:
         world.run()
     except Exception as problem:  # noqa: BLE001 - whatever it is, it is told with its seed
         broken = f"{type(problem).__name__}: {problem}"
-    return Outcome(seed, world.events, world.now, len(world.trainer.trained), dict(world.faults), broken, list(world.recent) if broken else [])
+    return Outcome(
+        seed, world.events, world.now, len(world.trainer.trained), dict(world.faults), broken, list(world.recent) if broken else []
+    )
 
 
 def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
@@ -60,5 +61,3 @@ def faults_of(outcomes: Iterable[Outcome]) -> Counter[str]:
     for outcome in outcomes:
         total.update(outcome.faults)
     return total
-
-

@@ -2,29 +2,30 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from broker.store.interface import TABLES, Write, packed
-from slimebus.errors import SlimebusError
+from broker.store.interface import TABLES, StoreError, Write
 
 KEPT = 16
 """How many of the last transactions can be taken back."""
 
-Undo = list[tuple[str, str, bytes | None]]
+Undo = list[tuple[str, str, Any]]
 
 
 class Disk:
-    """A store (broker.store.Store) that outlives its broker."""
+    """A store (broker.store.Store) that outlives its broker. Payloads and partials are kept as the frames they are."""
 
-    def __init__(self) -> None:
-        self.tables: dict[str, dict[str, bytes]] = {name: {} for name in TABLES}
-        self.is_full = False
+    def __init__(self, durability: str) -> None:
+        self.durability = durability
+        self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+        self.is_full = self.is_nearly_full = False
         self.num_commits = 0
         self._undo: deque[Undo] = deque(maxlen=KEPT)
 
     def commit(self, writes: Sequence[Write]) -> None:
-        """Make every change. Raises SlimebusError `store`, and makes none, while the disk is full."""
+        """Make every change. Raises StoreError, and makes none, while the disk is full."""
         if self.is_full:
-            raise SlimebusError("the simulated disk is full", code="store", retryable=True)
+            raise StoreError("the simulated disk is full", code="disk_full")
         undo: Undo = []
         for write in writes:
             table = self.tables[write.table]
@@ -32,7 +33,7 @@ class Disk:
             if write.value is None:
                 table.pop(write.key, None)
             else:
-                table[write.key] = packed(write.value)
+                table[write.key] = write.value
         self._undo.append(undo)
         self.num_commits += 1
 
@@ -55,15 +56,29 @@ class Disk:
 
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None."""
-        return self.tables[table].get(key)
+        value: bytes | None = self.tables[table].get(key)
+        return value
+
+    def frames(self, table: str, key: str) -> Sequence[Any] | None:
+        """The frames of a record, or None."""
+        value: Sequence[Any] | None = self.tables[table].get(key)
+        return value
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
         yield from sorted(self.tables[table].items())
 
+    def refusal(self, size_bytes: int) -> str:
+        """Why no more should be taken now; empty when there is room."""
+        return "the simulated disk is nearly full" if self.is_full or self.is_nearly_full else ""
+
+    def report(self) -> dict[str, Any]:
+        """For the status."""
+        return {"durability": self.durability}
+
     def size_bytes(self) -> int:
-        """The sum of the values' sizes."""
-        return sum(len(value) for table in self.tables.values() for value in table.values())
+        """The number of records; their sizes matter to nobody here."""
+        return sum(map(len, self.tables.values()))
 
     def close(self) -> None:
         """Nothing to release."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from simulation.broker_process import CRASH_POINTS
 from simulation.trainer import Trainer
 
-
 if TYPE_CHECKING:
     from simulation.world import World
 
@@ -92,11 +91,12 @@ def cut_network(world: "World") -> None:
 
 
 def fill_disk(world: "World") -> None:
-    """No room for a while."""
-    world.broker.disk.is_full = True
+    """No room for a while: for samples, or for anything."""
+    disk = world.broker.disk
+    disk.is_nearly_full, disk.is_full = True, world.random.random() < 0.7
 
     def free() -> None:
-        world.broker.disk.is_full = False
+        disk.is_full = disk.is_nearly_full = False
 
     world.timeline.later(world.random.uniform(0.5, 8), free)
 
@@ -155,5 +155,3 @@ def begin(world: "World", only: str = "") -> None:
         world.timeline.later(world.random.expovariate(1 / world.scenario.fault_every_s), strike)
 
     wait()
-
-

@@ -4,13 +4,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from simulation.actor import require
 
 from broker.awake_clock import LONGEST_TURN_S, MAX_UNJUDGED_S
 from broker.state.effects import Address, Effect, Event, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.machine import Machine
 from broker.state.table import ClientRecord, State
-from simulation.actor import require
 from slimebus import messages as m
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Invariants:
         self._parked: Counter[Address] = Counter()
         self._heard: dict[int, float] = {}
         self._held: dict[int, Group] = {}
+        self._granted: dict[Address, set[int]] = {}
         self._asked: list[tuple[m.Put, bool]] = []
 
     # --- hooks of the broker process ---
@@ -40,9 +41,7 @@ class Invariants:
         self._parked.clear()
         self._heard.clear()
         self.deep(self._machine)
-        require(
-            _durable(self.world.broker.restored().state) == _durable(self._machine.state), "two restores of one disk differ"
-        )
+        require(_durable(self.world.broker.restored().state) == _durable(self._machine.state), "two restores of one disk differ")
 
     def arrived(self, event: Event) -> None:
         """A request has reached the broker, which may read it later."""
@@ -52,18 +51,21 @@ class Invariants:
             for lease in event.message.leases:
                 group = state.groups.by_lease.get(lease)
                 if group is not None and group.worker == event.sender:
-                    self._heard[lease] = self.world.broker.awake.now
+                    self._heard[lease] = max(self.world.now, self.world.broker.stopped_until)
 
     def before_tick(self, machine: Machine) -> None:
         self._held = dict(machine.state.groups.by_lease)
 
-    def ticked(self, machine: Machine, effects: list[Effect], now: float) -> None:
-        """Time has done its work: who was heard keeps what it holds."""
+    def ticked(self, machine: Machine, effects: list[Effect]) -> None:
+        """Time has done its work: who was heard, by the true time, keeps what it holds. A clock that jumps may cost one long turn."""
         for lease, group in self._held.items():
             if lease not in machine.state.groups.by_lease and group.reason == "lease expired":
-                silence_s = now - self._heard.get(lease, -1e9)
+                silence_s = self.world.now - self._heard.get(lease, -1e9)
                 spent = machine.state.rules.lease_s
-                require(silence_s >= spent - LONGEST_TURN_S, f"lease {lease} of {group.id} expired {silence_s:.1f} s after a heartbeat for it")
+                require(
+                    silence_s >= spent - 2 * LONGEST_TURN_S,
+                    f"lease {lease} of {group.id} expired {silence_s:.1f} s after a heartbeat for it",
+                )
         self._answered([], machine, effects)
 
     def before(self, machine: Machine, events: list[Event]) -> None:
@@ -80,9 +82,11 @@ class Invariants:
             require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
         if len(events) == 1:
             self._check_trainer(machine, events[0], replies.get(events[0].to))
-        for message in replies.values():
+        for to, message in replies.items():
             if isinstance(message, m.BatchReply) and message.groups:
                 self._check_bound(message)
+            elif isinstance(message, m.LeaseReply) and message.groups:
+                self._check_grant(machine.state, to, message)
 
     def committed(self, machine: Machine) -> None:
         """A turn is on the disk, and nobody is answered yet."""
@@ -141,6 +145,26 @@ class Invariants:
             lag = reply.version - group.oldest_version if group.oldest_version != m.NO_VERSION else 0
             require(lag <= bound, f"step {reply.step}: {group.group} is {lag} versions old, bound {bound}")
 
+    def _check_grant(self, state: State, to: Address, reply: m.LeaseReply) -> None:
+        """The same request has the same leases; a group was let in only if its turn comes while it is fresh enough."""
+        leases = {group.lease for group in reply.groups}
+        before = self._granted.get(to, set())
+        is_same = not before or leases <= before or not before & state.groups.by_lease.keys()
+        require(is_same or self.world.account.lost_suffix, f"{to} was granted {before}, now {leases}")
+        self._granted[to] = leases
+        for lease in leases - before:
+            group = state.groups.by_lease.get(lease)
+            if group is not None and group.kind == TRAIN and group.lineage:
+                self._check_pace(state, group)
+
+    def _check_pace(self, state: State, group: Group) -> None:
+        """floor(N / B) <= w + eta, with N counted from the first step that is not chosen yet."""
+        ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.admitted < group.admitted for g in state.groups.by_id.values())
+        chosen = [step for step, record in state.steps.items() if not record.is_committed]
+        step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // state.rules.batch_size
+        lag = self.world.version_of(step) - group.lease_version
+        require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease_version} is let in for step {step}")
+
     def handed_out(self, machine: Machine, reply: m.BatchReply) -> None:
         """A batch leaves the broker: the same step of a timeline has the same groups, each once."""
         names = [g.group for g in reply.groups]
@@ -170,12 +194,18 @@ class Invariants:
         drawn = {source.id_at(position) for position in range(meta.cursor - num_drawn, meta.cursor)}
         found = in_play | ended | freed
         require(found == drawn, f"lost {sorted(drawn - found)}, invented {sorted(found - drawn)}")
-        require(len(in_play) + len(ended) + len(freed) == len(drawn), f"in two places: {sorted((in_play & ended) | (in_play & freed) | (ended & freed))}")
+        require(
+            len(in_play) + len(ended) + len(freed) == len(drawn),
+            f"in two places: {sorted((in_play & ended) | (in_play & freed) | (ended & freed))}",
+        )
 
     def _check_records(self, state: State) -> None:
         tables = self.world.broker.disk.tables
         groups = state.groups.by_id
-        require(tables["groups"].keys() == groups.keys(), f"the store does not hold the groups in play: {tables['groups'].keys() ^ groups.keys()}")
+        require(
+            tables["groups"].keys() == groups.keys(),
+            f"the store does not hold the groups in play: {tables['groups'].keys() ^ groups.keys()}",
+        )
         dead = {key for key, value in tables["ended"].items() if b"dead" in value}
         prompts = {name for name, group in groups.items() if group.kind == TRAIN} | dead
         require(tables["prompts"].keys() == prompts, f"prompt records that leak or lack: {sorted(tables['prompts'].keys() ^ prompts)}")

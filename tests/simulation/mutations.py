@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from simulation import broker_process
+
 from broker import awake_clock
 from broker.state import admission, batches, clients, leases, staleness, timeline
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.table import State
-from simulation import broker_process
 
 Patch = tuple[Any, str, Callable[..., Any]]
 

@@ -6,11 +6,11 @@ It checks what it is handed by itself: age, timeline, repetition. Nothing here a
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-
 from simulation.account import Steps
 from simulation.actor import Actor, Request, require
 from simulation.clock import Act
 from simulation.worker import Truth
+
 from slimebus import messages as m
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Trainer(Actor):
         self.checkpoints = checkpoints
         start = checkpoints[-1]
         self.step, self.trained = start.step, dict(start.trained)
-        self.version = start.step // world.rules.publish_interval
+        self.version = world.version_of(start.step)
         self.lineage = f"{name}-{world.timeline.serial()}"
         self.batches: dict[int, m.BatchReply] = {}
         self.loaded: set[int] = set()
@@ -124,7 +124,7 @@ class Trainer(Actor):
         versions = [v for trained in truth.trained for v in trained if v != m.NO_VERSION]
         oldest = min(versions, default=m.NO_VERSION)
         require(oldest == group.oldest_version, f"{group.group} is of version {oldest}, the broker says {group.oldest_version}")
-        trained_at = step // self.world.rules.publish_interval
+        trained_at = self.world.version_of(step)
         bound = self.world.bound_of(self.batches[step])
         lag = trained_at - oldest if versions else 0
         require(0 <= lag <= bound, f"{group.group} of version {oldest} in step {step}, version {trained_at}, bound {bound}")

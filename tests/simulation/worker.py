@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-
 from simulation.actor import Actor, Request, require
 from simulation.scenario import WorkerPlan
+
 from slimebus import messages as m
 
 if TYPE_CHECKING:

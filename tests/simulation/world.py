@@ -8,8 +8,6 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-from broker.state.effects import Address
-from broker.state.rules import Rules
 from simulation import faults as fault_kinds
 from simulation import scenario as scenarios
 from simulation.account import Account
@@ -20,6 +18,9 @@ from simulation.invariants import Invariants
 from simulation.network import Network
 from simulation.trainer import Checkpoint, Trainer
 from simulation.worker import Worker
+
+from broker.state.effects import Address
+from broker.state.rules import Rules
 from slimebus import messages as m
 
 TRACED = 40
@@ -167,6 +168,10 @@ class World:
     def bound_of(self, reply: m.BatchReply) -> float:
         """The staleness bound in force for a batch."""
         return self.rules.max_staleness
+
+    def version_of(self, step: int) -> int:
+        """The version trained in a step: one a publish, every K steps."""
+        return step // self.rules.publish_interval
 
     def wall_of(self, name: str) -> float:
         """The time of day on the machine where a process of this name runs."""
