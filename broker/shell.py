@@ -194,16 +194,17 @@ class Broker:
 
     def _hold(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
         """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
-        now = self.awake.advance()
+        now = self.clock.monotonic()
         self._held = Held(writes=writes, effects=effects, problem=problem, since=now, retry_at=now + RETRY_S, said_at=now)
         log.error("%s", problem.text)
 
     def _turn_held(self, held: Held) -> int:
-        requests = self.server.receive(min(MAX_IDLE_S, max(0.0, held.retry_at - self.awake.advance())))
-        now = self.awake.advance()
+        requests = self.server.receive(min(MAX_IDLE_S, max(0.0, held.retry_at - self.clock.monotonic())))
+        now = self.clock.monotonic()
+        self.awake.advance()
         self.machine.state.store = self.store.report() | held.report(now)
         for request in requests:
-            self.server.reply(request, *self.machine.answer_held(event_of(request), self._last_hint, held.problem, now))
+            self.server.reply(request, *self.machine.answer_held(event_of(request), self._last_hint, held.problem, self.awake.now))
         if now >= held.retry_at:
             self._retry(held, now)
         return len(requests)

@@ -42,7 +42,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
-    oldest and newest version over their trainable and all tokens. num_frames counts the stored frames, header included.
+    oldest and newest version over their trainable and all tokens, the steps trained behind the newest. num_frames counts the stored frames, header included.
     The partial_ fields say the same of samples that a leaving worker had not finished (broker/state/partials.py).
     """
 
@@ -68,6 +68,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     size_bytes: int = 0
     oldest_version: int = NO_VERSION
     newest_version: int = NO_VERSION
+    steps_behind: int = 0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1
@@ -76,6 +77,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     partial_tokens: int = 0
     partial_oldest: int = NO_VERSION
     partial_newest: int = NO_VERSION
+    partial_steps: int = 0
 
 
 class Groups:

@@ -43,7 +43,7 @@ def _begin(state: State, ask: Resume) -> None:
     _accept_trained(state, ask.step)
     _rewind(state, ask)
     _revoke_leases(state)
-    partials.rewind(state, ask.version)
+    partials.rewind(state, ask.step, ask.version)
     evaluation.cancel_running(state, "the trainer resumed from an earlier step")
     meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
@@ -89,7 +89,7 @@ def _rewind(state: State, ask: Resume) -> None:
                 group.step = -1
                 state.move(group, READY, "rewound")
     for group in state.groups.first_ready(len(state.groups.ready)):
-        if group.newest_version > ask.version:
+        if group.newest_version > ask.version or group.steps_behind > ask.step:
             state.requeue(group, "made by a version of the abandoned timeline")
 
 
