@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from broker.source import JsonlRows
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
     Bulk,
@@ -70,6 +71,7 @@ class Broker:
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics_path = metrics_path
@@ -79,19 +81,22 @@ class Broker:
         self.hints.linger = 200
         try:
             self.hints_endpoint = bind_socket(self.hints, hints_bind)
-            self.machine = self._restored(rules, source, run, max_message_bytes)
+            self.machine = self._restored(rules, source, run, max_message_bytes, buffer_filter)
         except UsageError:
             self.close()
             raise
         self._last_hint = Hint()
 
-    def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
+    def _restored(
+        self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int, buffer_filter: BufferFilter | None
+    ) -> Machine:
         machine = Machine(
             rules,
             source,
             run=run,
             hints=self.hints_endpoint,
             max_message_bytes=max_message_bytes,
+            buffer_filter=buffer_filter,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))

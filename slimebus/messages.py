@@ -206,12 +206,16 @@ class PutReply(Message):
 
 
 class GiveBack(Message):
-    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)."""
+    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt).
+
+    num_tokens: of the samples that were made for nothing.
+    """
 
     group: str
     lease: int
     outcome: str
     reason: str
+    num_tokens: int = 0
 
 
 # --- training -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import math
 import msgspec
 
 from broker.state import admission, evaluation, staleness
+from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
@@ -28,6 +29,7 @@ from slimebus.messages import (
     SampleHeader,
 )
 
+NO_SPREAD = "filtered: no reward spread"
 MAX_TOKENS = 1 << 31
 EVAL_SHARE = 0.5
 """Samples of an evaluation that may be made for each training sample."""
@@ -275,6 +277,11 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
+    state.measured(group.num_tokens)
+    if state.rules.needs_spread and group.reward_std == 0.0:
+        _filter_out(state, group)
+        return PutReply(result="accepted", reason=NO_SPREAD)
+    state.meta.filtered_in_a_row = 0
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     state.move(group, READY, "put")
@@ -290,6 +297,14 @@ def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
     group.num_tokens = sum(s.num_tokens for s in good)
     group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
     group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)
+    group.reward_mean, group.reward_std = spread([s.reward or 0.0 for s in good])
+
+
+def _filter_out(state: State, group: Group) -> None:
+    """Drop a group that gives no gradient; admission lets another prompt take its place."""
+    state.wasted(NO_SPREAD, 1, group.num_tokens)
+    state.filtered()
+    state.drop(group, NO_SPREAD)
 
 
 def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
@@ -298,6 +313,8 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
         raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop or fail")
     group = state.groups.by_lease.get(back.lease)
     if group is not None and group.id == back.group and group.worker == client.name:
+        if back.num_tokens > 0:
+            state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
         _give_back(state, group, back.outcome, f"returned: {back.reason}")
     state.reply(event.to, Ok())
 
@@ -308,6 +325,7 @@ def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
     elif outcome == "requeue":
         state.requeue(group, reason)
     elif outcome == "drop":
+        state.filtered()
         state.drop(group, reason)
     else:
         state.fail(group, reason)
