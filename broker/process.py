@@ -1,5 +1,6 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
+import gc
 import json
 import logging
 import signal
@@ -8,13 +9,14 @@ from types import FrameType
 
 from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
-from broker.source import JsonlRows, JsonlSource
+from broker.source import FileRows, FileSource
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
 from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
+from slimebus.prompt_record import PromptKeys
 
 log = logging.getLogger("broker")
 
@@ -26,6 +28,7 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _setter(stop))
     broker = build(resolved)
+    _settle_memory()
     log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
     try:
         broker.run(stop)
@@ -34,13 +37,21 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
 
 
+def _settle_memory() -> None:
+    """Keep the collector of reference cycles from walking over every group again and again: what is read back stays, and no record
+    is part of a cycle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
     if not config.data.prompt_data:
         raise ConfigError("data.prompt_data: no file given; name at least one jsonl file of prompts")
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
-    source = JsonlSource(
+    source = FileSource(
         _rows(resolved, config.data.prompt_data),
         shuffle=config.data.rollout_shuffle,
         seed=config.seed,
@@ -60,14 +71,13 @@ def build(resolved: Resolved) -> Broker:
     )
 
 
-def _rows(resolved: Resolved, specs: list[str]) -> JsonlRows:
+def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
     data = resolved.config.data
-    return JsonlRows(
+    return FileRows(
         [str(resolved.path(spec)) for spec in specs],
-        input_key=data.input_key,
-        label_key=data.label_key,
-        metadata_key=data.metadata_key,
+        keys=PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key),
         skip_bad=data.skip_bad_prompts,
+        spill_dir=resolved.run_dir / "broker",
     )
 
 
@@ -90,6 +100,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         stale_wait_s=b.stale_wait_s,
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
         max_filtered=r.dynamic_sampling_limit,
+        stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from broker.source import JsonlRows
+from broker.source import FileRows
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
@@ -29,6 +29,7 @@ from broker.state.effects import (
     Record,
     Reply,
     Save,
+    StoredPartial,
     StoredPayload,
     StoredPrompt,
 )
@@ -45,6 +46,7 @@ from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server
 log = logging.getLogger("slimebus.broker")
 
 T = TypeVar("T")
+Writes = dict[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
@@ -67,7 +69,7 @@ class Broker:
         run: str,
         bind: str = "tcp://127.0.0.1:0",
         hints_bind: str = "tcp://127.0.0.1:0",
-        eval_rows: Mapping[str, JsonlRows] | None = None,
+        eval_rows: Mapping[str, FileRows] | None = None,
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
@@ -139,7 +141,7 @@ class Broker:
     # --- effects ---
 
     def _perform(self, effects: Sequence[Effect]) -> None:
-        writes: dict[tuple[str, str], Write] = {}
+        writes: Writes = {}
         for effect in effects:
             if isinstance(effect, Save):
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value)
@@ -148,11 +150,11 @@ class Broker:
         if writes:
             self.store.commit(list(writes.values()))
         for effect in effects:
-            self._say(effect)
+            self._say(effect, writes)
 
-    def _say(self, effect: Effect) -> None:
+    def _say(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
-            self._reply(effect)
+            self._reply(effect, writes)
         elif isinstance(effect, Notify):
             self._hint(effect.hint)
         elif isinstance(effect, Note):
@@ -160,24 +162,27 @@ class Broker:
         elif isinstance(effect, Record):
             self._record(effect.row)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
-            bulk = [frame for part in reply.bulk for frame in self._frames(part)]
+            bulk = [frame for part in reply.bulk for frame in self._frames(part, writes)]
         except SlimebusError as gone:
             self.server.answer(reply.to.peer, reply.to.request, Error(code=gone.code, text=gone.text, retryable=gone.retryable))
             return
         self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
 
-    def _frames(self, part: Bulk) -> Sequence[Any]:
+    def _frames(self, part: Bulk, writes: Writes) -> Sequence[Any]:
         match part:
             case Inline(value):
                 return [value]
             case EvalPrompt(dataset, row):
                 return [self.eval_rows[dataset].record(row)]
             case StoredPrompt(group):
-                return [self._present(self.store.get("prompts", group), "prompts", group)]
+                written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
+                return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
             case StoredPayload(group):
                 return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPartial(group):
+                return self._present(self.store.frames("partials", group), "partials", group)
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:

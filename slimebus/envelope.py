@@ -24,7 +24,7 @@ MAX_FRAMES = 65536
 Frame = bytes | bytearray | memoryview
 
 
-class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Header(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The first frame. `v`: protocol version; `type`: the body's message type; `run`: the run id (empty in a first hello)."""
 
     type: str

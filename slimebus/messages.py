@@ -9,6 +9,7 @@ the header (slimebus/samples.py), each described here by a `Field`.
     client    hello -> status | evaluate | set
 """
 
+import math
 import re
 from functools import cache
 
@@ -24,7 +25,7 @@ NO_VERSION = -1
 Scalar = str | int | float | bool | None
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The body of one envelope."""
 
 
@@ -145,6 +146,16 @@ class SampleHeader(Message):
     metadata: dict[str, Scalar] = {}
 
 
+def has_failed(status: str, reward: float | None, oldest_version: int) -> bool:
+    """True for a sample that must not be trained: status failed, or its reward is missing or not finite.
+
+    A demonstration (oldest_version NO_VERSION) needs no reward.
+    """
+    if status == "failed":
+        return True
+    return oldest_version != NO_VERSION if reward is None else not math.isfinite(reward)
+
+
 # --- rollout ------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +165,7 @@ class Lease(Message):
     Parked at most `wait_s` seconds until capacity appears; the answer may be empty.
 
     `serving` is the worker's verified version of `lineage`; a worker that needs no weights says `needs_weights: false`.
+    `takes_partials`: it can continue samples that another worker began.
     """
 
     want: int
@@ -161,12 +173,14 @@ class Lease(Message):
     lineage: str = ""
     serving: int = NO_VERSION
     needs_weights: bool = True
+    takes_partials: bool = False
 
 
 class LeasedGroup(Message):
     """A right to one group until `deadline_s` seconds from now, extended by heartbeats. kind: train | eval.
 
-    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index.
+    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index. `partial_frames`: so
+    many frames after all prompt records, in the order of the groups, hold samples to continue: a `GiveBack`, then its fields.
     """
 
     group: str
@@ -177,6 +191,7 @@ class LeasedGroup(Message):
     kind: str = "train"
     dataset: str = ""
     sampling: dict[str, Scalar | list[str | int]] = {}
+    partial_frames: int = 0
 
 
 class LeaseReply(Message):
@@ -206,9 +221,11 @@ class PutReply(Message):
 
 
 class GiveBack(Message):
-    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt).
+    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
+    | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
-    num_tokens: of the samples that were made for nothing.
+    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a
+    drop makes waste.
     """
 
     group: str
@@ -216,6 +233,9 @@ class GiveBack(Message):
     outcome: str
     reason: str
     num_tokens: int = 0
+    lineage: str = ""
+    samples: list[SampleHeader] = []
+    fields: list[Field] = []
 
 
 # --- training -----------------------------------------------------------------------------------------------------

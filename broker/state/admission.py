@@ -14,9 +14,9 @@ from broker.state.table import Client, ParkedLease, State
 from slimebus.messages import NO_VERSION
 
 
-def step_of_next(state: State) -> int:
-    """The step that a group admitted now would be trained in."""
-    rules, leased, ready = state.rules, state.groups.count(LEASED), state.groups.count(READY)
+def step_of_next(state: State, extra: int = 0) -> int:
+    """The step that a group admitted now, behind `extra` others, would be trained in."""
+    rules, leased, ready = state.rules, state.groups.count(LEASED) + extra, state.groups.count(READY)
     if not rules.batch_tokens:
         return state.next_unassigned + (leased + ready) // (rules.over_sampling or rules.batch_size)
     tokens = state.groups.ready_tokens + leased * mean_tokens(state)
@@ -39,12 +39,12 @@ def capacity(state: State) -> int:
     return state.rules.capacity_for(groups_per_batch(state))
 
 
-def has_room(state: State, serving: float) -> bool:
-    """True when a worker that serves this version could start a training group now."""
-    step, rules = step_of_next(state), state.rules
+def has_room(state: State, serving: float, extra: int = 0) -> bool:
+    """True when a worker that serves this version could start a training group now, behind `extra` others."""
+    step, rules = step_of_next(state, extra), state.rules
     if state.meta.filtered_in_a_row >= rules.max_filtered:
         return False
-    if state.meta.finishing or state.num_held >= capacity(state) or (rules.num_steps is not None and step >= rules.num_steps):
+    if state.meta.finishing or state.num_held + extra >= capacity(state) or (rules.num_steps is not None and step >= rules.num_steps):
         return False
     return state.version_of(step) <= serving + rules.max_staleness
 

@@ -41,7 +41,7 @@ def assign(state: State, now: float) -> None:
             continue
         if state.meta.filtered_in_a_row >= state.rules.max_filtered:
             _answer(state, step, Error(code="all_filtered", text=admission.all_filtered(state)))
-        elif _can_never_fill(state):
+        elif can_never_fill(state):
             _answer(state, step, _end_of_source(state, step))
         return
 
@@ -88,7 +88,8 @@ def _end_surplus(state: State) -> None:
         staleness.take_back(state, state.next_unassigned, "surplus")
 
 
-def _can_never_fill(state: State) -> bool:
+def can_never_fill(state: State) -> bool:
+    """True when the source has ended and what is left is less than a batch."""
     if not state.meta.source_ended:
         state.meta.source_ended = state.source.take(state.meta.cursor) is None
     waiting = state.groups.count(QUEUED) + state.groups.count(LEASED)

@@ -77,8 +77,10 @@ def checked(answer: object, ready: Sequence[Group], wanted: BatchWanted) -> list
 
 
 def spread(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and (population) standard deviation; (0, 0) of nothing."""
+    """Mean and (population) standard deviation; (0, 0) of nothing, and exactly 0 for equal rewards."""
     if not rewards:
         return 0.0, 0.0
     mean = math.fsum(rewards) / len(rewards)
+    if min(rewards) == max(rewards):
+        return mean, 0.0
     return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))

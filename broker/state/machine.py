@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, choice, clients, evaluation, leases, settings, status, timeline
+from broker.state import batches, choice, clients, evaluation, leases, settings, status, timeline, watchdog
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
@@ -80,6 +80,7 @@ class Machine:
         settings.restore(state)
         self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
+        watchdog.restored(state, now)
 
     def _restore_meta(self, meta: Meta) -> None:
         state = self.state
@@ -102,25 +103,33 @@ class Machine:
         for lease, group in state.groups.by_lease.items():
             assert group.phase == LEASED
             state.lease_deadlines[lease] = now + state.rules.lease_s
+            state.lease_since[lease] = now
             state.timers.set(("lease", lease), now + state.rules.lease_s)
         if state.meta.finishing:
             state.timers.set(("finish",), now + state.rules.client_timeout_s)
 
     def apply(self, events: Sequence[Event], now: float) -> list[Effect]:
-        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error."""
+        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
+
+        Whoever waits is looked at once a burst: what the last request changed is what counts.
+        """
+        self.state.now = now
         for event in events:
             try:
                 self._handle(event, now)
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
-            self._settle(now)
+        self._settle(now)
+        watchdog.look(self.state, now)
         return self.state.flush()
 
     def tick(self, now: float) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients."""
+        self.state.now = now
         for key in self.state.timers.due(now):
             self._fall_due(key, now)
         self._settle(now)
+        watchdog.look(self.state, now)
         return self.state.flush()
 
     def next_deadline(self) -> float | None:
@@ -175,6 +184,7 @@ class Machine:
                 batches.batch(state, event, client, message, now)
             case Fetch():
                 batches.fetch(state, event, message, self.max_message_bytes)
+                watchdog.fetched(state, message.groups, now)
             case Commit():
                 batches.commit(state, event, message)
             case Finish():
@@ -199,6 +209,8 @@ class Machine:
                 clients.silent(state, name, now)
             case ("finish",):
                 timeline.check_finish(state, now)
+            case ("watchdog",):
+                watchdog.check(state, now)
 
     def _settle(self, now: float) -> None:
         """Answer whoever waited for what just happened."""

@@ -32,7 +32,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     batch_tokens: tokens a step instead of batch_size groups, which is then the first guess of how many fill it; 0: by groups.
     over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. stale_wait_s: with `wait`, the longest
     that a full batch waits. needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
-    max_parked: requests waiting for an answer. eval_interval: versions between evaluations, 0 for none.
+    max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
+    eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -52,6 +53,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     needs_spread: bool = False
     max_filtered: int = 1024
     max_parked: int = 4096
+    stall_min_s: float = 30.0
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
@@ -101,7 +103,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
             )
         if self.needs_spread and self.samples_per_prompt < 2:
             raise ConfigError("groups of one sample have no reward spread, so the dynamic sampling filter would drop all; sample 2 or more")
-        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stale_wait_s"):
+        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stale_wait_s", "stall_min_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0")
         if self.lease_s <= self.heartbeat_s:

@@ -40,8 +40,13 @@ def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
 def take_back(state: State, step: int, reason: str) -> None:
     """End the leases of groups begun by versions too old for `step`: their workers learn it with the next heartbeat."""
     for group in state.groups.leased_for():
-        if last_step(state, group.lease_version) < step:
+        if last_step(state, begun_by(group)) < step:
             remove_stale(state, group, reason)
+
+
+def begun_by(group: Group) -> int:
+    """The version that made the first tokens of a group in flight: that of its lease, or of the partial that it continues."""
+    return group.lease_version if group.partial_oldest == NO_VERSION else min(group.lease_version, group.partial_oldest)
 
 
 def last_step(state: State, version: int) -> float:
@@ -56,7 +61,7 @@ def last_step(state: State, version: int) -> float:
 def saved_by_waiting(state: State, step: int, size: int) -> int:
     """How many more groups could be trained in time if the batch of `step`, `size` groups, waited for those in flight."""
     ready = sorted(last_step(state, group.oldest_version) for group in state.groups.first_ready(len(state.groups.ready)))
-    leased = [last_step(state, group.lease_version) for group in state.groups.leased_for()]
+    leased = [last_step(state, begun_by(group)) for group in state.groups.leased_for()]
     if not leased:
         return 0
     return _num_late([*ready[size:], *leased], step + 1, size) - _num_late([*ready, *leased], step, size)

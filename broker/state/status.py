@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from broker.state import admission, batches, evaluation, settings
+from broker.state import admission, batches, demand, evaluation, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
-from broker.state.table import FILTERED, Client, State
+from broker.state.table import FILTERED, Client, ReportingSource, State
 
 MAX_ROWS = 256
 """Clients and waits listed by name; beyond that they are only counted."""
@@ -33,12 +33,16 @@ def status(state: State, now: float) -> dict[str, Any]:
             "in_a_row": meta.filtered_in_a_row,
             "limit": state.rules.max_filtered,
         },
-        "source": {"position": meta.cursor, "ended": meta.source_ended},
+        "source": _source(state),
         "clients": [_client(state, c, now) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state, now),
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
         "waiting": waiting(state, now),
+        "stalled": watchdog.report(state, now),
+        "demand": demand.demand(state),
+        "pace": demand.parts(state),
+        "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
 
 
@@ -48,6 +52,11 @@ def _state(state: State) -> str:
     if state.meta.finishing:
         return "evaluating"
     return "running" if state.meta.lineage else "waiting for a trainer"
+
+
+def _source(state: State) -> dict[str, Any]:
+    report = state.source.report() if isinstance(state.source, ReportingSource) else {}
+    return {"position": state.meta.cursor, "ended": state.meta.source_ended, **report}
 
 
 def _groups(state: State) -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 import math
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.pace import Pace
 from broker.state.rules import Rules
 from broker.state.timers import Timers
 from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
@@ -19,6 +20,7 @@ RECENT_STEPS = 64
 FILTERED = "groups filtered"
 MEAN_OVER = 256
 """Groups whose mean size says how many fill a batch of tokens."""
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -39,6 +41,14 @@ class PromptSource(Protocol):
 
     def find(self, prompt_id: str) -> Prompt | None:
         """The prompt of an id, or None when this source never had it."""
+
+
+@runtime_checkable
+class ReportingSource(PromptSource, Protocol):
+    """A source that has something to say in the status."""
+
+    def report(self) -> dict[str, Any]:
+        """What to show under `source`."""
 
 
 class Change(msgspec.Struct, kw_only=True):
@@ -122,7 +132,8 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 class StepRecord(msgspec.Struct, kw_only=True):
     """The groups of a step, in order, the version trained in it and the bound they were chosen under.
 
-    Metrics are the trainer's, kept for the last steps.
+    Metrics are the trainer's, kept for the last steps. seconds: since the commit before, as the watchdog counts it; 0 where
+    that is not known.
     """
 
     step: int
@@ -131,6 +142,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
     max_staleness: float = math.inf
     is_committed: bool = False
     metrics: dict[str, float] = {}
+    seconds: float = 0.0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -192,6 +204,9 @@ class State:
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
+        self.lease_since: dict[int, float] = {}
+        self.pace = Pace()
+        self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.wait: tuple[int, float] | None = None
         self.finished_said = False
@@ -235,13 +250,13 @@ class State:
     def flush(self) -> list[Effect]:
         """The effects since the last flush; what was changed is written before anyone is answered."""
         writes: list[Effect] = []
-        meta = msgspec.msgpack.encode(self.meta)
+        meta = _encode(self.meta)
         if meta != self._saved_meta:
             self._saved_meta = meta
             writes.append(Save("meta", "meta", meta))
         for table, key in sorted(self._changed):
             record = self._record(table, key)
-            writes.append(Delete(table, key) if record is None else Save(table, key, msgspec.msgpack.encode(record)))
+            writes.append(Delete(table, key) if record is None else Save(table, key, _encode(record)))
         effects = writes + self._effects
         self._effects, self._changed = [], set()
         return effects
@@ -284,6 +299,7 @@ class State:
         if was == LEASED:
             self.timers.cancel(("lease", group.lease))
             self.lease_deadlines.pop(group.lease, None)
+            self.lease_since.pop(group.lease, None)
         self.changed("groups", group.id)
 
     def requeue(self, group: Group, reason: str) -> None:
@@ -307,6 +323,9 @@ class State:
 
     def _end(self, group: Group, phase: Phase, reason: str) -> None:
         self._forget_samples(group, reason)
+        if group.partial_frames:
+            self.wasted(reason, 0, group.partial_tokens)
+            self.forget_partial(group)
         self.move(group, phase, reason)
         self.groups.remove(group)
         self.save("ended", group.id, msgspec.msgpack.encode(group))
@@ -321,6 +340,7 @@ class State:
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
         self.timers.cancel(("lease", group.lease))
         self.lease_deadlines.pop(group.lease, None)
+        self.lease_since.pop(group.lease, None)
         self.groups.remove(group)
         self.changed("groups", group.id)
 
@@ -353,6 +373,13 @@ class State:
             self.wait = None
             self.timers.cancel(("stale wait",))
 
+    def forget_partial(self, group: Group) -> None:
+        """Let go of what a leaving worker had made of a group."""
+        self.delete("partials", group.id)
+        group.partial_frames = group.partial_tokens = 0
+        group.partial_oldest = group.partial_newest = NO_VERSION
+        self.changed("groups", group.id)
+
     # --- questions ---
 
     def version_of(self, step: int) -> int:
@@ -373,7 +400,8 @@ class State:
     @property
     def num_held(self) -> int:
         """Groups leased, ready or assigned."""
-        return sum(self.groups.count(phase) for phase in (LEASED, READY, ASSIGNED))
+        counts = self.groups.counts
+        return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
 
     @property
     def num_committed(self) -> int:

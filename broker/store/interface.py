@@ -16,10 +16,10 @@ import msgspec
 FORMAT = 1
 """The layout of the store. Another number is refused with the way out."""
 
-TABLES = ("meta", "groups", "ended", "prompts", "payloads", "clients", "steps", "evaluations")
+TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations")
 
 
-class Write(msgspec.Struct, frozen=True):
+class Write(msgspec.Struct, frozen=True, gc=False):
     """One change: a value (bytes, or frames to keep together), or None to remove the record."""
 
     table: str

@@ -45,8 +45,8 @@ def _sampling(config: RunConfig) -> None:
         )
     if is_reward_spread(r.dynamic_sampling_filter_path) and r.n_samples_per_prompt < 2:
         raise ConfigError(
-            f"rollout.dynamic_sampling_filter_path: {REWARD_SPREAD} drops every group of n_samples_per_prompt {r.n_samples_per_prompt}, as one "
-            "reward has no spread; sample 2 or more"
+            f"rollout.dynamic_sampling_filter_path: {REWARD_SPREAD} drops every group of n_samples_per_prompt "
+            f"{r.n_samples_per_prompt}, as one reward has no spread; sample 2 or more"
         )
 
 

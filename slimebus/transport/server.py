@@ -26,7 +26,7 @@ DONTWAIT, MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, gc=False):
     """One message as it came: `peer` is the socket identity to answer to."""
 
     peer: bytes
