@@ -42,7 +42,7 @@ def capacity(state: State) -> int:
 def has_room(state: State, serving: float, extra: int = 0) -> bool:
     """True when a worker that serves this version could start a training group now, behind `extra` others."""
     step, rules = step_of_next(state, extra), state.rules
-    if state.meta.filtered_in_a_row >= rules.max_filtered:
+    if state.disk_full or state.meta.filtered_in_a_row >= rules.max_filtered:
         return False
     if state.meta.finishing or state.num_held + extra >= capacity(state) or (rules.num_steps is not None and step >= rules.num_steps):
         return False
@@ -62,6 +62,8 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
     """Why this worker may not start a training group now; empty when it may."""
     if state.meta.finishing:
         return "the run is finished"
+    if state.disk_full:
+        return state.disk_full
     if state.meta.filtered_in_a_row >= state.rules.max_filtered:
         return all_filtered(state)
     if needs_weights and (unready := unready_weights(state, client)):
