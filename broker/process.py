@@ -8,12 +8,13 @@ import threading
 from types import FrameType
 
 from broker.shell import Broker
-from broker.source import JsonlRows, JsonlSource
+from broker.source import FileRows, FileSource
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
 from slimebus.errors import ConfigError
+from slimebus.prompt_record import PromptKeys
 
 log = logging.getLogger("broker")
 
@@ -48,7 +49,7 @@ def build(resolved: Resolved) -> Broker:
     if not config.data.prompt_data:
         raise ConfigError("data.prompt_data: no file given; name at least one jsonl file of prompts")
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
-    source = JsonlSource(
+    source = FileSource(
         _rows(resolved, config.data.prompt_data),
         shuffle=config.data.rollout_shuffle,
         seed=config.seed,
@@ -67,14 +68,13 @@ def build(resolved: Resolved) -> Broker:
     )
 
 
-def _rows(resolved: Resolved, specs: list[str]) -> JsonlRows:
+def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
     data = resolved.config.data
-    return JsonlRows(
+    return FileRows(
         [str(resolved.path(spec)) for spec in specs],
-        input_key=data.input_key,
-        label_key=data.label_key,
-        metadata_key=data.metadata_key,
+        keys=PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key),
         skip_bad=data.skip_bad_prompts,
+        spill_dir=resolved.run_dir / "broker",
     )
 
 

@@ -10,15 +10,17 @@ from broker.state.table import Client, ParkedLease, State
 from slimebus.messages import NO_VERSION
 
 
-def step_of_next(state: State) -> int:
-    """The step that a group admitted now would be trained in."""
-    return state.next_unassigned + (state.groups.count(LEASED) + state.groups.count(READY)) // state.rules.batch_size
+def step_of_next(state: State, extra: int = 0) -> int:
+    """The step that a group admitted now, behind `extra` others, would be trained in."""
+    return state.next_unassigned + (state.groups.count(LEASED) + state.groups.count(READY) + extra) // state.rules.batch_size
 
 
-def has_room(state: State, serving: float) -> bool:
-    """True when a worker that serves this version could start a training group now."""
-    step, rules = step_of_next(state), state.rules
-    if state.meta.finishing or state.num_held >= rules.capacity or (rules.num_steps is not None and step >= rules.num_steps):
+def has_room(state: State, serving: float, extra: int = 0) -> bool:
+    """True when a worker that serves this version could start a training group now, behind `extra` others."""
+    step, rules = step_of_next(state, extra), state.rules
+    if state.disk_full:
+        return False
+    if state.meta.finishing or state.num_held + extra >= rules.capacity or (rules.num_steps is not None and step >= rules.num_steps):
         return False
     return state.version_of(step) <= serving + rules.max_staleness
 
@@ -36,6 +38,8 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
     """Why this worker may not start a training group now; empty when it may."""
     if state.meta.finishing:
         return "the run is finished"
+    if state.disk_full:
+        return state.disk_full
     if needs_weights and (unready := unready_weights(state, client)):
         return unready
     step = step_of_next(state)

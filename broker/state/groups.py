@@ -116,6 +116,10 @@ class Groups:
         """The groups that a worker holds, oldest lease first."""
         return list(self._by_worker.get(worker, {}).values())
 
+    def num_leased_by(self, worker: str) -> int:
+        """How many groups a worker holds."""
+        return len(self._by_worker.get(worker, ()))
+
     def leased_at(self, worker: str, request: int) -> list[Group]:
         """The groups that a worker still holds of those that one request of it was granted."""
         return list(self._by_request.get((worker, request), ()))

@@ -186,6 +186,7 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     state.move(group, LEASED, "leased")
     state.lease_deadlines[group.lease] = now + state.rules.lease_s
     state.lease_since[group.lease] = now
+    state.pace.granted[client.name] = meta.next_step
     state.timers.set(("lease", group.lease), now + state.rules.lease_s)
 
 
@@ -297,6 +298,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
     state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
+    state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     partials.used(state, group)

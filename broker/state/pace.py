@@ -9,15 +9,19 @@ RECENT = 64
 
 
 class Pace:
-    """Times in seconds of the machine's clock.
+    """Times in seconds of the machine's clock, of the last steps and groups.
 
-    intervals: between the last commits. group_seconds: from lease to put of the last groups. since: when the run last moved; mark:
-    what it looked like then. assigned_at, fetched: when the next step's batch was chosen, when steps were fetched.
+    intervals: between commits. train_seconds: from fetch, or the commit before, to commit. group_seconds: from lease to put;
+    concurrency: leases of their worker at that put. granted: the next step when a worker last got a lease. since: when the run last
+    moved; mark: what it looked like then. assigned_at, fetched: when the next step's batch was chosen, when steps were fetched.
     """
 
     def __init__(self) -> None:
         self.intervals: deque[float] = deque(maxlen=RECENT)
         self.group_seconds: deque[float] = deque(maxlen=RECENT)
+        self.concurrency: deque[int] = deque(maxlen=RECENT)
+        self.train_seconds: deque[float] = deque(maxlen=RECENT)
+        self.granted: dict[str, int] = {}
         self.since = 0.0
         self.stalled_at: float | None = None
         self.mark: tuple[Any, ...] = ()

@@ -73,6 +73,8 @@ def _see_trainer(state: State, now: float) -> None:
     pace = state.pace
     if pace.seen_joined != pace.num_joined:
         pace.seen_joined = pace.num_joined
+        workers = [c.name for c in state.clients.values() if c.role == "rollout"]
+        pace.granted = {name: pace.granted.get(name, state.meta.next_step) for name in workers}
         newest = next(((c.name, c.epoch) for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), pace.trainer)
         if newest != pace.trainer:
             pace.trainer, pace.trainer_left_at, pace.has_stepped = newest, None, False
@@ -85,6 +87,7 @@ def _stepped(state: State, now: float) -> None:
     if pace.has_stepped:
         took = min((now - pace.since) / num_steps, MAX_GROWTH * limit_s(state))
         pace.intervals.extend([took] * min(num_steps, MAX_BURST_STEPS))
+        pace.train_seconds.append(now - max(pace.fetched.get(pace.next_step, pace.since), pace.since))
         record = state.steps.get(state.meta.next_step - 1)
         if record is not None:
             record.seconds = took

@@ -55,13 +55,16 @@ class DataConfig(Section, frozen=True):
     """Where prompts come from."""
 
     prompt_data: list[str] = []
-    """[paths] jsonl files of prompts, each optionally a slice `path@[a:b]`; relative to the run.yaml."""
+    """[paths] Files of prompts, relative to the run.yaml: jsonl (also .gz) or parquet; `path@[a:b]` takes a slice. `path*2` gives the
+    file a weight: files then take turns in these shares; without weights they follow one another."""
     input_key: str = "prompt"
     """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
     """[name] The key of a line that holds what the reward compares with."""
     metadata_key: str = "metadata"
     """[name] The key of a line that holds a map handed to hooks as it is."""
+    tool_key: str = ""
+    """[name] The key of a line that holds the list of tools of a chat prompt; hooks find it in the metadata as `tools`. Empty: no tools."""
     rollout_shuffle: bool = True
     """[switch] Visit prompts in a new seeded order each epoch."""
     num_epoch: Natural = 0
@@ -146,6 +149,10 @@ class WeightsConfig(Section, frozen=True):
 
     update_weights_interval: Positive = 1
     """[steps] Training steps a version."""
+    weights_transport: Literal["pull", "disk"] = "pull"
+    """[choice] pull: workers fetch from the trainer's weight server; disk: through the files of weights_dir, which all of them see."""
+    weights_dir: str = ""
+    """[path] Directory or mounted bucket for weights_transport: disk; each node may mount it elsewhere. Relative to the run.yaml."""
     weights_bind: str = "tcp://127.0.0.1:0"
     """[address] Where the trainer serves weights; port 0 takes any free one."""
     weights_advertise: str = ""
@@ -164,7 +171,7 @@ class EvalDataset(Section, frozen=True):
     """One named evaluation: its own data, sampling and reward."""
 
     path: str
-    """[path] A jsonl file, optionally a slice; relative to the run.yaml."""
+    """[path] A jsonl or parquet file, optionally a slice `path@[a:b]`; relative to the run.yaml."""
     n_samples_per_eval_prompt: Positive = 1
     """[samples] Of each prompt."""
     temperature: NonNegative = 0.0

@@ -33,7 +33,7 @@ from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
 
-from broker.source import JsonlRows, JsonlSource  # noqa: E402
+from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
 from broker.state.table import Meta, StepRecord  # noqa: E402
 from broker.store import open_store  # noqa: E402
@@ -384,7 +384,7 @@ def count(run: Run) -> Ledger:
         steps = [msgspec.msgpack.decode(value, type=StepRecord) for _, value in store.scan("steps")]
     finally:
         store.close()
-    source = JsonlSource(JsonlRows(yaml.safe_load(run.file.read_text())["data"]["prompt_data"]))
+    source = FileSource(FileRows(yaml.safe_load(run.file.read_text())["data"]["prompt_data"]))
 
     def position_of(name: str) -> int | None:
         found = source.find(name)
