@@ -27,10 +27,10 @@ def test_a_group_is_eight_samples_of_35_kilobytes() -> None:
 
 
 def test_the_put_of_the_load_is_one_that_a_broker_takes() -> None:
-    from broker.state.leases import check_put
+    from broker.state.leases import check_samples
 
     put = bench_load.put_of("0/1", 7, 1)
-    check_put(put, len(bench_load.FRAMES))
+    check_samples(put, len(bench_load.FRAMES))
     assert len(envelope.encode(put, id=1)) < 2000
 
 
