@@ -1,7 +1,8 @@
-"""The hard bound, over random runs (the same for the same seed): leases, slow puts, changes of every setting, restarts, rewinds, in any order.
+"""The hard bound, over random runs: leases, slow puts, changes of every setting, restarts, rewinds, in any order.
 
 Whatever happens: no batch holds a token staler than the bound in force when it was chosen; a batch asked for again is the same; the
-version of a step is what the step before said it would be; no group is in two steps; and once things calm down, batches come.
+version of a step is what the step before said it would be; no group is in two steps; and once things calm down, batches come. The
+same seed gives the same run.
 """
 
 import math
