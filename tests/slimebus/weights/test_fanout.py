@@ -22,8 +22,8 @@ def test_nobody_serves_more_than_the_degree_and_all_hang_on_the_publisher(degree
             assert len(path) <= workers + 1, "a circle"
 
 
-def test_asking_again_gives_the_same_answer(degree: int = 2) -> None:
-    tree = Fanout(degree)
+def test_asking_again_gives_the_same_answer() -> None:
+    tree = Fanout(2)
     first = [tree.source(NOW, 6, f"w{i}") for i in range(9)]
     assert [tree.source(NOW, 6, f"w{i}") for i in range(9)] == first
 
