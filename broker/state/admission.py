@@ -5,6 +5,7 @@ not chosen yet. It is admitted while the version trained then is at most `max_st
 with N groups admitted so far and B groups a step this is `version(N // B) <= serving + max_staleness`.
 """
 
+from broker.state import prompts
 from broker.state.groups import LEASED, READY
 from broker.state.table import Client, ParkedLease, State
 from slimebus.messages import NO_VERSION
@@ -31,7 +32,7 @@ def why_parked(state: State, parked: ParkedLease) -> str:
     if client is None:
         return "its worker left"
     refusal = refusal_for(state, client, needs_weights=parked.message.needs_weights)
-    return refusal or ("the prompt source has ended" if state.meta.source_ended else "waiting its turn")
+    return refusal or prompts.why_none(state) or "waiting its turn"
 
 
 def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:

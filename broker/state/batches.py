@@ -5,10 +5,10 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, staleness
+from broker.state import admission, prompts, staleness
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
-from broker.state.table import Client, Parked, State, StepRecord
+from broker.state.table import Client, Parked, State, StatefulSource, StepRecord
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
@@ -80,10 +80,12 @@ def _choose(state: State, step: int) -> bool:
 
 
 def _can_never_fill(state: State, step: int) -> bool:
-    if not state.meta.source_ended:
-        state.meta.source_ended = state.source.take(state.meta.cursor) is None
+    if not prompts.has_ended(state):
+        return False
     waiting = state.groups.count(QUEUED) + state.groups.count(LEASED)
-    return state.meta.source_ended and waiting + state.groups.count(READY) < state.rules.batch_size
+    if waiting and isinstance(state.source, StatefulSource):
+        return False  # what becomes of them may make it give more
+    return waiting + state.groups.count(READY) < state.rules.batch_size
 
 
 def _end_of_source(state: State, step: int) -> Message:
@@ -201,5 +203,6 @@ def free(state: State, checkpoint: int) -> None:
                 state.groups.remove(group)
                 state.changed("groups", group_id)
                 state.delete("payloads", group_id)
-                state.delete("prompts", group_id)
+                prompts.free(state, group_id)
+        prompts.forget_old(state, step)
     state.meta.floor = max(state.meta.floor, checkpoint)

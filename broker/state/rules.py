@@ -30,6 +30,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups;
     0 is what the bound can use (`capacity`).
     max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
+    max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
     eval_interval: versions between evaluations, 0 for none.
     """
 
@@ -45,6 +46,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_attempts: int = 5
     buffer_capacity: int = 4096
     max_parked: int = 4096
+    max_pushed: int = 1_000_000
+    waits_for_push: bool = False
     stall_min_s: float = 30.0
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
@@ -77,6 +80,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_parked", self.max_parked, 1)
+        _at_least("max_pushed", self.max_pushed, 1)
         _at_least("eval_interval", self.eval_interval, 0)
         for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stall_min_s"):
             if not getattr(self, name) > 0:

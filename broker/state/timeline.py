@@ -4,7 +4,7 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import evaluation, partials
+from broker.state import evaluation, partials, prompts
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
 from broker.state.table import State, StepRecord
@@ -84,7 +84,7 @@ def _rewind(state: State, ask: Resume) -> None:
         for group_id in record.groups:
             group = state.groups.by_id.get(group_id)
             if group is None:
-                _restore_freed(state, group_id)
+                _restore_freed(state, group_id, step)
             elif group.step == step and group.phase in (ASSIGNED, COMMITTED):
                 group.step = -1
                 state.move(group, READY, "rewound")
@@ -93,18 +93,11 @@ def _rewind(state: State, ask: Resume) -> None:
             state.requeue(group, "made by a version of the abandoned timeline")
 
 
-def _restore_freed(state: State, group_id: str) -> None:
+def _restore_freed(state: State, group_id: str, step: int) -> None:
     """A group whose samples were freed under a checkpoint that the trainer now goes behind: its prompt is queued again."""
-    prompt = state.source.find(group_id)
-    if prompt is None:
+    if not prompts.bring_back(state, group_id, step):
         state.tally(state.meta.counted, "prompts lost in a rewind")
-        state.note(f"group {group_id} was freed and the source does not know it; it will not be trained again", is_warning=True)
-        return
-    group = Group(id=prompt.id, position=prompt.position, reason="rewound")
-    state.groups.add(group)
-    state.changed("groups", group.id)
-    state.save("prompts", group.id, prompt.record)
-    state.tally(state.meta.moves, "freed>queued rewound")
+        state.note(f"group {group_id} was freed and its prompt is known no more; it will not be trained again", is_warning=True)
 
 
 def _revoke_leases(state: State) -> None:
