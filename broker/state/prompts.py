@@ -126,12 +126,15 @@ def forget_old(state: State, step: int) -> None:
             state.delete("prompts", group_id)
 
 
-def bring_back(state: State, group_id: str, step: int) -> bool:
-    """Queue the prompt of a freed group of `step` again; False when no one knows it any more."""
+def is_forgotten(state: State, group_id: str, step: int) -> bool:
+    """True when the record of a freed group of `step` is kept no more."""
+    return comes_once(group_id) and step < state.meta.floor - KEPT_STEPS
+
+
+def bring_back(state: State, group_id: str) -> bool:
+    """Queue the prompt of a freed group again; False when the source does not know it any more."""
     if comes_once(group_id):
         lane, _, number = group_id.partition("/")
-        if step < state.meta.floor - KEPT_STEPS:
-            return False
         _queue(state, Group(id=group_id, position=FIRST_POSITION[lane] + int(number), reason="rewound"))
         return True
     try:

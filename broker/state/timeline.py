@@ -83,8 +83,10 @@ def _rewind(state: State, ask: Resume) -> None:
         state.changed("steps", step)
         for group_id in record.groups:
             group = state.groups.by_id.get(group_id)
-            if group is None:
-                _restore_freed(state, group_id, step)
+            if group is None and prompts.is_forgotten(state, group_id, step):
+                _lose(state, group_id)
+            elif group is None:
+                _restore_freed(state, group_id)
             elif group.step == step and group.phase in (ASSIGNED, COMMITTED):
                 group.step = -1
                 state.move(group, READY, "rewound")
@@ -93,11 +95,15 @@ def _rewind(state: State, ask: Resume) -> None:
             state.requeue(group, "made by a version of the abandoned timeline")
 
 
-def _restore_freed(state: State, group_id: str, step: int) -> None:
+def _restore_freed(state: State, group_id: str) -> None:
     """A group whose samples were freed under a checkpoint that the trainer now goes behind: its prompt is queued again."""
-    if not prompts.bring_back(state, group_id, step):
-        state.tally(state.meta.counted, "prompts lost in a rewind")
-        state.note(f"group {group_id} was freed and its prompt is known no more; it will not be trained again", is_warning=True)
+    if not prompts.bring_back(state, group_id):
+        _lose(state, group_id)
+
+
+def _lose(state: State, group_id: str) -> None:
+    state.tally(state.meta.counted, "prompts lost in a rewind")
+    state.note(f"group {group_id} was freed and its prompt is known no more; it will not be trained again", is_warning=True)
 
 
 def _revoke_leases(state: State) -> None:
