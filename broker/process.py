@@ -7,6 +7,7 @@ import signal
 import threading
 from types import FrameType
 
+from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
 from broker.source import FileRows, FileSource, NoPrompts
 from broker.state.rules import EvalDataset, Rules, Sampling
@@ -14,6 +15,7 @@ from broker.state.table import PromptSource
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
+from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
 
@@ -59,6 +61,7 @@ def build(resolved: Resolved) -> Broker:
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+        buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
     )
 
 
@@ -98,6 +101,11 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         max_pushed=b.max_pushed,
         waits_for_push=config.data.wait_for_push,
         buffer_capacity=config.broker.buffer_capacity,
+        batch_tokens=b.batch_tokens,
+        over_sampling=r.over_sampling_batch_size,
+        stale_wait_s=b.stale_wait_s,
+        needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
+        max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={
