@@ -53,7 +53,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
 
 
 class Broker:
