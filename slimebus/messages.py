@@ -6,7 +6,7 @@ the header (slimebus/samples.py), each described here by a `Field`.
 
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
-    client    hello -> status | evaluate | set
+    client    hello -> status | evaluate | push | set
 """
 
 import math
@@ -372,12 +372,47 @@ class SetReply(Message):
     settings: dict[str, Scalar] = {}
 
 
+class Push(Message):
+    """Prompts to sample, one bulk frame each: a record as in `lease_reply`. Repeating the same `key` adds nothing.
+
+    front: before the prompts that were pushed without it.
+    """
+
+    key: str
+    front: bool = False
+
+
+class PushReply(Message):
+    """The prompts are durable. accepted, duplicate: how many are new, and how many a push of this key brought before.
+
+    first: the group id of the first; the others follow by number (`push/17`, `push/18`). waiting: pushed prompts not sampled yet.
+    """
+
+    accepted: int
+    duplicate: int = 0
+    first: str = ""
+    waiting: int = 0
+
+
 @cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate, Set)
-REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, EvaluateReply, SetReply)
+REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate, Set, Push)
+REPLIES = (
+    Ok,
+    Error,
+    Welcome,
+    HeartbeatReply,
+    LeaseReply,
+    PutReply,
+    BatchReply,
+    FetchReply,
+    StatusReply,
+    EvaluateReply,
+    SetReply,
+    PushReply,
+)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}
