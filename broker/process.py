@@ -93,6 +93,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         max_attempts=b.max_attempts,
         buffer_capacity=config.broker.buffer_capacity,
         stall_min_s=b.stall_min_s,
+        required_fields=b.required_fields,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

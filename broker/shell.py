@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from broker.payload import assembled
 from broker.source import FileRows
 from broker.state.effects import (
     Address,
@@ -32,6 +33,7 @@ from broker.state.effects import (
     StoredPayload,
     StoredPrompt,
 )
+from broker.state.groups import field_key
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
@@ -39,7 +41,7 @@ from broker.store import Store, Write
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import SlimebusError, UsageError
-from slimebus.messages import Error, Hint
+from slimebus.messages import Error, Field, Hint
 from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
 
 log = logging.getLogger("slimebus.broker")
@@ -49,7 +51,7 @@ Writes = dict[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "groups")
 
 
 class Broker:
@@ -174,10 +176,15 @@ class Broker:
             case StoredPrompt(group):
                 written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
                 return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
-            case StoredPayload(group):
-                return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPayload(group, late, only):
+                frames = self._present(self.store.frames("payloads", group), "payloads", group)
+                return assembled(frames, [(f, self._late(group, f)) for f in late], only) if late or only is not None else frames
             case StoredPartial(group):
                 return self._present(self.store.frames("partials", group), "partials", group)
+
+    def _late(self, group: str, field: Field) -> Any:
+        key = field_key(group, field.name)
+        return self._present(self.store.frames("fields", key), "fields", key)[0]
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import batches, clients, consumers, evaluation, leases, settings, status, timeline, watchdog
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, State, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -28,6 +28,8 @@ from slimebus.messages import (
     Lease,
     Publish,
     Put,
+    PutFields,
+    Read,
     Resume,
     Set,
     Status,
@@ -64,6 +66,9 @@ class Machine:
             elif table == "evaluations":
                 kept = msgspec.msgpack.decode(value, type=Evaluation)
                 state.evaluations[kept.key] = kept
+            elif table == "consumers":
+                consumer = msgspec.msgpack.decode(value, type=Consumer)
+                state.consumers[consumer.name] = consumer
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
@@ -177,6 +182,10 @@ class Machine:
                 watchdog.fetched(state, message.groups, now)
             case Commit():
                 batches.commit(state, event, message)
+            case Read():
+                consumers.read(state, event, client, message, now)
+            case PutFields():
+                consumers.put_fields(state, event, client, message, self.max_message_bytes)
             case Finish():
                 timeline.finish(state, event, message, now)
             case _:
@@ -191,6 +200,8 @@ class Machine:
                 leases.give_up(state, name, request)
             case ("parked batch", step):
                 batches.give_up(state, step, now)
+            case ("parked read", name):
+                consumers.give_up(state, name)
             case ("parked evaluation", name, request):
                 evaluation.give_up(state, name, request)
             case ("client", name):
@@ -205,9 +216,11 @@ class Machine:
         leases.deal(self.state, now)
         batches.assign(self.state)
         leases.deal(self.state, now)
+        consumers.serve(self.state)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True
             self.state.notify()
+            consumers.finish(self.state)
 
 
 __all__ = ["Address", "Effect", "Event", "Machine"]

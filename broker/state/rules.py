@@ -30,7 +30,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups;
     0 is what the bound can use (`capacity`).
     max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
-    eval_interval: versions between evaluations, 0 for none.
+    required_fields: a group is in no batch before it has all of them. eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -46,6 +46,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     buffer_capacity: int = 4096
     max_parked: int = 4096
     stall_min_s: float = 30.0
+    required_fields: list[str] = []
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0

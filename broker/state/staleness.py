@@ -24,7 +24,7 @@ def sweep(state: State, step: int) -> None:
     if state.swept == seen:
         return
     state.swept = seen
-    for group in state.groups.first_ready(len(state.groups.ready)):
+    for group in state.groups.every_ready():
         if is_stale(state, group, step):
             remove_stale(state, group)
 
@@ -45,7 +45,10 @@ def choose(state: State, step: int) -> list[Group]:
     if state.rules.on_stale != "wait" or state.rules.max_staleness == float("inf"):
         return state.groups.first_ready(size)
     ready = sorted(state.groups.first_ready(len(state.groups.ready)), key=lambda g: _last_step(state, g.oldest_version))
-    left = [*(g.oldest_version for g in ready[size:]), *(g.lease_version for g in state.groups.leased_for())]
+    left = [
+        *(g.oldest_version for g in [*ready[size:], *state.groups.held.values()]),
+        *(g.lease_version for g in state.groups.leased_for()),
+    ]
     return ready[:size] if _can_all_be_trained(state, left, step + 1) else []
 
 

@@ -7,11 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
-from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
 from broker.state.rules import Rules
 from broker.state.timers import Timers
-from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
+from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
@@ -79,6 +79,7 @@ class Meta(msgspec.Struct, kw_only=True):
     next_lease: int = 1
     next_admitted: int = 1
     next_epoch: int = 1
+    next_arrival: int = 1
     next_evaluation: int = 1
     finishing: bool = False
     moves: dict[str, int] = {}
@@ -180,6 +181,23 @@ class Parked(msgspec.Struct, kw_only=True):
     key: str
 
 
+class ParkedRead(msgspec.Struct, kw_only=True):
+    """A consumer's request that waits for groups."""
+
+    to: Address
+    message: Read
+
+
+class Consumer(msgspec.Struct, kw_only=True):
+    """What is kept of a consumer: it has acknowledged every position up to `position`. fields: how many it has put, by name."""
+
+    name: str
+    position: int = 0
+    num_read: int = 0
+    num_skipped: int = 0
+    fields: dict[str, int] = {}
+
+
 class State:
     """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
 
@@ -187,12 +205,17 @@ class State:
         self.rules, self.source = rules, source
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
+        self.groups.required = frozenset(rules.required_fields)
         self.clients: dict[str, Client] = {}
         self.steps: dict[int, StepRecord] = {}
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self.parked_reads: dict[str, ParkedRead] = {}
+        self.last_reads: dict[str, tuple[int, int, int]] = {}
+        self.served_changes = 0
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -259,6 +282,8 @@ class State:
             return self.steps.get(int(key))
         if table == "evaluations":
             return self.evaluations.get(key)
+        if table == "consumers":
+            return self.consumers.get(key)
         client = self.clients.get(key)
         return None if client is None else ClientRecord(**{f: getattr(client, f) for f in ClientRecord.__struct_fields__})
 
@@ -339,9 +364,17 @@ class State:
         if group.phase not in (READY, ASSIGNED, COMMITTED):
             return
         self.wasted(reason, 1, group.num_tokens)
-        self.delete("payloads", group.id)
+        self.forget_payload(group)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+
+    def forget_payload(self, group: Group) -> None:
+        """Let go of a group's stored samples and fields."""
+        self.delete("payloads", group.id)
+        for field in group.late:
+            self.delete("fields", field_key(group.id, field.name))
+        self.groups.depart(group)
+        group.lengths, group.fields, group.late = [], [], []
 
     def forget_partial(self, group: Group) -> None:
         """Let go of what a leaving worker had made of a group."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import admission, batches
+from broker.state import admission, batches, consumers
 from broker.state.clients import is_present
 from broker.state.groups import READY
 from broker.state.pace import quantile
@@ -231,6 +231,8 @@ def _ready(state: State) -> str:
 def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
     reason = batches.reason_for(state, state.meta.next_step, now)
     leased = state.groups.leased_for()
+    if len(state.groups.ready) + len(state.groups.held) >= state.rules.batch_size:
+        return _waits_for_fields(state, reason)
     if leased:
         holders = {group.worker for group in leased}
         silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c, now)}
@@ -238,6 +240,12 @@ def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
     if state.meta.source_ended and not state.groups.first_queued() and state.groups.count(READY) < state.rules.batch_size:
         return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
     return _no_leases(state, trainer, reason)
+
+
+def _waits_for_fields(state: State, reason: str) -> Cause:
+    missing = {n for g in state.groups.held.values() for n in state.rules.required_fields if not consumers.has_fields(g, [n])}
+    names = sorted({who for name in missing for who in consumers.producers(state, name)})
+    return Cause("consumer", names[:MAX_NAMES], reason)
 
 
 def _oldest(state: State, now: float) -> str:

@@ -16,7 +16,7 @@ import msgspec
 FORMAT = 1
 """The layout of the store. Another number is refused with the way out."""
 
-TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations")
+TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "fields", "clients", "consumers", "steps", "evaluations")
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):

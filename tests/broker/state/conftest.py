@@ -12,7 +12,7 @@ from broker.state.table import Prompt
 from broker.store import MemoryStore, Write
 from slimebus import messages as m
 
-TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "groups")
 
 
 class Numbers:
