@@ -60,7 +60,7 @@ class Meta(msgspec.Struct, kw_only=True):
     """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
-    settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
+    step_seconds: times of the last steps, as the watchdog counts them. settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
     run: str = ""
@@ -80,6 +80,7 @@ class Meta(msgspec.Struct, kw_only=True):
     next_admitted: int = 1
     next_epoch: int = 1
     next_arrival: int = 1
+    step_seconds: list[float] = []
     next_evaluation: int = 1
     finishing: bool = False
     moves: dict[str, int] = {}
@@ -125,8 +126,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 class StepRecord(msgspec.Struct, kw_only=True):
     """The groups of a step, in order, the version trained in it and the bound they were chosen under.
 
-    Metrics are the trainer's, kept for the last steps. seconds: since the commit before, as the watchdog counts it; 0 where
-    that is not known.
+    Metrics are the trainer's, kept for the last steps.
     """
 
     step: int
@@ -135,7 +135,6 @@ class StepRecord(msgspec.Struct, kw_only=True):
     max_staleness: float = math.inf
     is_committed: bool = False
     metrics: dict[str, float] = {}
-    seconds: float = 0.0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -225,6 +224,8 @@ class State:
         self.swept: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
+        self.disk_full = ""
+        self.store: dict[str, Any] = {}
         self._saved_meta = b""
         self._effects: list[Effect] = []
         self._changed: set[tuple[Table, str]] = set()
@@ -327,17 +328,18 @@ class State:
 
     def drop(self, group: Group, reason: str) -> None:
         """Take the prompt out of the run for a reason."""
-        self._end(group, DROPPED, reason)
+        self.end(group, DROPPED, reason)
 
     def fail(self, group: Group, reason: str) -> None:
         """Count a failed attempt: another try, or dead after `max_attempts`."""
         group.failures += 1
         if group.failures >= self.rules.max_attempts:
-            self._end(group, DEAD, reason)
+            self.end(group, DEAD, reason)
         else:
             self.requeue(group, reason)
 
-    def _end(self, group: Group, phase: Phase, reason: str) -> None:
+    def end(self, group: Group, phase: Phase, reason: str) -> None:
+        """Take a group out of play, dropped or dead; its record is kept."""
         self._forget_samples(group, reason)
         if group.partial_frames:
             self.wasted(reason, 0, group.partial_tokens)

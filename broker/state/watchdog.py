@@ -30,6 +30,8 @@ MIN_LEARNED = 3
 """Intervals before the learned limit may be below that of the first step."""
 MAX_BURST_STEPS = 8
 """Steps committed in one burst count at most so often; so many fetched steps are remembered."""
+KEPT_INTERVALS = 16
+"""So many survive a restart of the broker."""
 MAX_NAMES = 4
 SILENT_BEATS = 3
 
@@ -88,10 +90,7 @@ def _stepped(state: State, now: float) -> None:
         took = min((now - pace.since) / num_steps, MAX_GROWTH * limit_s(state))
         pace.intervals.extend([took] * min(num_steps, MAX_BURST_STEPS))
         pace.train_seconds.append(now - max(pace.fetched.get(pace.next_step, pace.since), pace.since))
-        record = state.steps.get(state.meta.next_step - 1)
-        if record is not None:
-            record.seconds = took
-            state.changed("steps", record.step)
+        state.meta.step_seconds = [round(seconds, 3) for seconds in list(pace.intervals)[-KEPT_INTERVALS:]]
     pace.has_stepped = True
     _restart(state, now, f"step {state.meta.next_step - 1} is committed")
 
@@ -120,9 +119,9 @@ def fetched(state: State, groups: Iterable[str], now: float) -> None:
 
 
 def restored(state: State, now: float) -> None:
-    """After a restart of the broker: the pace is known from the steps that were kept, the watch begins anew."""
+    """After a restart of the broker: the pace of its last steps is known, the watch begins anew."""
     pace = state.pace
-    pace.intervals.extend(record.seconds for _, record in sorted(state.steps.items()) if record.seconds > 0)
+    pace.intervals.extend(state.meta.step_seconds)
     trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
     pace.trainer = (trainer.name, trainer.epoch) if trainer else ("", 0)
     if state.had_members:
@@ -159,7 +158,8 @@ def check(state: State, now: float) -> None:
 def report(state: State, now: float) -> dict[str, Any] | None:
     """The `stalled` section of the status; None while the run moves, and once its trainer has finished."""
     pace = state.pace
-    if pace.stalled_at is None or state.meta.finishing:
+    is_stuck = bool(state.store.get("problem")) and now - pace.since >= limit_s(state)  # while it lasts no timer is looked at
+    if (pace.stalled_at is None and not is_stuck) or state.meta.finishing:
         return None
     found = cause(state, now)
     return {
@@ -177,6 +177,8 @@ def report(state: State, now: float) -> dict[str, Any] | None:
 def cause(state: State, now: float) -> Cause:
     """Who the run waits for now, in one sentence."""
     trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
+    if problem := state.store.get("problem") or state.disk_full:
+        return Cause("broker", ["store"], f"step {state.meta.next_step} waits for the broker's store: {problem}")
     if trainer is None:
         return Cause("trainer", [name] if (name := state.pace.trainer[0]) else [], _no_trainer(state, now))
     if trainer.is_gone or is_silent(state, trainer, now):
