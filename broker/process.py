@@ -7,12 +7,14 @@ import signal
 import threading
 from types import FrameType
 
+from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
 from broker.source import FileRows, FileSource
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
+from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
 
@@ -65,6 +67,7 @@ def build(resolved: Resolved) -> Broker:
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+        buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
     )
 
 
@@ -92,6 +95,11 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
         buffer_capacity=config.broker.buffer_capacity,
+        batch_tokens=b.batch_tokens,
+        over_sampling=r.over_sampling_batch_size,
+        stale_wait_s=b.stale_wait_s,
+        needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
+        max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
         required_fields=b.required_fields,
         sampling=sampling(config),

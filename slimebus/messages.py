@@ -10,6 +10,7 @@ the header (slimebus/samples.py), each described here by a `Field`.
     client    hello -> status | evaluate | set
 """
 
+import math
 import re
 from functools import cache
 
@@ -146,6 +147,16 @@ class SampleHeader(Message):
     metadata: dict[str, Scalar] = {}
 
 
+def has_failed(status: str, reward: float | None, oldest_version: int) -> bool:
+    """True for a sample that must not be trained: status failed, or its reward is missing or not finite.
+
+    A demonstration (oldest_version NO_VERSION) needs no reward.
+    """
+    if status == "failed":
+        return True
+    return oldest_version != NO_VERSION if reward is None else not math.isfinite(reward)
+
+
 # --- rollout ------------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +225,15 @@ class GiveBack(Message):
     """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
     | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
-    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease.
+    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a
+    drop makes waste.
     """
 
     group: str
     lease: int
     outcome: str
     reason: str
+    num_tokens: int = 0
     lineage: str = ""
     samples: list[SampleHeader] = []
     fields: list[Field] = []

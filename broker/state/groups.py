@@ -86,6 +86,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     size_bytes: int = 0
     oldest_version: int = NO_VERSION
     newest_version: int = NO_VERSION
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1
@@ -110,6 +112,8 @@ class Groups:
         self._by_request: dict[tuple[str, int], list[Group]] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
         self.ready: list[tuple[int, str]] = []
+        self.ready_tokens = 0
+        self._tokens: dict[str, int] = {}
         self._queues: dict[str, list[tuple[int, str]]] = {TRAIN: [], EVAL: []}
         self.arrivals: Arrivals[Group] = Arrivals()
         self.required: frozenset[str] = frozenset()
@@ -189,7 +193,7 @@ class Groups:
         """A group got more fields: it may be batched once it has all that are required."""
         if group.id in self.held and not self._lacks(group):
             del self.held[group.id]
-            bisect.insort(self.ready, (group.admitted, group.id))
+            self._offer(group)
 
     def _lacks(self, group: Group) -> bool:
         return bool(self.required) and not self.required.issubset([*group.fields, *(f.name for f in group.late)])
@@ -205,7 +209,13 @@ class Groups:
         elif group.phase == READY and self._lacks(group):
             self.held[group.id] = group
         elif group.phase == READY:
-            bisect.insort(self.ready, (group.admitted, group.id))
+            self._offer(group)
+
+    def _offer(self, group: Group) -> None:
+        """A ready group may be batched."""
+        bisect.insort(self.ready, (group.admitted, group.id))
+        self._tokens[group.id] = group.num_tokens
+        self.ready_tokens += group.num_tokens
 
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
@@ -213,6 +223,7 @@ class Groups:
             self._leave_lease(group)
         elif group.phase == READY and self.held.pop(group.id, None) is None:
             del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
+            self.ready_tokens -= self._tokens.pop(group.id)
 
     def _leave_lease(self, group: Group) -> None:
         del self.by_lease[group.lease]

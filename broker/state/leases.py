@@ -4,11 +4,10 @@ A lease request that nothing can be given for is parked and answered when capaci
 dealt one group at a time around the parked requests, the one that waits longest first.
 """
 
-import math
-
 import msgspec
 
 from broker.state import admission, evaluation, partials, staleness
+from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
@@ -27,8 +26,10 @@ from slimebus.messages import (
     Put,
     PutReply,
     SampleHeader,
+    has_failed,
 )
 
+NO_SPREAD = "filtered: no reward spread"
 MAX_TOKENS = 1 << 31
 EVAL_SHARE = 0.5
 """Samples of an evaluation that may be made for each training sample."""
@@ -277,17 +278,8 @@ def check_samples(done: Put | GiveBack, num_frames: int) -> None:
             raise ProtocolError(f"{where}, sample {i}: no run of its oldest version {sample.oldest_version}")
 
 
-def has_failed(sample: SampleHeader) -> bool:
-    """True for a sample that must not be trained: status failed, or a policy made it and its reward is missing or not finite."""
-    if sample.status == "failed":
-        return True
-    if sample.reward is None:
-        return sample.oldest_version != NO_VERSION
-    return not math.isfinite(sample.reward)
-
-
 def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
-    good = [s for s in done.samples if not has_failed(s)]
+    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
     group.put_attempt = done.attempt
     if group.kind == EVAL:
         evaluation.score(state, group, good, num_failed=len(done.samples) - len(good))
@@ -298,6 +290,11 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
+    state.measured(group.num_tokens)
+    if state.rules.needs_spread and group.reward_std == 0.0:
+        _filter_out(state, group)
+        return PutReply(result="accepted", reason=NO_SPREAD)
+    state.meta.filtered_in_a_row = 0
     state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
     state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
     group.num_frames = 1 + len(event.bulk)
@@ -320,6 +317,14 @@ def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
     group.fields = [f.name for f in done.fields if f.name not in TOKEN_FIELDS]
     group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
     group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)
+    group.reward_mean, group.reward_std = spread([s.reward or 0.0 for s in good])
+
+
+def _filter_out(state: State, group: Group) -> None:
+    """Drop a group that gives no gradient; admission lets another prompt take its place."""
+    state.wasted(NO_SPREAD, 1, group.num_tokens)
+    state.filtered()
+    state.drop(group, NO_SPREAD)
 
 
 def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
@@ -329,6 +334,8 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
     check_samples(back, len(event.bulk))
     group = state.groups.by_lease.get(back.lease)
     if group is not None and group.id == back.group and group.worker == client.name:
+        if back.num_tokens > 0:
+            state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
         if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
             partials.keep(state, event, group, back)
         _give_back(state, group, back.outcome, f"returned: {back.reason}")
@@ -341,6 +348,7 @@ def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
     elif outcome in ("requeue", "partial"):
         state.requeue(group, reason)
     elif outcome == "drop":
+        state.filtered()
         state.drop(group, reason)
     else:
         state.fail(group, reason)

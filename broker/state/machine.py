@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, consumers, damage, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import batches, choice, clients, consumers, damage, evaluation, leases, settings, status, timeline, watchdog
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
@@ -46,13 +47,22 @@ Row = tuple[str, str, bytes]
 class Machine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
+    `buffer_filter` chooses the groups of batches; None: first in, first out.
     `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
     """
 
     def __init__(
-        self, rules: Rules, source: PromptSource, *, run: str, hints: str = "", max_message_bytes: int = 0, first_id: int = 1
+        self,
+        rules: Rules,
+        source: PromptSource,
+        *,
+        run: str,
+        hints: str = "",
+        max_message_bytes: int = 0,
+        first_id: int = 1,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
-        self.state = State(rules, source, run)
+        self.state = State(rules, source, run, buffer_filter)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
 
@@ -235,6 +245,8 @@ class Machine:
                 consumers.give_up(state, name)
             case ("parked evaluation", name, request):
                 evaluation.give_up(state, name, request)
+            case ("stale wait",):
+                choice.stop_waiting(state)
             case ("client", name):
                 clients.silent(state, name, now)
             case ("finish",):
@@ -245,7 +257,7 @@ class Machine:
     def _settle(self, now: float) -> None:
         """Answer whoever waited for what just happened."""
         leases.deal(self.state, now)
-        batches.assign(self.state)
+        batches.assign(self.state, now)
         leases.deal(self.state, now)
         consumers.serve(self.state)
         if self.state.is_finished and not self.state.finished_said:

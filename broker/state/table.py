@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
@@ -16,6 +17,9 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 RECENT_STEPS = 64
+FILTERED = "groups filtered"
+MEAN_OVER = 256
+"""Groups whose mean size says how many fill a batch of tokens."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -60,7 +64,8 @@ class Meta(msgspec.Struct, kw_only=True):
     """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
-    step_seconds: times of the last steps, as the watchdog counts them. settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
+    step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
+    settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
     run: str = ""
@@ -88,6 +93,9 @@ class Meta(msgspec.Struct, kw_only=True):
     waste: dict[str, list[int]] = {}
     counted: dict[str, int] = {}
     ended: dict[str, int] = {}
+    num_measured: int = 0
+    mean_tokens: float = 0.0
+    filtered_in_a_row: int = 0
     settings: dict[str, Scalar] = {}
     overrides: dict[str, list[Scalar]] = {}
     changes: list[Change] = []
@@ -200,8 +208,8 @@ class Consumer(msgspec.Struct, kw_only=True):
 class State:
     """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
 
-    def __init__(self, rules: Rules, source: PromptSource, run: str) -> None:
-        self.rules, self.source = rules, source
+    def __init__(self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None) -> None:
+        self.rules, self.source, self.buffer_filter = rules, source, buffer_filter
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
         self.groups.required = frozenset(rules.required_fields)
@@ -222,6 +230,7 @@ class State:
         self.pace = Pace()
         self.now = 0.0
         self.swept: tuple[int, float] | None = None
+        self.wait: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
         self.disk_full = ""
@@ -377,6 +386,27 @@ class State:
             self.delete("fields", field_key(group.id, field.name))
         self.groups.depart(group)
         group.lengths, group.fields, group.late = [], [], []
+
+    # --- measuring ---
+
+    def filtered(self) -> None:
+        """A finished group was dropped by the dynamic filter, and none was kept since the last one."""
+        self.tally(self.meta.counted, FILTERED)
+        self.meta.filtered_in_a_row += 1
+        if self.meta.filtered_in_a_row == self.rules.max_filtered:
+            self.note(f"{self.rules.max_filtered} groups in a row were dropped by the dynamic sampling filter", is_warning=True)
+
+    def measured(self, num_tokens: int) -> None:
+        """Take the size of a group into the running mean of the last ones."""
+        meta = self.meta
+        meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
+        meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+    def end_wait(self) -> None:
+        """No batch waits for groups in flight."""
+        if self.wait is not None:
+            self.wait = None
+            self.timers.cancel(("stale wait",))
 
     def forget_partial(self, group: Group) -> None:
         """Let go of what a leaving worker had made of a group."""
