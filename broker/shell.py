@@ -55,7 +55,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
 class Broker:

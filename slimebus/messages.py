@@ -7,7 +7,7 @@ the header (slimebus/samples.py), each described here by a `Field`.
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
     consumer  hello -> (read -> put_fields*)* -> goodbye
-    client    hello -> status | evaluate | set
+    client    hello -> status | evaluate | push | set
 """
 
 import math
@@ -432,6 +432,28 @@ class SetReply(Message):
     settings: dict[str, Scalar] = {}
 
 
+class Push(Message):
+    """Prompts to sample, one bulk frame each: a record as in `lease_reply`. Repeating the same `key` adds nothing.
+
+    front: before the prompts that were pushed without it.
+    """
+
+    key: str
+    front: bool = False
+
+
+class PushReply(Message):
+    """The prompts are durable. accepted, duplicate: how many are new, and how many a push of this key brought before.
+
+    first: the group id of the first; the others follow by number (`push/17`, `push/18`). waiting: pushed prompts not sampled yet.
+    """
+
+    accepted: int
+    duplicate: int = 0
+    first: str = ""
+    waiting: int = 0
+
+
 @cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
@@ -456,6 +478,7 @@ REQUESTS = (
     Status,
     Evaluate,
     Set,
+    Push,
 )
 REPLIES = (
     Ok,
@@ -471,5 +494,6 @@ REPLIES = (
     StatusReply,
     EvaluateReply,
     SetReply,
+    PushReply,
 )
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

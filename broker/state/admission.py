@@ -8,6 +8,7 @@ With over-sampling B is the number of groups started for each step. With batches
 the mean of the last groups while it is in flight. These are estimates: they pace, the bound itself is enforced when a batch is chosen.
 """
 
+from broker.state import prompts
 from broker.state.groups import LEASED, READY
 from broker.state.rules import MAX_BATCH_SIZE
 from broker.state.table import Client, ParkedLease, State
@@ -55,7 +56,7 @@ def why_parked(state: State, parked: ParkedLease) -> str:
     if client is None:
         return "its worker left"
     refusal = refusal_for(state, client, needs_weights=parked.message.needs_weights)
-    return refusal or ("the prompt source has ended" if state.meta.source_ended else "waiting its turn")
+    return refusal or prompts.why_none(state) or "waiting its turn"
 
 
 def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:

@@ -5,10 +5,10 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, choice, consumers, staleness
+from broker.state import admission, choice, consumers, prompts, staleness
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
-from broker.state.table import FILTERED, Client, Parked, State, StepRecord
+from broker.state.table import FILTERED, Client, Parked, State, StatefulSource, StepRecord
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
@@ -90,12 +90,14 @@ def _end_surplus(state: State) -> None:
 
 def can_never_fill(state: State) -> bool:
     """True when the source has ended and what is left is less than a batch."""
-    if not state.meta.source_ended:
-        state.meta.source_ended = state.source.take(state.meta.cursor) is None
+    if not prompts.has_ended(state):
+        return False
     waiting = state.groups.count(QUEUED) + state.groups.count(LEASED)
+    if waiting and (state.rules.batch_tokens or isinstance(state.source, StatefulSource)):
+        return False  # what becomes of them may make a stateful source give more
     if state.rules.batch_tokens:
-        return state.meta.source_ended and waiting + len(state.groups.held) == 0
-    return state.meta.source_ended and waiting + state.groups.count(READY) < state.rules.batch_size
+        return not state.groups.held
+    return waiting + state.groups.count(READY) < state.rules.batch_size
 
 
 def _end_of_source(state: State, step: int) -> Message:
@@ -219,5 +221,6 @@ def free(state: State, checkpoint: int) -> None:
                 state.forget_payload(group)
                 state.groups.remove(group)
                 state.changed("groups", group_id)
-                state.delete("prompts", group_id)
+                prompts.free(state, group_id)
+        prompts.forget_old(state, step)
     state.meta.floor = max(state.meta.floor, checkpoint)

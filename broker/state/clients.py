@@ -26,6 +26,7 @@ from slimebus.messages import (
     Message,
     Ok,
     Publish,
+    Push,
     Put,
     PutFields,
     Read,
@@ -40,6 +41,7 @@ NEEDS_ROLE: dict[type[Message], str] = {
     **dict.fromkeys((Lease, Put, GiveBack), "rollout"),
     **dict.fromkeys((Read, PutFields), "consumer"),
     **dict.fromkeys((Resume, Publish, Batch, Fetch, Commit, Finish), "trainer"),
+    Push: "client",
 }
 MAX_NAME_CHARS = 128
 MAX_FORMER = 16

@@ -7,10 +7,24 @@ import msgspec
 
 from slimebus.messages import Field, Hint, Message
 
-Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "fields", "clients", "consumers", "steps", "evaluations"]
+Table = Literal[
+    "meta",
+    "groups",
+    "ended",
+    "prompts",
+    "payloads",
+    "partials",
+    "fields",
+    "clients",
+    "consumers",
+    "steps",
+    "evaluations",
+    "pushes",
+    "source",
+]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
 by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step.
-evaluations: targets and results."""
+evaluations: targets and results. pushes: keys of accepted pushes. source: the state of a stateful source."""
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):

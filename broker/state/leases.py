@@ -6,7 +6,7 @@ dealt one group at a time around the parked requests, the one that waits longest
 
 import msgspec
 
-from broker.state import admission, evaluation, partials, staleness
+from broker.state import admission, evaluation, partials, prompts, staleness
 from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
@@ -131,7 +131,7 @@ def _next_for(state: State, parked: ParkedLease, refused: Refused) -> Group | No
         return evaluated
     if _is_refused(state, parked, refused):
         return evaluated
-    return state.groups.first_queued(TRAIN) or draw(state) or evaluated
+    return state.groups.first_queued(TRAIN) or prompts.draw(state) or evaluated
 
 
 def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group | None:
@@ -158,20 +158,6 @@ def num_samples_of(state: State, group: Group) -> int:
     if group.kind == EVAL:
         return state.rules.eval_datasets[group.dataset].num_samples
     return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
-
-
-def draw(state: State) -> Group | None:
-    """A group for the next prompt of the source; None when it has ended. Its cursor moves in the same transaction."""
-    prompt = state.source.take(state.meta.cursor)
-    if prompt is None:
-        state.meta.source_ended = True
-        return None
-    state.meta.cursor += 1
-    group = Group(id=prompt.id, position=prompt.position)
-    state.groups.add(group)
-    state.tally(state.meta.moves, "source>queued drawn")
-    state.save("prompts", group.id, prompt.record)
-    return group
 
 
 def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, choice, clients, consumers, damage, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import batches, choice, clients, consumers, damage, evaluation, leases, pushes, settings, status, timeline, watchdog
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -32,6 +32,7 @@ from slimebus.messages import (
     Lease,
     Message,
     Publish,
+    Push,
     Put,
     PutFields,
     Read,
@@ -69,6 +70,7 @@ class Machine:
     def restore(self, rows: Iterable[Row], now: float) -> None:
         """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
         state = self.state
+        pushed = []
         for table, _, value in rows:
             if table == "meta":
                 self._restore_meta(msgspec.msgpack.decode(value, type=Meta))
@@ -86,6 +88,11 @@ class Machine:
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+            elif table == "pushes":
+                pushed.append(value)
+            elif table == "source" and isinstance(state.source, StatefulSource):
+                state.source.restore(value)
+        pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
@@ -227,6 +234,8 @@ class Machine:
                 consumers.read(state, event, client, message, now)
             case PutFields():
                 consumers.put_fields(state, event, client, message, self.max_message_bytes)
+            case Push():
+                pushes.push(state, event, message)
             case Finish():
                 timeline.finish(state, event, message, now)
             case _:
@@ -249,6 +258,8 @@ class Machine:
                 choice.stop_waiting(state)
             case ("client", name):
                 clients.silent(state, name, now)
+            case ("source",):
+                pass  # its rest is over: whoever waits is dealt to when the burst is settled
             case ("finish",):
                 timeline.check_finish(state, now)
             case ("watchdog",):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import admission, batches, consumers, demand, evaluation, settings, watchdog
+from broker.state import admission, batches, consumers, demand, evaluation, prompts, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.table import FILTERED, Client, ReportingSource, State
 
@@ -58,7 +58,15 @@ def _state(state: State) -> str:
 
 def _source(state: State) -> dict[str, Any]:
     report = state.source.report() if isinstance(state.source, ReportingSource) else {}
-    return {"position": state.meta.cursor, "ended": state.meta.source_ended, **report}
+    pushed = sum(end for _, end in state.meta.pushed.values())
+    return {
+        "position": state.meta.cursor,
+        "ended": state.meta.source_ended,
+        "pushed": pushed,
+        "waiting": prompts.num_waiting(state),
+        "problem": state.source_problem,
+        **report,
+    }
 
 
 def _groups(state: State) -> dict[str, int]:

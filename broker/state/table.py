@@ -44,11 +44,50 @@ class PromptSource(Protocol):
 
 
 @runtime_checkable
+class StatefulSource(PromptSource, Protocol):
+    """A source that changes with what is drawn from it and with what became of that. Its prompts are found again in the store only."""
+
+    def restore(self, state: bytes) -> None:
+        """Take up the state that `saved` gave."""
+
+    def saved(self) -> bytes | None:
+        """The state to keep with what was drawn and told, None when it is as it was. Raises nothing."""
+
+    def tell(self, result: "GroupResult") -> None:
+        """What became of a group. Raises nothing."""
+
+
+@runtime_checkable
 class ReportingSource(PromptSource, Protocol):
     """A source that has something to say in the status."""
 
     def report(self) -> dict[str, Any]:
         """What to show under `source`."""
+
+
+class GroupResult(msgspec.Struct, kw_only=True):
+    """What became of an attempt at a prompt. outcome: trained | dropped | dead | requeued (its samples were thrown away).
+
+    rewards: one for each sample that was put, None for those without; empty when no samples came.
+    """
+
+    id: str
+    attempt: int
+    outcome: str
+    reason: str
+    rewards: list[float | None] = []
+    step: int = -1
+
+
+class PushRecord(msgspec.Struct, kw_only=True):
+    """A push that was accepted: its key, the digest of its records, and the numbers its prompts got."""
+
+    key: str
+    serial: int
+    digest: str
+    lane: str
+    first: int
+    count: int
 
 
 class Change(msgspec.Struct, kw_only=True):
@@ -72,6 +111,8 @@ class Meta(msgspec.Struct, kw_only=True):
     fingerprint: str = ""
     cursor: int = 0
     source_ended: bool = False
+    pushed: dict[str, tuple[int, int]] = msgspec.field(default_factory=lambda: {"front": (0, 0), "push": (0, 0)})
+    num_pushes: int = 0
     lineage: str = ""
     version: int = NO_VERSION
     publishers: list[str] = []
@@ -215,6 +256,9 @@ class State:
         self.groups.required = frozenset(rules.required_fields)
         self.clients: dict[str, Client] = {}
         self.steps: dict[int, StepRecord] = {}
+        self.pushes: dict[str, PushRecord] = {}
+        self.source_problem = ""
+        self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
         self.parked_batches: dict[int, Parked] = {}
@@ -294,6 +338,8 @@ class State:
             return self.evaluations.get(key)
         if table == "consumers":
             return self.consumers.get(key)
+        if table == "pushes":
+            return self.pushes.get(key)
         client = self.clients.get(key)
         return None if client is None else ClientRecord(**{f: getattr(client, f) for f in ClientRecord.__struct_fields__})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import admission, batches, choice, consumers
+from broker.state import admission, batches, choice, consumers, prompts
 from broker.state.clients import is_present
 from broker.state.pace import quantile
 from broker.state.table import Client, State
@@ -238,6 +238,9 @@ def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
         holders = {group.worker for group in leased}
         silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c, now)}
         return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], f"{reason}; {_oldest(state, now)}")
+    why_none = prompts.why_none(state)
+    if why_none and not state.groups.first_queued():
+        return Cause("broker", ["source"], reason if why_none in reason else f"{reason}; {why_none}")
     if batches.can_never_fill(state):
         return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
     return _no_leases(state, trainer, reason)

@@ -43,6 +43,8 @@ class BrokerConfig(Section, frozen=True):
     """[attempts] Failed attempts after which a prompt becomes a dead letter."""
     buffer_capacity: Natural = 0
     """[groups] Most groups leased or waiting to be trained; 0: what max_staleness needs, or 4 batches when that is unbounded."""
+    max_pushed: Positive = 1_000_000
+    """[prompts] Most pushed prompts that wait to be sampled; a client that pushes more is told to wait."""
     batch_tokens: Natural = 0
     """[tokens] A step is as many groups as hold at most so many tokens (prompts included), instead of rollout_batch_size groups,
     which is then the first guess of how many that are; 0: by groups."""
@@ -80,6 +82,8 @@ class DataConfig(Section, frozen=True):
     """[epochs] Passes over the data; 0: as many as num_rollout needs."""
     apply_chat_template: bool = True
     """[switch] Prompts that are lists of messages go through the tokenizer's chat template."""
+    wait_for_push: bool = False
+    """[switch] The run does not end when no prompt is left: it waits for prompts to be pushed. prompt_data may then be empty."""
     skip_bad_prompts: bool = False
     """[switch] Count and skip malformed lines instead of refusing to start."""
 
