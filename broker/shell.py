@@ -46,7 +46,7 @@ from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
 from slimebus.messages import Error, Field, Hint, Status
-from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
+from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket, has_input
 
 log = logging.getLogger("slimebus.broker")
 
@@ -131,7 +131,8 @@ class Broker:
             return self._turn_held(self._held)
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
         now = self.clock.monotonic()
-        effects = self.machine.tick(now)
+        deadline = self.machine.next_deadline()
+        effects = self.machine.tick(now) if not requests or (deadline is not None and deadline <= now) else []
         if requests:
             effects += self.machine.apply([event_of(request) for request in requests], now)
         self._perform(effects)
@@ -284,7 +285,7 @@ class Broker:
     def _greet_subscribers(self) -> None:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
-        while self.hints.poll(0):
+        while has_input(self.hints):
             is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)
