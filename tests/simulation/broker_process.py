@@ -13,6 +13,7 @@ from simulation.disk import Disk
 
 from broker.awake_clock import AwakeClock
 from broker.held import RETRY_S, Held
+from broker.shell import RESTORED_TABLES
 from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPartial, StoredPayload, StoredPrompt
 from broker.state.machine import Machine
 from broker.store import Damaged, StoreError, Write
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 CrashPoint = Literal["decided", "committing", "committed", "answering"]
 CRASH_POINTS: tuple[CrashPoint, ...] = ("decided", "committing", "committed", "answering")
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+
 BURST = 16
 MAX_IDLE_S = 0.5
 
@@ -198,6 +199,8 @@ class BrokerProcess:
                 self._may_crash("answering")
             if isinstance(reply.message, m.BatchReply) and reply.message.groups:
                 self.world.invariants.handed_out(machine, reply.message)
+            elif isinstance(reply.message, m.LeaseReply):
+                self.world.invariants.granted(machine, reply.to, reply.message)
             try:
                 bulk = [frame for part in reply.bulk for frame in self._frames(part)]
             except Damaged as gone:

@@ -82,11 +82,11 @@ class Invariants:
             require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
         if len(events) == 1:
             self._check_trainer(machine, events[0], replies.get(events[0].to))
-        for to, message in replies.items():
+        for message in replies.values():
             if isinstance(message, m.BatchReply) and message.groups:
                 self._check_bound(message)
             elif isinstance(message, m.LeaseReply) and message.groups:
-                self._check_grant(machine.state, to, message)
+                self._check_grant(machine.state, message)
 
     def committed(self, machine: Machine) -> None:
         """A turn is on the disk, and nobody is answered yet."""
@@ -145,20 +145,21 @@ class Invariants:
             lag = reply.version - group.oldest_version if group.oldest_version != m.NO_VERSION else 0
             require(lag <= bound, f"step {reply.step}: {group.group} is {lag} versions old, bound {bound}")
 
-    def _check_grant(self, state: State, to: Address, reply: m.LeaseReply) -> None:
-        """The same request has the same leases; a group was let in only if its turn comes while it is fresh enough."""
-        leases = {group.lease for group in reply.groups}
-        before = self._granted.get(to, set())
-        is_same = not before or leases <= before or not before & state.groups.by_lease.keys()
+    def granted(self, machine: Machine, to: Address, reply: m.LeaseReply) -> None:
+        """Leases leave the broker: the same request has the same ones."""
+        leases, before = {group.lease for group in reply.groups}, self._granted.get(to, set())
+        is_same = not before or leases <= before or not before & machine.state.groups.by_lease.keys()
         require(is_same or self.world.account.lost_suffix, f"{to} was granted {before}, now {leases}")
         self._granted[to] = leases
-        for lease in leases - before:
-            group = state.groups.by_lease.get(lease)
-            if group is not None and group.kind == TRAIN and group.lineage:
+
+    def _check_grant(self, state: State, reply: m.LeaseReply) -> None:
+        for leased in reply.groups:
+            group = state.groups.by_lease.get(leased.lease)
+            if group is not None and group.kind == TRAIN and group.lineage and state.lease_since.get(leased.lease) == state.now:
                 self._check_pace(state, group)
 
     def _check_pace(self, state: State, group: Group) -> None:
-        """floor(N / B) <= w + eta, with N counted from the first step that is not chosen yet."""
+        """A group is let in only if its turn comes while it is fresh enough: floor(N / B) <= w + eta, with N counted from the first step that is not chosen yet."""
         ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.admitted < group.admitted for g in state.groups.by_id.values())
         chosen = [step for step, record in state.steps.items() if not record.is_committed]
         step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // state.rules.batch_size
@@ -239,9 +240,10 @@ class Invariants:
         needed: set[Any] = {("lease", lease) for lease in state.lease_deadlines}
         needed |= {("parked lease", *key) for key in state.parked_leases}
         needed |= {("parked batch", step) for step in state.parked_batches}
+        needed |= {("parked read", name) for name in state.parked_reads}
         needed |= {("parked evaluation", *key) for key in state.parked_evaluations}
         needed |= {("client", name) for name in state.clients}
-        leak = {key for key in timers - needed if key not in (("finish",), ("watchdog",))}
+        leak = {key for key in timers - needed if len(key) > 1}
         require(not leak and needed <= timers, f"timers that leak {leak} or lack {needed - timers}")
         waiting = sum(len(table) for table in _parked(state))
         require(waiting <= state.rules.max_parked + len(state.parked_batches), f"{waiting} requests are parked")
