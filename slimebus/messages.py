@@ -305,6 +305,18 @@ class StatusReply(Message):
     """Bulk frame 0: the status, JSON."""
 
 
+class Keys(Message):
+    """Ask for the allow-list: whose keys may pull weights. `have`: the generation that the asker knows; it is not sent again."""
+
+    have: int = 0
+
+
+class KeysReply(Message):
+    """Bulk frame 0, when the list is another than `have`: JSON, one [public key, name, role] for each key. generation 0: no keys."""
+
+    generation: int = 0
+
+
 class Evaluate(Message):
     """Queue an evaluation of the newest version on `datasets` (empty: all). Repeating the same `key` starts nothing new."""
 
@@ -325,6 +337,6 @@ def wire_name(cls: type[Message]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate)
-REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, EvaluateReply)
+REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Keys, Evaluate)
+REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, KeysReply, EvaluateReply)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

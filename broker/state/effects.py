@@ -20,7 +20,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `body` is the message as it was encoded, `bulk` its opaque frames."""
+    """One request. `body` is the message as it was encoded, `bulk` its opaque frames, `key` the name of the key it came under."""
 
     to: Address
     sender: str
@@ -29,6 +29,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     message: Message
     body: Any = b""
     bulk: Sequence[Any] = ()
+    key: str = ""
 
 
 class Save(msgspec.Struct, frozen=True):

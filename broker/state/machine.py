@@ -3,7 +3,7 @@
 The caller writes every Save and Delete before it sends any Reply or Notify, and calls `tick` when `next_deadline` has come.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ class Machine:
         self.state = State(rules, source, run)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
+        self.outside: Callable[[], dict[str, Any]] = dict
 
     def restore(self, rows: Iterable[Row], now: float) -> None:
         """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
@@ -104,6 +105,12 @@ class Machine:
             self._settle(now)
         return self.state.flush()
 
+    def expel(self, keys: Collection[str], now: float) -> list[Effect]:
+        """The holders of these keys may speak no more: what they hold is queued again at once."""
+        clients.expel(self.state, keys)
+        self._settle(now)
+        return self.state.flush()
+
     def tick(self, now: float) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients."""
         for key in self.state.timers.due(now):
@@ -116,8 +123,8 @@ class Machine:
         return self.state.timers.next()
 
     def status(self, now: float) -> dict[str, Any]:
-        """The whole picture."""
-        return status.status(self.state, now)
+        """The whole picture, with what the process around this machine adds to it."""
+        return status.status(self.state, now) | self.outside()
 
     @property
     def is_over(self) -> bool:

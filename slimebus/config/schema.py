@@ -267,6 +267,18 @@ class TrainerConfig(Section, frozen=True):
     """[switch] Write TensorBoard files beside the JSONL metrics."""
 
 
+class SecurityConfig(Section, frozen=True):
+    """Keys (docs/security.md)."""
+
+    keys: str = ""
+    """[path] Folder of keys made by `slimebus keys init`, or one key file; in a file relative to the run.yaml. Empty: no keys,
+    and nothing listens beyond this machine."""
+    key: str = ""
+    """[name] Which key of that folder is ours; empty: the only one of our role."""
+    insecure: bool = False
+    """[switch] Listen beyond this machine without keys: whoever reaches the ports can read everything and take part."""
+
+
 class RunConfig(Section, frozen=True):
     """One run."""
 
@@ -296,6 +308,8 @@ class RunConfig(Section, frozen=True):
     """[section] """
     trainer: TrainerConfig = TrainerConfig()
     """[section] """
+    security: SecurityConfig = SecurityConfig()
+    """[section] """
     megatron: dict[str, Any] = {}
     """[map] Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, as it is."""
     sglang: dict[str, Any] = {}
@@ -313,6 +327,7 @@ SECTIONS: dict[str, type[Section]] = {
     "algorithm": AlgorithmConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
+    "security": SecurityConfig,
 }
 OPEN_MAPS = ("megatron", "sglang")
 """Sections whose keys belong to another project."""
