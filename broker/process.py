@@ -1,24 +1,24 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
+import gc
 import json
 import logging
-import math
 import signal
 import threading
 from types import FrameType
 
 from broker.shell import Broker
-from broker.source import JsonlRows, JsonlSource
+from broker.source import FileRows, FileSource
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
 from slimebus.errors import ConfigError
+from slimebus.prompt_record import PromptKeys
+from slimebus.security.exposure import check_bind, insecure_note
+from slimebus.security.keyring import FolderKeyring
 
 log = logging.getLogger("broker")
-
-UNBOUNDED_BATCHES = 4
-"""Batches of room when no staleness bound limits how far ahead workers may run."""
 
 
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
@@ -28,6 +28,7 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _setter(stop))
     broker = build(resolved)
+    _settle_memory()
     log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
     try:
         broker.run(stop)
@@ -36,13 +37,22 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
 
 
+def _settle_memory() -> None:
+    """Keep the collector of reference cycles from walking over every group again and again: what is read back stays, and no record
+    is part of a cycle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
     if not config.data.prompt_data:
         raise ConfigError("data.prompt_data: no file given; name at least one jsonl file of prompts")
+    keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
-    source = JsonlSource(
+    source = FileSource(
         _rows(resolved, config.data.prompt_data),
         shuffle=config.data.rollout_shuffle,
         seed=config.seed,
@@ -58,17 +68,31 @@ def build(resolved: Resolved) -> Broker:
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+        keyring=keyring,
     )
 
 
-def _rows(resolved: Resolved, specs: list[str]) -> JsonlRows:
+def keyring_of(resolved: Resolved) -> FolderKeyring | None:
+    """The broker's keys, None without. Raises UsageError for an address beyond this machine that would be served without keys."""
+    config, folder = resolved.config, resolved.keys_path
+    for field in ("bind", "hints_bind"):
+        address = getattr(config.broker, field)
+        if address:
+            check_bind(address, f"broker.{field}", has_keys=folder is not None, insecure=config.security.insecure)
+    if folder is not None:
+        return FolderKeyring(folder)
+    if warning := insecure_note(config.broker.bind):
+        log.warning("%s", warning)
+    return None
+
+
+def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
     data = resolved.config.data
-    return JsonlRows(
+    return FileRows(
         [str(resolved.path(spec)) for spec in specs],
-        input_key=data.input_key,
-        label_key=data.label_key,
-        metadata_key=data.metadata_key,
+        keys=PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key),
         skip_bad=data.skip_bad_prompts,
+        spill_dir=resolved.run_dir / "broker",
     )
 
 
@@ -85,7 +109,8 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         lease_s=b.lease_s,
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
-        buffer_capacity=capacity(config),
+        buffer_capacity=config.broker.buffer_capacity,
+        stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(
@@ -99,14 +124,6 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         eval_interval=config.eval.eval_interval,
         eval_first=not config.eval.skip_eval_before_train,
     )
-
-
-def capacity(config: RunConfig) -> int:
-    """Groups leased, ready or assigned at once: what the bound can use, and a batch for what is out of order."""
-    if config.broker.buffer_capacity:
-        return config.broker.buffer_capacity
-    ahead = UNBOUNDED_BATCHES if math.isinf(config.broker.max_staleness) else int(config.broker.max_staleness) + 1
-    return (ahead * config.weights.update_weights_interval + 2) * config.rollout.rollout_batch_size
 
 
 def sampling(config: RunConfig) -> Sampling:

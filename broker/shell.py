@@ -9,12 +9,13 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 
-from broker.source import JsonlRows
+from broker.guard import Guard, security
+from broker.source import FileRows
 from broker.state.effects import (
     Address,
     Bulk,
@@ -28,20 +29,32 @@ from broker.state.effects import (
     Record,
     Reply,
     Save,
+    StoredPartial,
     StoredPayload,
     StoredPrompt,
 )
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
-from broker.store import Store, Write, unpack_frames
+from broker.store import Store, Write
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import SlimebusError, UsageError
 from slimebus.messages import Error, Hint
-from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
+from slimebus.security.keyring import Keyring
+from slimebus.transport.server import (
+    DEFAULT_MAX_CONNECTIONS,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    REBIND_S,
+    Request,
+    Server,
+    bind_socket,
+)
 
 log = logging.getLogger("slimebus.broker")
+
+T = TypeVar("T")
+Writes = dict[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
@@ -64,23 +77,27 @@ class Broker:
         run: str,
         bind: str = "tcp://127.0.0.1:0",
         hints_bind: str = "tcp://127.0.0.1:0",
-        eval_rows: Mapping[str, JsonlRows] | None = None,
+        eval_rows: Mapping[str, FileRows] | None = None,
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        keyring: Keyring | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics_path = metrics_path
-        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes)
+        self.server = Server(
+            bind, run=run, name="broker", max_message_bytes=max_message_bytes, max_connections=max_connections, keyring=keyring
+        )
+        self.guard = Guard(self.server, keyring) if keyring is not None else None
         self.endpoint = self.server.endpoint
-        self.hints = self.server.context.socket(zmq.XPUB)
-        self.hints.linger = 200
         try:
-            self.hints_endpoint = bind_socket(self.hints, hints_bind)
+            self._open_hints(hints_bind)
             self.machine = self._restored(rules, source, run, max_message_bytes)
         except UsageError:
             self.close()
             raise
+        self.machine.outside = self._outside
         self._last_hint = Hint()
 
     def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
@@ -109,6 +126,9 @@ class Broker:
         requests = self.server.receive(self._wait_s(max_wait_s))
         now = self.clock.monotonic()
         effects = self.machine.tick(now)
+        if self.guard is not None:
+            requests = self.guard.tell(requests)
+            effects += self._mind_keys(self.guard, now)
         if requests:
             effects += self.machine.apply([event_of(request) for request in requests], now)
         self._perform(effects)
@@ -117,7 +137,7 @@ class Broker:
 
     def close(self) -> None:
         """Release addresses and store."""
-        self.hints.close()
+        self._close_hints()
         self.server.close()
         self.store.close()
 
@@ -132,7 +152,7 @@ class Broker:
     # --- effects ---
 
     def _perform(self, effects: Sequence[Effect]) -> None:
-        writes: dict[tuple[str, str], Write] = {}
+        writes: Writes = {}
         for effect in effects:
             if isinstance(effect, Save):
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value)
@@ -141,11 +161,11 @@ class Broker:
         if writes:
             self.store.commit(list(writes.values()))
         for effect in effects:
-            self._say(effect)
+            self._say(effect, writes)
 
-    def _say(self, effect: Effect) -> None:
+    def _say(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
-            self._reply(effect)
+            self._reply(effect, writes)
         elif isinstance(effect, Notify):
             self._hint(effect.hint)
         elif isinstance(effect, Note):
@@ -153,27 +173,29 @@ class Broker:
         elif isinstance(effect, Record):
             self._record(effect.row)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
-            bulk = [frame for part in reply.bulk for frame in self._frames(part)]
+            bulk = [frame for part in reply.bulk for frame in self._frames(part, writes)]
         except SlimebusError as gone:
             self.server.answer(reply.to.peer, reply.to.request, Error(code=gone.code, text=gone.text, retryable=gone.retryable))
             return
         self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
 
-    def _frames(self, part: Bulk) -> Sequence[Any]:
+    def _frames(self, part: Bulk, writes: Writes) -> Sequence[Any]:
         match part:
             case Inline(value):
                 return [value]
             case EvalPrompt(dataset, row):
                 return [self.eval_rows[dataset].record(row)]
             case StoredPrompt(group):
-                return [self._stored("prompts", group)]
+                written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
+                return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
             case StoredPayload(group):
-                return unpack_frames(self._stored("payloads", group))
+                return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPartial(group):
+                return self._present(self.store.frames("partials", group), "partials", group)
 
-    def _stored(self, table: str, key: str) -> bytes:
-        value = self.store.get(table, key)
+    def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:
             raise SlimebusError(f"{table} of group {key} are gone: it ended in the same moment; ask again", code="gone", retryable=True)
         return value
@@ -185,7 +207,36 @@ class Broker:
         with self.metrics_path.open("ab") as file:
             file.write(msgspec.json.encode({"time": self.clock.wall(), **row}) + b"\n")
 
+    # --- keys ---
+
+    def _mind_keys(self, guard: Guard, now: float) -> list[Effect]:
+        """Act on what changed in the keys: who was let in before the change must not stay in."""
+        change = guard.change()
+        if change is None:
+            return []
+        if change.is_renewed:
+            log.info("the broker has a new key; connections that are open stay, new ones must expect it")
+            self.server.renew_key()
+        if change.is_renewed or change.is_narrower:
+            self._close_hints()
+            self._open_hints(self.hints_endpoint, patience_s=REBIND_S)
+        return self.machine.expel(change.revoked, now) if change.revoked else []
+
+    def _outside(self) -> dict[str, Any]:
+        """What the status says of this process's sockets."""
+        return {"security": security(self.endpoint, self.guard.keyring if self.guard else None)}
+
     # --- hints ---
+
+    def _open_hints(self, address: str, *, patience_s: float = 0.0) -> None:
+        self.hints = self.server.context.socket(zmq.XPUB)
+        self.hints.linger = 200
+        self.server.doorman.guard(self.hints)
+        self.hints_endpoint = bind_socket(self.hints, address, patience_s=patience_s)
+
+    def _close_hints(self) -> None:
+        self.server.doorman.unguard(self.hints)
+        self.hints.close()
 
     def _hint(self, hint: Hint) -> None:
         self._last_hint = hint
@@ -214,4 +265,5 @@ def event_of(request: Request) -> Event:
         message=request.message,
         body=bytes(header.body),
         bulk=request.bulk,
+        key=request.key,
     )

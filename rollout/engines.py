@@ -12,17 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from rollout import partials
 from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.response import Response, Task
-from rollout.sglang_client import Completion, EngineClient
+from rollout.sglang_client import Completion, EngineClient, EngineError
 from rollout.sglang_server import option_list, sglang_server
 from slimebus.config.schema import EngineConfig
 from slimebus.errors import UsageError, WeightsError
-from slimebus.messages import NO_VERSION
 
 log = logging.getLogger("rollout")
 
 STOP_S = 2.0
+LEAVE_POLL_S = 0.05
+MAX_IDLE_ROUNDS = 10
 OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
 """How long a lost connection is retried: our own engine on this host that does not answer has ended."""
 
@@ -66,6 +68,8 @@ class Engines:
         self.tokens_made = 0
         self.vocab_size = vocab_size(model_dir)
         self._ids = itertools.count()
+        self._running: dict[str, Engine] = {}
+        self.is_leaving = False
 
     async def start(self) -> None:
         """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
@@ -126,23 +130,57 @@ class Engines:
 
     async def generate(self, prompt_ids: np.ndarray, sampling: dict[str, Any], n: int) -> list[Completion]:
         """n completions of one prompt, from the least busy engine; running requests are aborted if the caller is cancelled."""
+        return await self._generate([prompt_ids] * n, [sampling] * n)
+
+    async def _generate(self, prompts: list[np.ndarray], samplings: list[dict[str, Any]], *, is_kept: bool = False) -> list[Completion]:
+        """One completion of each prompt, from one engine. is_kept: `leave` may end them, and what they have comes back."""
+        n = len(prompts)
         engine = min(self.engines, key=lambda e: e.running)
         rids = [f"{self.name}-{next(self._ids):012d}" for _ in range(n)]  # equal length: SGLang aborts by prefix
         engine.running += n
+        self._running |= dict.fromkeys(rids, engine) if is_kept else {}
         try:
-            completions = await engine.client.generate([prompt_ids.tolist()] * n, sampling, rids)
+            completions = await engine.client.generate([ids.tolist() for ids in prompts], samplings, rids)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.gather(*(engine.client.abort(rid) for rid in rids), return_exceptions=True))
             raise
         finally:
             engine.running -= n
+            for rid in rids:
+                self._running.pop(rid, None)
         self.tokens_made += sum(len(c.output_ids) for c in completions)
         return completions
 
-    async def sample(self, tasks: list[Task]) -> list[Response]:
-        """One response to each task; the tasks share prompt and sampling (a group). `text` is left to the caller."""
-        completions = await self.generate(tasks[0].prompt_ids, tasks[0].sampling, len(tasks))
-        return [self._response(task, c) for task, c in zip(tasks, completions, strict=True)]
+    async def leave(self) -> None:
+        """End every sample being made by `sample`, whose callers get Unfinished with what there is; nothing new is begun."""
+        self.is_leaving = True
+        # A request that arrives at the engine while this goes out is ended by another round.
+        while self._running:
+            await asyncio.gather(*(engine.client.abort(rid) for rid, engine in list(self._running.items())))
+            await asyncio.sleep(LEAVE_POLL_S)
+
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
+        """One response to each task of a group, continuing those in `begun`. `text` is left to the caller.
+
+        What an engine ended early (a weight update with pause mode `abort`) is continued by token id. Raises Unfinished once
+        `leave` was called.
+        """
+        made = begun or [partials.empty(task) for task in tasks]
+        idle_rounds = 0
+        while open_ := [i for i, response in enumerate(made) if response.finish_reason == "abort"]:
+            if self.is_leaving:
+                raise partials.Unfinished(made)
+            prompts, samplings = [partials.prompt_of(made[i]) for i in open_], [partials.sampling_of(made[i]) for i in open_]
+            completions = await self._generate(prompts, samplings, is_kept=True)
+            for i, completion in zip(open_, completions, strict=True):
+                made[i] = partials.continued(made[i], self._response(tasks[i], completion))
+            idle_rounds = 0 if any(len(c.output_ids) for c in completions) else idle_rounds + 1
+            if idle_rounds >= MAX_IDLE_ROUNDS and not self.is_leaving:
+                raise EngineError(
+                    f"an engine ended the samples of group {tasks[0].group} {idle_rounds} times without making a token; "
+                    "its log says why (no memory, a prompt that is too long)"
+                )
+        return made
 
     def _response(self, task: Task, completion: Completion) -> Response:
         ids = np.asarray(completion.output_ids, np.int32)
@@ -154,7 +192,7 @@ class Engines:
             task=task,
             token_ids=ids,
             logprobs=np.asarray(completion.logprobs, np.float32),
-            versions=runs or [(NO_VERSION, 0)],
+            versions=runs,
             text="",
             finish_reason=completion.finish_reason,
         )

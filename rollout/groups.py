@@ -3,19 +3,19 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollout import rewards
+from rollout import partials, rewards
 from rollout.engines import Engines
 from rollout.response import Response, Task, to_sample
 from rollout.tokenizer import Tokenizer
 from slimebus import hooks
 from slimebus.config.schema import RunConfig
-from slimebus.errors import HookError, SlimebusError
+from slimebus.errors import HookError, ProtocolError, SlimebusError
 from slimebus.messages import LeasedGroup
 from slimebus.samples import Sample
 
@@ -42,10 +42,13 @@ class GroupMaker:
         self.hook = _generate_hook(r.custom_generate_function_path, base)
         self.keep = hooks.load(r.dynamic_sampling_filter_path, base=base) if r.dynamic_sampling_filter_path else None
 
-    async def make(self, leased: LeasedGroup, record: bytes) -> list[Sample]:
-        """The group's samples. Raises Dropped when the filter refuses them, SlimebusError when it cannot be made."""
+    async def make(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = ()) -> list[Sample]:
+        """The group's samples, continuing the frames of `partial`.
+
+        Raises Dropped when the filter refuses them, Unfinished when the worker leaves, SlimebusError when it cannot be made.
+        """
         tasks = self._tasks(leased, record)
-        responses = await self._generate(tasks, is_eval=leased.kind == "eval")
+        responses = await self._generate(tasks, self._begun(tasks, partial), is_eval=leased.kind == "eval")
         self._fill_text(responses)
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
         problems = await rewards.score(reward, responses, self.config.rollout.reward_timeout_s)
@@ -75,10 +78,28 @@ class GroupMaker:
             for i in range(leased.num_samples)
         ]
 
-    async def _generate(self, tasks: list[Task], *, is_eval: bool) -> list[Response]:
+    @property
+    def takes_partials(self) -> bool:
+        """True when samples that another worker began can be continued here."""
+        return self.hook is None and self.engines is not None
+
+    def continues(self, leased: LeasedGroup) -> bool:
+        """True for a group whose samples can be cut off and continued: the engine makes them, not a hook."""
+        return leased.kind == "train" and self.takes_partials
+
+    def _begun(self, tasks: list[Task], partial: Sequence[Any]) -> list[Response] | None:
+        if not partial or self.hook is not None:
+            return None
+        try:
+            return partials.begun(tasks, partial)
+        except ProtocolError as bad:
+            log.warning("%s; sampling it from its prompt", bad.text)
+            return None
+
+    async def _generate(self, tasks: list[Task], begun: list[Response] | None, *, is_eval: bool) -> list[Response]:
         if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.loss_type == "sft_loss"):
             assert self.engines is not None  # config.check: without an engine there is a hook
-            return await self.engines.sample(tasks)
+            return await self.engines.sample(tasks, begun)
         outcomes = await asyncio.gather(*(self._call_hook(task) for task in tasks))
         return [response for outcome in outcomes for response in outcome]
 
@@ -89,7 +110,7 @@ class GroupMaker:
         try:
             made = self.hook(**{name: offered[name] for name in inspect.signature(self.hook).parameters})
             made = await made if inspect.isawaitable(made) else made
-        except SlimebusError:
+        except (SlimebusError, partials.Unfinished):
             raise
         except Exception as bad:  # a plug-in may fail in any way; the group is given back as failed
             raise HookError(f"generate hook {path}: {type(bad).__name__}: {bad}") from bad

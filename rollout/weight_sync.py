@@ -18,6 +18,7 @@ from typing import Any
 from rollout.engines import Engines
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
+from slimebus.security.key_file import KeyPair
 
 log = logging.getLogger("rollout")
 
@@ -48,8 +49,18 @@ def _is_alive(pid: int) -> bool:
 class WeightSync:
     """Follows announcements. `serving` is (lineage, version) that every engine verifiably has; version NO_VERSION: none."""
 
-    def __init__(self, engines: Engines, model_dir: Path, *, shm: str, pull_timeout_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        model_dir: Path,
+        *,
+        shm: str,
+        pull_timeout_s: float,
+        on_change: Callable[[], None],
+        pair: Callable[[], KeyPair | None] = lambda: None,
+    ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
+        self._pair, self._pair_used = pair, pair()
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
@@ -113,9 +124,10 @@ class WeightSync:
     def _pull(self, publishers: tuple[str, ...]) -> Any:
         from slimebus.weights.puller import WeightPuller
 
-        if self._puller is None or self._publishers != publishers:
+        pair = self._pair()
+        if self._puller is None or (self._publishers, self._pair_used) != (publishers, pair):
             self._close_puller()
-            self._puller, self._publishers = WeightPuller(publishers), publishers
+            self._puller, self._publishers, self._pair_used = WeightPuller(publishers, pair=pair), publishers, pair
         if publishers != self._target[2]:  # announced before there was a puller to cancel
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)

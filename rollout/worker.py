@@ -8,18 +8,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollout import partials
 from rollout.engines import Engines
 from rollout.groups import Dropped, GroupMaker
 from rollout.tokenizer import Tokenizer
 from rollout.weight_sync import WeightSync
 from slimebus.config import Resolved
-from slimebus.errors import HookError, SlimebusError
+from slimebus.errors import HookError, ProtocolError, SlimebusError
 from slimebus.messages import (
     NO_VERSION,
     GiveBack,
@@ -66,6 +67,7 @@ class Worker:
         self.busy = BusyMeter()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.samples_of: dict[int, int] = {}
+        self.draining: dict[int, asyncio.Task[None]] = {}
         self.putting: set[int] = set()
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
         self.finished = False
@@ -105,7 +107,15 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None
         w = self.config.weights
-        return WeightSync(self.engines, self.model_dir, shm=w.weights_shm, pull_timeout_s=w.pull_timeout_s, on_change=self._on_new_version)
+        credentials = self.client.credentials
+        return WeightSync(
+            self.engines,
+            self.model_dir,
+            shm=w.weights_shm,
+            pull_timeout_s=w.pull_timeout_s,
+            on_change=self._on_new_version,
+            pair=lambda: credentials.pair if credentials else None,
+        )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if self._stopping.is_set():
@@ -124,7 +134,23 @@ class Worker:
         self._stopping.set()
         self._slot_free.set()
 
+    async def _drain(self) -> None:
+        """Hand over what is being sampled, so that another worker continues it; whatever takes too long is given back as it was."""
+        groups = list(self.draining.values())
+        if self.engines is None or not groups or self._failure is not None:
+            return
+        try:
+            async with asyncio.timeout(self.config.rollout.drain_timeout_s):
+                await self.engines.leave()
+                await asyncio.gather(*groups, return_exceptions=True)
+        except TimeoutError:
+            log.warning("%d groups were not handed over within %.1f s", len(self.draining), self.config.rollout.drain_timeout_s)
+        except SlimebusError as bad:
+            log.warning("groups are given back unfinished: %s", bad.text)
+
     async def _leave(self, background: list["asyncio.Task[None]"]) -> None:
+        if not self.finished:
+            await self._drain()
         for task in [*self.running.values(), *background]:
             task.cancel()
         await asyncio.gather(*self.running.values(), *background, return_exceptions=True)
@@ -155,17 +181,24 @@ class Worker:
                 self._slot_free.clear()
                 await self._slot_free.wait()
                 continue
-            for leased, record in await self._lease(free):
-                self._begin(leased, record)
+            for leased, record, partial in await self._lease(free):
+                self._begin(leased, record, partial)
 
     def _free_groups(self) -> int:
         """Room for so many more groups of the usual size."""
         r = self.config.rollout
         return r.max_running_groups - math.ceil(sum(self.samples_of.values()) / r.n_samples_per_prompt)
 
-    async def _lease(self, want: int) -> list[tuple[LeasedGroup, bytes]]:
+    async def _lease(self, want: int) -> list[tuple[LeasedGroup, bytes, Sequence[Any]]]:
         lineage, serving = self.sync.serving if self.sync else ("", NO_VERSION)
-        request = Lease(want=want, wait_s=LEASE_WAIT_S, lineage=lineage, serving=serving, needs_weights=self.engines is not None)
+        request = Lease(
+            want=want,
+            wait_s=LEASE_WAIT_S,
+            lineage=lineage,
+            serving=serving,
+            needs_weights=self.engines is not None,
+            takes_partials=self.maker.takes_partials,
+        )
         try:
             reply = await self.client.ask(request, timeout_s=LEASE_WAIT_S + 30, resend_s=LEASE_WAIT_S + 10)
         except SlimebusError as bad:
@@ -174,10 +207,12 @@ class Worker:
             log.warning("%s", bad.text)
             return []
         answer = reply.message
-        return list(zip(answer.groups, map(bytes, reply.bulk), strict=True)) if isinstance(answer, LeaseReply) else []
+        return _granted(answer, reply.bulk) if isinstance(answer, LeaseReply) else []
 
-    def _begin(self, leased: LeasedGroup, record: bytes) -> None:
-        task = asyncio.create_task(self._finish(leased, record))
+    def _begin(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
+        task = asyncio.create_task(self._finish(leased, record, partial))
+        if self.maker.continues(leased):
+            self.draining[leased.lease] = task
         self.running[leased.lease] = task
         self.samples_of[leased.lease] = leased.num_samples
         self.busy.enter()
@@ -189,14 +224,17 @@ class Worker:
             self.stop()
         self.running.pop(lease, None)
         self.samples_of.pop(lease, None)
+        self.draining.pop(lease, None)
         self.busy.leave()
         self._slot_free.set()
 
-    async def _finish(self, leased: LeasedGroup, record: bytes) -> None:
+    async def _finish(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         start = time.monotonic()
         try:
-            samples = await asyncio.wait_for(self.maker.make(leased, record), self.config.rollout.generate_timeout_s)
+            samples = await asyncio.wait_for(self.maker.make(leased, record, partial), self.config.rollout.generate_timeout_s)
             headers, fields, frames = encode_group(samples)
+        except partials.Unfinished as unfinished:
+            await self._hand_over(leased, unfinished)
         except Dropped as why:
             self.counts.filtered += 1
             await self._give_back(leased, "drop", str(why))
@@ -241,14 +279,22 @@ class Worker:
             self.counts.groups += 1
             self.counts.samples += len(put.samples)
 
+    async def _hand_over(self, leased: LeasedGroup, unfinished: partials.Unfinished) -> None:
+        assert self.engines is not None  # it raised this
+        # What a hook does around its samples cannot be continued, nor an evaluation: that one starts again.
+        kept = unfinished.responses if self.maker.continues(leased) else []
+        back, frames = partials.give_back(leased, self.engines.lineage, kept)
+        await self._tell(back, frames, timeout_s=self.config.rollout.drain_timeout_s)
+
     async def _give_back(self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = 30.0) -> None:
         self.counts.failed += outcome == "fail"
+        await self._tell(GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason[:500]), [], timeout_s=timeout_s)
+
+    async def _tell(self, back: GiveBack, frames: list[bytes], *, timeout_s: float) -> None:
         try:
-            await self.client.ask(
-                GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason[:500]), timeout_s=timeout_s
-            )
+            await self.client.ask(back, frames, timeout_s=timeout_s)
         except SlimebusError as bad:
-            log.warning("group %s not given back (its lease will run out): %s", leased.group, bad.text)
+            log.warning("group %s not given back (its lease will run out): %s", back.group, bad.text)
 
     async def _watch_engines(self) -> None:
         """An engine that ended is replaced, and serves nothing until it has the weights again."""
@@ -316,3 +362,14 @@ class Worker:
     def _on_lost(self, problem: SlimebusError) -> None:
         self._failure = problem
         self._threadsafe(self.stop)
+
+
+def _granted(answer: LeaseReply, bulk: Sequence[Any]) -> list[tuple[LeasedGroup, bytes, Sequence[Any]]]:
+    """Each group with its prompt record and the frames of the samples to continue, if there are any."""
+    granted, at = [], len(answer.groups)
+    for leased, record in zip(answer.groups, bulk, strict=False):
+        granted.append((leased, bytes(record), bulk[at : at + leased.partial_frames]))
+        at += leased.partial_frames
+    if len(granted) != len(answer.groups) or at != len(bulk):
+        raise ProtocolError(f"a lease of {len(answer.groups)} groups came with {len(bulk)} frames; expected {at}")
+    return granted

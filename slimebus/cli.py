@@ -12,6 +12,8 @@ OWN = {
     "config": "slimebus.commands.config:config",
     "eval": "slimebus.commands.evaluate:evaluate",
     "init": "slimebus.commands.init:init",
+    "keys": "slimebus.commands.keys:keys",
+    "set": "slimebus.commands.set:set_",
     "status": "slimebus.commands.status:status",
     "up": "slimebus.commands.up:up",
 }

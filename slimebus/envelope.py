@@ -9,6 +9,7 @@ arrays or opaque bytes. Nothing here is ever unpickled or evaluated.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ MAX_FRAMES = 65536
 Frame = bytes | bytearray | memoryview
 
 
-class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Header(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The first frame. `v`: protocol version; `type`: the body's message type; `run`: the run id (empty in a first hello)."""
 
     type: str
@@ -72,13 +73,18 @@ def decode_header(frame: Any) -> Header:
     return header
 
 
+@cache
+def _decoder_of(cls: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    return msgspec.msgpack.Decoder(cls)
+
+
 def decode_body(header: Header, types: Mapping[str, type[Message]] = TYPES) -> Message:
     """The typed message of a header. Raises ProtocolError (`unknown_type`) when this process does not know it."""
     cls = types.get(header.type)
     if cls is None:
         raise ProtocolError(f"unknown message type {header.type[:64]!r}", code="unknown_type")
     try:
-        return msgspec.msgpack.decode(header.body, type=cls)
+        return _decoder_of(cls).decode(header.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise ProtocolError(f"{header.type}: {bad}") from None
 

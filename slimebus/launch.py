@@ -76,11 +76,17 @@ class Fleet:
         return [child for child in self.children if child.process.poll() is not None]
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """SIGTERM to all, then SIGKILL to whatever is left of each session after `grace_s` seconds."""
-        for child in self.children:
-            if child.process.poll() is None:
-                child.process.terminate()
+        """SIGTERM to all, then SIGKILL to whatever is left of each session after `grace_s` seconds.
+
+        Those started last go first: the first one, the broker, hears the goodbyes of the others.
+        """
         deadline = time.monotonic() + grace_s
+        first, others = self.children[:1], self.children[1:]
+        for child in others:
+            _terminate(child)
+        _wait(others, deadline - grace_s / 3)
+        for child in first:
+            _terminate(child)
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))
@@ -93,6 +99,17 @@ class Fleet:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def _terminate(child: Child) -> None:
+    if child.process.poll() is None:
+        child.process.terminate()
+
+
+def _wait(children: Sequence[Child], deadline: float) -> None:
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def end_with_parent(number: int) -> None:

@@ -6,10 +6,11 @@ the header (slimebus/samples.py), each described here by a `Field`.
 
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
-    client    hello -> status | evaluate
+    client    hello -> status | evaluate | set
 """
 
 import re
+from functools import cache
 
 import msgspec
 
@@ -23,7 +24,7 @@ NO_VERSION = -1
 Scalar = str | int | float | bool | None
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The body of one envelope."""
 
 
@@ -153,6 +154,7 @@ class Lease(Message):
     Parked at most `wait_s` seconds until capacity appears; the answer may be empty.
 
     `serving` is the worker's verified version of `lineage`; a worker that needs no weights says `needs_weights: false`.
+    `takes_partials`: it can continue samples that another worker began.
     """
 
     want: int
@@ -160,12 +162,14 @@ class Lease(Message):
     lineage: str = ""
     serving: int = NO_VERSION
     needs_weights: bool = True
+    takes_partials: bool = False
 
 
 class LeasedGroup(Message):
     """A right to one group until `deadline_s` seconds from now, extended by heartbeats. kind: train | eval.
 
-    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index.
+    Its prompt record (msgpack map: prompt, label, metadata) is the reply's bulk frame at the same index. `partial_frames`: so
+    many frames after all prompt records, in the order of the groups, hold samples to continue: a `GiveBack`, then its fields.
     """
 
     group: str
@@ -176,6 +180,7 @@ class LeasedGroup(Message):
     kind: str = "train"
     dataset: str = ""
     sampling: dict[str, Scalar | list[str | int]] = {}
+    partial_frames: int = 0
 
 
 class LeaseReply(Message):
@@ -205,12 +210,19 @@ class PutReply(Message):
 
 
 class GiveBack(Message):
-    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)."""
+    """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
+    | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
+
+    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease.
+    """
 
     group: str
     lease: int
     outcome: str
     reason: str
+    lineage: str = ""
+    samples: list[SampleHeader] = []
+    fields: list[Field] = []
 
 
 # --- training -----------------------------------------------------------------------------------------------------
@@ -256,12 +268,18 @@ class BatchGroup(Message, array_like=True):
 
 
 class BatchReply(Message):
-    """Empty `groups`: not ready within the wait, and `reason` says who waits for whom. `version` is the one being trained."""
+    """Empty `groups`: not ready within the wait, and `reason` says who waits for whom. `version` is the one being trained.
+
+    next_version: what the step after this one trains; publish it before the commit when it is above `version`.
+    max_staleness: the bound that these groups were chosen under; None is unbounded.
+    """
 
     step: int
     version: int = NO_VERSION
     groups: list[BatchGroup] = []
     reason: str = ""
+    next_version: int = NO_VERSION
+    max_staleness: int | None = None
 
 
 class Fetch(Message):
@@ -332,11 +350,49 @@ class EvaluateReply(Message):
     reason: str = ""
 
 
+class Set(Message):
+    """Change settings of the run while it goes on, by their config names; empty: ask for what is in force.
+
+    Repeating the same `key` changes nothing again and gets the first answer. All of them are changed or none.
+    """
+
+    key: str
+    settings: dict[str, Scalar] = {}
+
+
+class SetReply(Message):
+    """changed: name -> [old, new], for those that differ. step: the first step that is chosen under the new ones.
+
+    settings: every setting that can be changed and its value now. An unbounded max_staleness is infinity.
+    """
+
+    step: int
+    changed: dict[str, tuple[Scalar, Scalar]] = {}
+    settings: dict[str, Scalar] = {}
+
+
+@cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Keys, Evaluate)
-REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, KeysReply, EvaluateReply)
+REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Keys, Evaluate, Set)
+REPLIES = (
+    *(Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply),
+    *(StatusReply, KeysReply, EvaluateReply, SetReply),
+)
+    Ok,
+    Error,
+    Welcome,
+    HeartbeatReply,
+    LeaseReply,
+    PutReply,
+    BatchReply,
+    FetchReply,
+    StatusReply,
+    KeysReply,
+    EvaluateReply,
+    SetReply,
+)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from slimebus.transport.client import Client
 from trainer.batch import Group, Sample
 from trainer.feed import Feed, FetchedBatch, token_lags
 from trainer.publisher import Publisher
+from trainer.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,9 +37,13 @@ class StepBatch:
         self.groups = [Group(g.id, [_sample(s) for s in g.samples if s.reward is not None]) for g in fetched.groups]
 
     def parts(self, count: int) -> list[list[Group]]:
-        """The groups in `count` equal parts, one for each optimizer step."""
-        size = len(self.groups) // count
-        return [self.groups[i * size : (i + 1) * size] for i in range(count)]
+        """The groups in `count` parts of almost equal numbers, one for each optimizer step."""
+        edges = [len(self.groups) * i // count for i in range(count + 1)]
+        return [self.groups[start:end] for start, end in pairwise(edges)]
+
+    def plan(self, max_parts: int) -> StepPlan:
+        """How this step is trained, in at most so many parts; a batch of fewer groups has fewer of them."""
+        return StepPlan(num_parts=min(max_parts, len(self.groups)), publishes=self.fetched.next_version > self.fetched.version)
 
     def record(self) -> dict[str, Any]:
         """What this step is given: its groups by id, and how many trained tokens have which staleness."""
@@ -144,6 +150,8 @@ class Bus:
         return Heartbeat(state="training", lineage=lineage, metrics=self._metrics)
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
+        if self.publisher is not None:
+            self.publisher.learn_pullers()
         if reply.finished:
             self._finished.set()
 

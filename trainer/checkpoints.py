@@ -20,24 +20,28 @@ class Checkpoints:
         trainer = resolved.config.trainer
         self.directory: Path = resolved.run_dir / "checkpoints"
         self.interval, self.keep = trainer.save_interval, trainer.keep_checkpoints
+        self.update_interval = resolved.config.weights.update_weights_interval
         self.num_rollout = resolved.config.rollout.num_rollout
         self.save_hf = resolved.run_dir / trainer.save_hf if trainer.save_hf else None
         self.durable = 0
 
-    def resume(self, policy: "Policy") -> int:
-        """Load the newest checkpoint, if there is one; the step to train next."""
+    def resume(self, policy: "Policy") -> tuple[int, int]:
+        """Load the newest checkpoint, if there is one; the step to train next and the version that it trains."""
         found = latest_checkpoint(str(self.directory))
         if found is None:
-            return 0
-        self.durable, _ = policy.load_checkpoint(str(self.directory))
+            return 0, 0
+        self.durable, extra = policy.load_checkpoint(str(self.directory))
         log.info("resumed at step %d from %s", self.durable, found)
-        return self.durable
+        return self.durable, extra.get("version", self.durable // self.update_interval)
 
-    def save_if_due(self, policy: "Policy", next_step: int) -> int:
-        """Save when the interval or the end says so; the step that the newest durable checkpoint goes on with."""
+    def save_if_due(self, policy: "Policy", next_step: int, version: int) -> int:
+        """Save when the interval or the end says so, with the version that `next_step` trains.
+
+        The step that the newest durable checkpoint goes on with.
+        """
         due = self.interval and next_step % self.interval == 0
         if due or next_step == self.num_rollout:
-            policy.save_checkpoint(str(self.directory), next_step, keep=self.keep)
+            policy.save_checkpoint(str(self.directory), next_step, {"version": version}, keep=self.keep)
             self.durable = next_step
         return self.durable
 

@@ -5,6 +5,7 @@ commit(s): frees the groups of every step before the newest durable checkpoint
 """
 
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -43,10 +44,11 @@ class FetchedGroup(msgspec.Struct):
 
 
 class FetchedBatch(msgspec.Struct):
-    """A step's groups; version is the one being trained, lags the staleness of each sample in versions."""
+    """A step's groups; version is the one being trained, next_version that of the step after, lags the staleness of each sample."""
 
     step: int
     version: int
+    next_version: int
     groups: list[FetchedGroup]
     lags: list[int]
 
@@ -81,8 +83,8 @@ class Feed:
         groups: list[FetchedGroup] = []
         for part in parts(reply.groups, FETCH_TOKENS):
             groups += self._fetch(part)
-        lags = [self._lag(group.id, sample, reply.version) for group in groups for sample in group.samples]
-        return FetchedBatch(step, reply.version, groups, lags)
+        lags = [lag_of(group.id, sample, reply) for group in groups for sample in group.samples]
+        return FetchedBatch(step, reply.version, reply.next_version, groups, lags)
 
     def _await_batch(self, step: int) -> BatchReply:
         started = said = time.monotonic()
@@ -108,18 +110,6 @@ class Feed:
             groups.append(FetchedGroup(one.group, decode_group(record.samples, record.fields, frames[1:])))
         return groups
 
-    def _lag(self, group: str, sample: Sample, version: int) -> int:
-        """Staleness of one sample, recomputed from its tokens: the bound holds whatever the broker was told."""
-        oldest = oldest_version(sample.versions, sample.loss_mask)
-        lag = 0 if oldest == NO_VERSION else version - oldest
-        if lag > self.config.broker.max_staleness or lag < 0:
-            raise SlimebusError(
-                f"group {group}: a sample of version {oldest} in training of version {version}; max_staleness is "
-                f"{self.config.broker.max_staleness:g}; nothing was trained on it",
-                code="too_stale",
-            )
-        return lag
-
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
         """`step` is trained. checkpoint: the step at which the newest durable checkpoint would go on."""
         self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=600.0)
@@ -133,6 +123,20 @@ class Feed:
         for future in self._ahead.values():
             future.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def lag_of(group: str, sample: Sample, batch: BatchReply) -> int:
+    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds whatever the broker was told."""
+    oldest = oldest_version(sample.versions, sample.loss_mask)
+    lag = 0 if oldest == NO_VERSION else batch.version - oldest
+    bound = math.inf if batch.max_staleness is None else batch.max_staleness
+    if lag > bound or lag < 0:
+        raise SlimebusError(
+            f"group {group}: a sample of version {oldest} in training of version {batch.version}; max_staleness is "
+            f"{bound:g}; nothing was trained on it",
+            code="too_stale",
+        )
+    return lag
 
 
 def token_lags(versions: list[tuple[int, int]], loss_mask: np.ndarray, version: int) -> dict[int, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slimebus.config import RunConfig
 from trainer.bus import Bus
 from trainer.checkpoints import Checkpoints
+from trainer.step_plan import share_plan
 
 if TYPE_CHECKING:
     from trainer.policy import Policy
@@ -18,22 +19,24 @@ if TYPE_CHECKING:
 
 def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: RunConfig) -> None:
     """Train from where the newest checkpoint ends to the last step."""
-    interval, steps = config.weights.update_weights_interval, config.rollout.num_rollout
-    first = checkpoints.resume(policy)
+    steps = config.rollout.num_rollout
+    first, version = checkpoints.resume(policy)
     if bus:
-        bus.begin(first, version=first // interval)
+        bus.begin(first, version)
     publish(policy, bus)
     for step in range(first, steps):
         started = time.monotonic()
         batch = bus.take(step) if bus else None
         taken = time.monotonic()
-        for part in batch.parts(config.rollout.num_steps_per_rollout) if batch else [None] * config.rollout.num_steps_per_rollout:
+        plan = share_plan(batch.plan(config.rollout.num_steps_per_rollout) if batch else None)
+        for part in batch.parts(plan.num_parts) if batch else [None] * plan.num_parts:
             metrics = policy.train(part)
         trained = time.monotonic()
-        if (step + 1) % interval == 0:
+        if plan.publishes:
+            version += 1
             publish(policy, bus)
         published = time.monotonic()
-        saved = checkpoints.save_if_due(policy, step + 1)
+        saved = checkpoints.save_if_due(policy, step + 1, version)
         if bus and batch:
             times = {
                 "wait_s": taken - started,

@@ -10,15 +10,15 @@ from broker.state.table import Client, ParkedLease, State
 from slimebus.messages import NO_VERSION
 
 
-def step_of_next(state: State) -> int:
-    """The step that a group admitted now would be trained in."""
-    return state.next_unassigned + (state.groups.count(LEASED) + state.groups.count(READY)) // state.rules.batch_size
+def step_of_next(state: State, extra: int = 0) -> int:
+    """The step that a group admitted now, behind `extra` others, would be trained in."""
+    return state.next_unassigned + (state.groups.count(LEASED) + state.groups.count(READY) + extra) // state.rules.batch_size
 
 
-def has_room(state: State, serving: float) -> bool:
-    """True when a worker that serves this version could start a training group now."""
-    step, rules = step_of_next(state), state.rules
-    if state.meta.finishing or state.num_held >= rules.buffer_capacity or (rules.num_steps is not None and step >= rules.num_steps):
+def has_room(state: State, serving: float, extra: int = 0) -> bool:
+    """True when a worker that serves this version could start a training group now, behind `extra` others."""
+    step, rules = step_of_next(state, extra), state.rules
+    if state.meta.finishing or state.num_held + extra >= rules.capacity or (rules.num_steps is not None and step >= rules.num_steps):
         return False
     return state.version_of(step) <= serving + rules.max_staleness
 
@@ -41,8 +41,8 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
     step = step_of_next(state)
     if state.rules.num_steps is not None and step >= state.rules.num_steps:
         return f"every group of the run's {state.rules.num_steps} steps is leased, ready or trained"
-    if state.num_held >= state.rules.buffer_capacity:
-        return f"the buffer holds {state.num_held} of {state.rules.buffer_capacity} groups; waiting for the trainer to commit a step"
+    if state.num_held >= state.rules.capacity:
+        return f"the buffer holds {state.num_held} of {state.rules.capacity} groups; waiting for the trainer to commit a step"
     if needs_weights and state.version_of(step) > client.serving + state.rules.max_staleness:
         return (
             f"a group started now would train in step {step} (version {state.version_of(step)}), more than "

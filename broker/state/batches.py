@@ -3,6 +3,8 @@
 The groups of a step are chosen once and stay chosen until the step is committed.
 """
 
+import math
+
 from broker.state import admission, staleness
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
@@ -52,7 +54,8 @@ def _reply(state: State, step: int) -> BatchReply:
     record = state.steps[step]
     groups = [state.groups.by_id[group_id] for group_id in record.groups]
     named = [BatchGroup(group=g.id, num_samples=g.num_samples, num_tokens=g.num_tokens, oldest_version=g.oldest_version) for g in groups]
-    return BatchReply(step=step, version=record.version, groups=named)
+    bound = None if record.max_staleness == math.inf else int(record.max_staleness)
+    return BatchReply(step=step, version=record.version, groups=named, next_version=state.version_of(step + 1), max_staleness=bound)
 
 
 def give_up(state: State, step: int, now: float) -> None:
@@ -66,7 +69,9 @@ def _choose(state: State, step: int) -> bool:
     chosen = staleness.choose(state, step)
     if not chosen:
         return False
-    state.steps[step] = StepRecord(step=step, version=state.version_of(step), groups=[g.id for g in chosen])
+    state.steps[step] = StepRecord(
+        step=step, version=state.version_of(step), groups=[g.id for g in chosen], max_staleness=state.rules.max_staleness
+    )
     state.changed("steps", step)
     for group in chosen:
         group.step = step

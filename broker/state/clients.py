@@ -30,6 +30,7 @@ from slimebus.messages import (
     Publish,
     Put,
     Resume,
+    Set,
     Status,
     Welcome,
 )
@@ -47,8 +48,10 @@ FORGET_S = 3600.0
 
 def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
-    is_asking = isinstance(event.message, Hello | Status | Evaluate) and not event.run  # these come before anyone knows the run
-    if event.run != state.meta.run and not is_asking:
+    if event.run == state.meta.run:
+        return
+    is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
+    if not is_asking:
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
             code="wrong_run",
@@ -109,7 +112,13 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         state.note(f"{event.sender} was restarted; its older process is fenced")
         leave(state, known, "its worker was restarted")
     client = Client(
-        name=event.sender, role=hello.role, epoch=state.meta.next_epoch, instance=hello.instance, former=former, born=hello.born, key=event.key
+        name=event.sender,
+        role=hello.role,
+        epoch=state.meta.next_epoch,
+        instance=hello.instance,
+        former=former,
+        born=hello.born,
+        key=event.key,
     )
     state.meta.next_epoch += 1
     state.clients[client.name] = client
@@ -117,6 +126,7 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         _fence_other_trainers(state, client)
     if client.role != "client":
         state.had_members = True
+        state.pace.num_joined += 1
         state.changed("clients", client.name)
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)

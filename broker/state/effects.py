@@ -7,19 +7,19 @@ import msgspec
 
 from slimebus.messages import Hint, Message
 
-Table = Literal["meta", "groups", "ended", "prompts", "payloads", "clients", "steps", "evaluations"]
-"""meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts and payloads: opaque, by
-group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
+Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations"]
+"""meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
+by group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
 
 
-class Address(msgspec.Struct, frozen=True):
+class Address(msgspec.Struct, frozen=True, gc=False):
     """Where an answer goes: a socket identity and the id of the request."""
 
     peer: bytes
     request: int
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request. `body` is the message as it was encoded, `bulk` its opaque frames, `key` the name of the key it came under."""
 
     to: Address
@@ -32,7 +32,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
 
-class Save(msgspec.Struct, frozen=True):
+class Save(msgspec.Struct, frozen=True, gc=False):
     """Write a record: bytes, or for `payloads` the frames to keep together."""
 
     table: Table
@@ -40,14 +40,14 @@ class Save(msgspec.Struct, frozen=True):
     value: bytes | Sequence[Any]
 
 
-class Delete(msgspec.Struct, frozen=True):
+class Delete(msgspec.Struct, frozen=True, gc=False):
     """Remove a record; absent ones are fine."""
 
     table: Table
     key: str
 
 
-class StoredPrompt(msgspec.Struct, frozen=True):
+class StoredPrompt(msgspec.Struct, frozen=True, gc=False):
     """A bulk frame of a reply: the prompt record of a group."""
 
     group: str
@@ -66,16 +66,22 @@ class StoredPayload(msgspec.Struct, frozen=True):
     group: str
 
 
+class StoredPartial(msgspec.Struct, frozen=True):
+    """Bulk frames of a reply: the record header of a group's unfinished samples, then its fields."""
+
+    group: str
+
+
 class Inline(msgspec.Struct, frozen=True):
     """A bulk frame of a reply: these bytes."""
 
     value: bytes
 
 
-Bulk = StoredPrompt | EvalPrompt | StoredPayload | Inline
+Bulk = StoredPrompt | EvalPrompt | StoredPayload | StoredPartial | Inline
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """Answer a request, once everything saved before it is durable."""
 
     to: Address

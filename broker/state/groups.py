@@ -38,11 +38,12 @@ ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
-class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
     oldest and newest version over their trainable and all tokens. num_frames counts the stored frames, header included.
+    The partial_ fields say the same of samples that a leaving worker had not finished (broker/state/partials.py).
     """
 
     id: str
@@ -57,6 +58,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     worker: str = ""
     lineage: str = ""
     lease_version: int = NO_VERSION
+    lease_samples: int = 0
     step: int = -1
     put_attempt: int = 0
     num_samples: int = 0
@@ -70,6 +72,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     dataset: str = ""
     row: int = -1
     reason: str = ""
+    partial_frames: int = 0
+    partial_tokens: int = 0
+    partial_oldest: int = NO_VERSION
+    partial_newest: int = NO_VERSION
 
 
 class Groups:
@@ -109,6 +115,10 @@ class Groups:
     def leased_by(self, worker: str) -> list[Group]:
         """The groups that a worker holds, oldest lease first."""
         return list(self._by_worker.get(worker, {}).values())
+
+    def num_leased_by(self, worker: str) -> int:
+        """How many groups a worker holds."""
+        return len(self._by_worker.get(worker, ()))
 
     def leased_at(self, worker: str, request: int) -> list[Group]:
         """The groups that a worker still holds of those that one request of it was granted."""

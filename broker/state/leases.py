@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from broker.state import admission, evaluation, staleness
+from broker.state import admission, evaluation, partials, staleness
 from broker.state.clients import is_present
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
@@ -52,8 +52,8 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
         raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
     state.timers.set(("parked lease", *key), now + bounded_wait(ask.wait_s))
-    deal(state, now)
-    if key in state.parked_leases and not ask.wait_s > 0:
+    if not ask.wait_s > 0:
+        deal(state, now)
         give_up(state, client.name, event.to.request)
 
 
@@ -71,13 +71,15 @@ def deal(state: State, now: float) -> None:
         return
     waiting = [(key, parked) for key, parked in state.parked_leases.items() if _is_live(state, parked)]
     granted: dict[tuple[str, int], list[Group]] = {}
+    refused: Refused = {}
     while waiting:
         still = []
         for key, parked in waiting:
-            group = _next_for(state, parked)
+            group = _next_for(state, parked, refused)
             if group is None:
                 continue
             _grant(state, group, parked, now)
+            refused.clear()
             granted.setdefault(key, []).append(group)
             samples = sum(num_samples_of(state, g) for g in granted[key])
             has_want = samples < parked.message.want * state.rules.samples_per_prompt
@@ -92,8 +94,9 @@ def deal(state: State, now: float) -> None:
 def _has_something(state: State) -> bool:
     if state.groups.first_queued(EVAL) is not None:
         return True
-    best = state.meta.version if all(p.message.needs_weights for p in state.parked_leases.values()) else float("inf")
-    return admission.has_room(state, best)
+    if admission.has_room(state, state.meta.version):
+        return True
+    return admission.has_room(state, float("inf")) and not all(p.message.needs_weights for p in state.parked_leases.values())
 
 
 def _is_live(state: State, parked: ParkedLease) -> bool:
@@ -106,21 +109,34 @@ def _reply_limit(group: Group, state: State) -> int:
     return max(1, REPLY_BYTES // size)
 
 
-def _next_for(state: State, parked: ParkedLease) -> Group | None:
-    client = state.clients[parked.client]
-    evaluated = _next_evaluated(state, client, parked)
+Refused = dict[tuple[str, int, bool], bool]
+"""By what a worker serves and whether that matters: may it start no training group now? Workers that serve the same have one answer,
+and hundreds of them may wait."""
+
+
+def _is_refused(state: State, parked: ParkedLease, refused: Refused) -> bool:
+    client, needs_weights = state.clients[parked.client], parked.message.needs_weights
+    kind = (client.lineage, client.serving, needs_weights)
+    found = refused.get(kind)
+    if found is None:
+        found = refused[kind] = bool(admission.refusal_for(state, client, needs_weights=needs_weights))
+    return found
+
+
+def _next_for(state: State, parked: ParkedLease, refused: Refused) -> Group | None:
+    evaluated = _next_evaluated(state, state.clients[parked.client], parked)
     if evaluated is not None and _is_turn_of(state, evaluated):
         return evaluated
-    if admission.refusal_for(state, client, needs_weights=parked.message.needs_weights):
+    if _is_refused(state, parked, refused):
         return evaluated
     return state.groups.first_queued(TRAIN) or draw(state) or evaluated
 
 
 def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group | None:
-    if not parked.message.needs_weights or admission.unready_weights(state, client):
-        return None
     group = state.groups.first_queued(EVAL)
-    return group if group is not None and client.serving >= state.evaluations[group.evaluation].version else None
+    if group is None or not parked.message.needs_weights or admission.unready_weights(state, client):
+        return None
+    return group if client.serving >= state.evaluations[group.evaluation].version else None
 
 
 def _is_turn_of(state: State, evaluated: Group) -> bool:
@@ -137,7 +153,9 @@ def _is_turn_of(state: State, evaluated: Group) -> bool:
 
 def num_samples_of(state: State, group: Group) -> int:
     """Samples that a group asks for."""
-    return state.rules.eval_datasets[group.dataset].num_samples if group.kind == EVAL else state.rules.samples_per_prompt
+    if group.kind == EVAL:
+        return state.rules.eval_datasets[group.dataset].num_samples
+    return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
 
 
 def draw(state: State) -> Group | None:
@@ -160,17 +178,22 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     meta.next_lease += 1
     meta.next_admitted += 1
     group.attempt += 1
+    group.lease_samples = state.rules.samples_per_prompt
     group.worker, group.request = client.name, parked.to.request
     needs_weights = parked.message.needs_weights
     group.lineage, group.lease_version = (client.lineage, client.serving) if needs_weights else ("", NO_VERSION)
+    partials.offer(state, group, is_wanted=parked.message.takes_partials)
     state.move(group, LEASED, "leased")
     state.lease_deadlines[group.lease] = now + state.rules.lease_s
+    state.lease_since[group.lease] = now
+    state.pace.granted[client.name] = meta.next_step
     state.timers.set(("lease", group.lease), now + state.rules.lease_s)
 
 
 def _answer(state: State, parked: ParkedLease, groups: list[Group], now: float) -> None:
-    bulk = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
-    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, now) for g in groups]), bulk)
+    prompts = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
+    begun = [frame for g in groups for frame in partials.frames(g)]
+    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, now) for g in groups]), [*prompts, *begun])
 
 
 def _leased(state: State, group: Group, now: float) -> LeasedGroup:
@@ -183,6 +206,7 @@ def _leased(state: State, group: Group, now: float) -> LeasedGroup:
         kind=group.kind,
         dataset=group.dataset,
         sampling=_sampling(state, group),
+        partial_frames=group.partial_frames,
     )
 
 
@@ -209,7 +233,7 @@ def expire(state: State, lease_id: int) -> None:
 
 def put(state: State, event: Event, client: Client, done: Put) -> None:
     """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
-    check_put(done, len(event.bulk))
+    check_samples(done, len(event.bulk))
     group = state.groups.by_id.get(done.group)
     if group is not None and group.put_attempt == done.attempt and group.phase != LEASED:
         state.reply(event.to, PutReply(result="duplicate"))
@@ -235,20 +259,21 @@ def _put_refusal(state: State, group: Group | None, client: Client, done: Put) -
     return ""
 
 
-def check_put(done: Put, num_frames: int) -> None:
+def check_samples(done: Put | GiveBack, num_frames: int) -> None:
     """Raise ProtocolError unless frames, fields and headers agree with each other."""
+    where = f"{'put' if isinstance(done, Put) else 'give_back'} of group {done.group[:64]}"
     if num_frames != len(done.fields):
-        raise ProtocolError(f"put of group {done.group[:64]}: {num_frames} bulk frames for {len(done.fields)} fields")
+        raise ProtocolError(f"{where}: {num_frames} bulk frames for {len(done.fields)} fields")
     for i, sample in enumerate(done.samples):
         runs = sum(length for _, length in sample.versions)
         if sample.num_tokens > MAX_TOKENS:
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
+            raise ProtocolError(f"{where}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
         if runs != sample.num_tokens or any(length < 0 or version < NO_VERSION for version, length in sample.versions):
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
+            raise ProtocolError(f"{where}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
         if not 0 <= sample.num_trainable <= sample.num_tokens:
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
+            raise ProtocolError(f"{where}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
         if sample.oldest_version != NO_VERSION and all(version != sample.oldest_version for version, _ in sample.versions):
-            raise ProtocolError(f"put of group {done.group[:64]}, sample {i}: no run of its oldest version {sample.oldest_version}")
+            raise ProtocolError(f"{where}, sample {i}: no run of its oldest version {sample.oldest_version}")
 
 
 def has_failed(sample: SampleHeader) -> bool:
@@ -272,8 +297,11 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     _describe(group, done, good)
+    state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
+    state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
+    partials.used(state, group)
     state.move(group, READY, "put")
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
@@ -291,18 +319,21 @@ def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
 
 def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
     """End a lease without samples; one that is no longer held is acknowledged."""
-    if back.outcome not in ("requeue", "drop", "fail"):
-        raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop or fail")
+    if back.outcome not in ("requeue", "drop", "fail", "partial"):
+        raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop, fail or partial")
+    check_samples(back, len(event.bulk))
     group = state.groups.by_lease.get(back.lease)
     if group is not None and group.id == back.group and group.worker == client.name:
+        if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
+            partials.keep(state, event, group, back)
         _give_back(state, group, back.outcome, f"returned: {back.reason}")
     state.reply(event.to, Ok())
 
 
 def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
     if group.kind == EVAL:
-        evaluation.retry(state, group, reason, counts=outcome != "requeue")
-    elif outcome == "requeue":
+        evaluation.retry(state, group, reason, counts=outcome in ("drop", "fail"))
+    elif outcome in ("requeue", "partial"):
         state.requeue(group, reason)
     elif outcome == "drop":
         state.drop(group, reason)

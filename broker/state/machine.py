@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, evaluation, leases, status, timeline
+from broker.state import batches, clients, evaluation, leases, settings, status, timeline, watchdog
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
@@ -25,10 +25,13 @@ from slimebus.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Keys,
+    KeysReply,
     Lease,
     Publish,
     Put,
     Resume,
+    Set,
     Status,
     StatusReply,
 )
@@ -67,8 +70,10 @@ class Machine:
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+        settings.restore(state)
         self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
+        watchdog.restored(state, now)
 
     def _restore_meta(self, meta: Meta) -> None:
         state = self.state
@@ -91,18 +96,24 @@ class Machine:
         for lease, group in state.groups.by_lease.items():
             assert group.phase == LEASED
             state.lease_deadlines[lease] = now + state.rules.lease_s
+            state.lease_since[lease] = now
             state.timers.set(("lease", lease), now + state.rules.lease_s)
         if state.meta.finishing:
             state.timers.set(("finish",), now + state.rules.client_timeout_s)
 
     def apply(self, events: Sequence[Event], now: float) -> list[Effect]:
-        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error."""
+        """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
+
+        Whoever waits is looked at once a burst: what the last request changed is what counts.
+        """
+        self.state.now = now
         for event in events:
             try:
                 self._handle(event, now)
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
-            self._settle(now)
+        self._settle(now)
+        watchdog.look(self.state, now)
         return self.state.flush()
 
     def expel(self, keys: Collection[str], now: float) -> list[Effect]:
@@ -113,9 +124,11 @@ class Machine:
 
     def tick(self, now: float) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients."""
+        self.state.now = now
         for key in self.state.timers.due(now):
             self._fall_due(key, now)
         self._settle(now)
+        watchdog.look(self.state, now)
         return self.state.flush()
 
     def next_deadline(self) -> float | None:
@@ -146,6 +159,8 @@ class Machine:
                 state.reply(event.to, StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
             case Evaluate():
                 evaluation.evaluate(state, event, message, now)
+            case Set():
+                settings.change(state, event, message)
             case _:
                 self._handle_member(event, clients.sender_of(state, event, now), now)
 
@@ -168,10 +183,13 @@ class Machine:
                 batches.batch(state, event, client, message, now)
             case Fetch():
                 batches.fetch(state, event, message, self.max_message_bytes)
+                watchdog.fetched(state, message.groups, now)
             case Commit():
                 batches.commit(state, event, message)
             case Finish():
                 timeline.finish(state, event, message, now)
+            case Keys():  # a broker with keys answers this before it comes here
+                state.reply(event.to, KeysReply())
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a request", code="unknown_type")
 
@@ -190,6 +208,8 @@ class Machine:
                 clients.silent(state, name, now)
             case ("finish",):
                 timeline.check_finish(state, now)
+            case ("watchdog",):
+                watchdog.check(state, now)
 
     def _settle(self, now: float) -> None:
         """Answer whoever waited for what just happened."""

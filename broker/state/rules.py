@@ -1,5 +1,6 @@
 """The constants of a run, checked once."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -26,8 +27,10 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     on_stale: what happens to a ready group that grew too old: `requeue` its prompt, `drop` it, or `wait` (a batch waits for
     the leased groups that would be too old for the next one; what is too old all the same is requeued).
     lease_s: a lease lives this long after its last heartbeat. client_timeout_s: silence after which a client counts as gone.
-    max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups.
-    max_parked: requests waiting for an answer. eval_interval: versions between evaluations, 0 for none.
+    max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups;
+    0 is what the bound can use (`capacity`).
+    max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
+    eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -42,27 +45,45 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_attempts: int = 5
     buffer_capacity: int = 4096
     max_parked: int = 4096
+    stall_min_s: float = 30.0
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
     eval_first: bool = True
     eval_last: bool = True
 
+    @property
+    def is_unbounded(self) -> bool:
+        """True when samples of any age are trained."""
+        return self.max_staleness == math.inf
+
+    @property
+    def capacity(self) -> int:
+        """Groups leased, ready or assigned at once: as given, or what the bound can use and two batches for what is out of order."""
+        if self.buffer_capacity:
+            return self.buffer_capacity
+        ahead = UNBOUNDED_BATCHES if self.is_unbounded else int(self.max_staleness) + 1
+        return (ahead * self.publish_interval + 2) * self.batch_size
+
     def __post_init__(self) -> None:
         _at_least("batch_size", self.batch_size, 1)
         _at_least("samples_per_prompt", self.samples_per_prompt, 1)
         _at_least("max_staleness", self.max_staleness, 0)
+        if not self.is_unbounded and self.max_staleness != int(self.max_staleness):
+            raise ConfigError(f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound")
+        if self.on_stale not in ON_STALE:
+            raise ConfigError(f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}")
         _at_least("publish_interval", self.publish_interval, 1)
         _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_parked", self.max_parked, 1)
         _at_least("eval_interval", self.eval_interval, 0)
-        for name in ("lease_s", "heartbeat_s", "client_timeout_s"):
+        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stall_min_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0")
         if self.lease_s <= self.heartbeat_s:
             raise ConfigError(f"lease_s {self.lease_s} must exceed heartbeat_s {self.heartbeat_s}, or every lease expires")
-        if self.buffer_capacity < self.batch_size:
+        if self.capacity < self.batch_size:
             raise ConfigError(f"buffer_capacity {self.buffer_capacity} is below batch_size {self.batch_size}; no batch would ever fill")
         if self.batch_size > MAX_BATCH_SIZE:
             raise ConfigError(f"batch_size is {self.batch_size} groups; at most {MAX_BATCH_SIZE} fit one batch reply")
@@ -73,6 +94,9 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
                 raise ConfigError(f"eval dataset name {name!r}; expected 1 to 64 characters without '/'")
 
 
+ON_STALE = ("requeue", "drop", "wait")
+UNBOUNDED_BATCHES = 4
+"""Batches of room when no staleness bound limits how far ahead workers may run."""
 MAX_BATCH_SIZE = 2048
 """A batch reply names every group in one header of at most 64 KiB: about 25 bytes a group."""
 

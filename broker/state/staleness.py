@@ -59,5 +59,5 @@ def _last_step(state: State, version: int) -> float:
     if version == NO_VERSION:
         return float("inf")
     interval, meta = state.rules.publish_interval, state.meta
-    period = version + state.rules.max_staleness - meta.base_version + meta.base_step // interval
+    period = version + state.rules.max_staleness - meta.pace_version + meta.pace_step // interval
     return (period + 1) * interval - 1

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from broker.state import admission, batches, evaluation
+from broker.state import admission, batches, demand, evaluation, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
-from broker.state.table import Client, State
+from broker.state.table import Client, ReportingSource, State
 
 MAX_ROWS = 256
 """Clients and waits listed by name; beyond that they are only counted."""
@@ -21,17 +21,23 @@ def status(state: State, now: float) -> dict[str, Any]:
         "checkpoint": meta.floor,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
+        "settings": settings.described(state.rules),
+        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in state.meta.changes if c.changed],
         "groups": _groups(state),
         "moves": meta.moves,
         "lag": lag(meta.lags),
         "waste": {reason: {"groups": g, "tokens": t} for reason, (g, t) in meta.waste.items()},
         "counted": meta.counted,
-        "source": {"position": meta.cursor, "ended": meta.source_ended},
+        "source": _source(state),
         "clients": [_client(state, c, now) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state, now),
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
         "waiting": waiting(state, now),
+        "stalled": watchdog.report(state, now),
+        "demand": demand.demand(state),
+        "pace": demand.parts(state),
+        "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
 
 
@@ -41,6 +47,11 @@ def _state(state: State) -> str:
     if state.meta.finishing:
         return "evaluating"
     return "running" if state.meta.lineage else "waiting for a trainer"
+
+
+def _source(state: State) -> dict[str, Any]:
+    report = state.source.report() if isinstance(state.source, ReportingSource) else {}
+    return {"position": state.meta.cursor, "ended": state.meta.source_ended, **report}
 
 
 def _groups(state: State) -> dict[str, int]:

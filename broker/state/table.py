@@ -1,19 +1,22 @@
 """The state that every decision reads and changes, and how changes become effects."""
 
+import math
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.pace import Pace
 from broker.state.rules import Rules
 from broker.state.timers import Timers
-from slimebus.messages import NO_VERSION, Hint, Lease, Message
+from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 RECENT_STEPS = 64
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -36,10 +39,28 @@ class PromptSource(Protocol):
         """The prompt of an id, or None when this source never had it."""
 
 
+@runtime_checkable
+class ReportingSource(PromptSource, Protocol):
+    """A source that has something to say in the status."""
+
+    def report(self) -> dict[str, Any]:
+        """What to show under `source`."""
+
+
+class Change(msgspec.Struct, kw_only=True):
+    """Settings changed by one request: name -> (old, new), from the first step that is chosen under the new ones."""
+
+    key: str
+    by: str
+    step: int
+    changed: dict[str, tuple[Scalar, Scalar]]
+
+
 class Meta(msgspec.Struct, kw_only=True):
     """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
 
-    The version trained in step s is base_version + s // K - base_step // K.
+    base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
+    settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
     run: str = ""
@@ -51,6 +72,8 @@ class Meta(msgspec.Struct, kw_only=True):
     publishers: list[str] = []
     base_step: int = 0
     base_version: int = 0
+    pace_step: int = 0
+    pace_version: int = 0
     next_step: int = 0
     floor: int = 0
     next_lease: int = 1
@@ -63,6 +86,9 @@ class Meta(msgspec.Struct, kw_only=True):
     waste: dict[str, list[int]] = {}
     counted: dict[str, int] = {}
     ended: dict[str, int] = {}
+    settings: dict[str, Scalar] = {}
+    overrides: dict[str, list[Scalar]] = {}
+    changes: list[Change] = []
 
 
 class Client(msgspec.Struct, kw_only=True):
@@ -98,13 +124,19 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
-    """The groups of a step, in order, and the version trained in it. Metrics are the trainer's, kept for the last steps."""
+    """The groups of a step, in order, the version trained in it and the bound they were chosen under.
+
+    Metrics are the trainer's, kept for the last steps. seconds: since the commit before, as the watchdog counts it; 0 where
+    that is not known.
+    """
 
     step: int
     version: int
     groups: list[str]
+    max_staleness: float = math.inf
     is_committed: bool = False
     metrics: dict[str, float] = {}
+    seconds: float = 0.0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -166,6 +198,9 @@ class State:
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
+        self.lease_since: dict[int, float] = {}
+        self.pace = Pace()
+        self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
@@ -208,13 +243,13 @@ class State:
     def flush(self) -> list[Effect]:
         """The effects since the last flush; what was changed is written before anyone is answered."""
         writes: list[Effect] = []
-        meta = msgspec.msgpack.encode(self.meta)
+        meta = _encode(self.meta)
         if meta != self._saved_meta:
             self._saved_meta = meta
             writes.append(Save("meta", "meta", meta))
         for table, key in sorted(self._changed):
             record = self._record(table, key)
-            writes.append(Delete(table, key) if record is None else Save(table, key, msgspec.msgpack.encode(record)))
+            writes.append(Delete(table, key) if record is None else Save(table, key, _encode(record)))
         effects = writes + self._effects
         self._effects, self._changed = [], set()
         return effects
@@ -257,6 +292,7 @@ class State:
         if was == LEASED:
             self.timers.cancel(("lease", group.lease))
             self.lease_deadlines.pop(group.lease, None)
+            self.lease_since.pop(group.lease, None)
         self.changed("groups", group.id)
 
     def requeue(self, group: Group, reason: str) -> None:
@@ -280,6 +316,9 @@ class State:
 
     def _end(self, group: Group, phase: Phase, reason: str) -> None:
         self._forget_samples(group, reason)
+        if group.partial_frames:
+            self.wasted(reason, 0, group.partial_tokens)
+            self.forget_partial(group)
         self.move(group, phase, reason)
         self.groups.remove(group)
         self.save("ended", group.id, msgspec.msgpack.encode(group))
@@ -294,6 +333,7 @@ class State:
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
         self.timers.cancel(("lease", group.lease))
         self.lease_deadlines.pop(group.lease, None)
+        self.lease_since.pop(group.lease, None)
         self.groups.remove(group)
         self.changed("groups", group.id)
 
@@ -305,12 +345,21 @@ class State:
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
 
+    def forget_partial(self, group: Group) -> None:
+        """Let go of what a leaving worker had made of a group."""
+        self.delete("partials", group.id)
+        group.partial_frames = group.partial_tokens = 0
+        group.partial_oldest = group.partial_newest = NO_VERSION
+        self.changed("groups", group.id)
+
     # --- questions ---
 
     def version_of(self, step: int) -> int:
-        """The version being trained in `step`."""
-        interval = self.rules.publish_interval
-        return self.meta.base_version + step // interval - self.meta.base_step // interval
+        """The version being trained in `step`: what was said when its groups were chosen, later ones at today's pace."""
+        if step in self.steps:
+            return self.steps[step].version
+        interval, meta = self.rules.publish_interval, self.meta
+        return meta.pace_version + step // interval - meta.pace_step // interval
 
     @property
     def next_unassigned(self) -> int:
@@ -323,7 +372,8 @@ class State:
     @property
     def num_held(self) -> int:
         """Groups leased, ready or assigned."""
-        return sum(self.groups.count(phase) for phase in (LEASED, READY, ASSIGNED))
+        counts = self.groups.counts
+        return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
 
     @property
     def num_committed(self) -> int:

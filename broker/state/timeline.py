@@ -4,7 +4,7 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import evaluation
+from broker.state import evaluation, partials
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
 from broker.state.table import State, StepRecord
@@ -43,9 +43,10 @@ def _begin(state: State, ask: Resume) -> None:
     _accept_trained(state, ask.step)
     _rewind(state, ask)
     _revoke_leases(state)
+    partials.rewind(state, ask.version)
     evaluation.cancel_running(state, "the trainer resumed from an earlier step")
     meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
-    meta.base_step, meta.base_version = ask.step, ask.version
+    meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
     state.swept, state.finished_said = None, False
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"

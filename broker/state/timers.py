@@ -12,6 +12,10 @@ def bounded_wait(wait_s: float) -> float:
     return min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0
 
 
+SLACK = 1024
+"""Forgotten deadlines that may lie about in the heap, beside as many as are alive."""
+
+
 class Timers:
     """Deadlines that may move; moving one later costs a dictionary write, not a heap operation."""
 
@@ -30,6 +34,8 @@ class Timers:
     def cancel(self, key: Hashable) -> None:
         """Forget `key`; unknown keys are fine."""
         self._deadline.pop(key, None)
+        if len(self._heap) > 2 * len(self._deadline) + SLACK:
+            self._compact()
 
     def due(self, now: float) -> Iterator[Hashable]:
         """The keys whose deadline has come; each is forgotten as it is given."""
@@ -52,6 +58,13 @@ class Timers:
 
     def __len__(self) -> int:
         return len(self._deadline)
+
+    def _compact(self) -> None:
+        """Throw out what was cancelled or moved, so that memory follows the deadlines that are set and not those that ever were."""
+        live = [entry for entry in self._heap if entry[2] in self._deadline and self._queued.get(entry[2]) == entry[0]]
+        self._queued = {key: queued for queued, _, key in live}
+        self._heap = live
+        heapq.heapify(self._heap)
 
     def _push(self, key: Hashable, deadline: float) -> None:
         self._serial += 1

@@ -16,10 +16,10 @@ import msgspec
 FORMAT = 1
 """The layout of the store. Another number is refused with the way out."""
 
-TABLES = ("meta", "groups", "ended", "prompts", "payloads", "clients", "steps", "evaluations")
+TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations")
 
 
-class Write(msgspec.Struct, frozen=True):
+class Write(msgspec.Struct, frozen=True, gc=False):
     """One change: a value (bytes, or frames to keep together), or None to remove the record."""
 
     table: str
@@ -35,6 +35,9 @@ class Store(Protocol):
 
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None."""
+
+    def frames(self, table: str, key: str) -> Sequence[Any] | None:
+        """The frames of a record that was written as frames, or None."""
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
@@ -67,3 +70,21 @@ def unpack_frames(value: bytes) -> list[memoryview]:
 def packed(value: bytes | Sequence[Any]) -> bytes:
     """The bytes to keep of a write's value."""
     return value if isinstance(value, bytes) else pack_frames(value)
+
+
+def packed_size(value: bytes | Sequence[Any]) -> int:
+    """The length of `packed(value)`."""
+    if isinstance(value, bytes):
+        return len(value)
+    return 4 + 8 * len(value) + sum(map(len, value))
+
+
+def pack_into(buffer: memoryview, frames: Sequence[Any]) -> memoryview:
+    """Write what pack_frames gives to the start of `buffer`, and give that part of it."""
+    sizes = [len(frame) for frame in frames]
+    struct.pack_into(f"<I{len(sizes)}Q", buffer, 0, len(sizes), *sizes)
+    end = 4 + 8 * len(sizes)
+    for frame, size in zip(frames, sizes, strict=True):
+        buffer[end : end + size] = frame
+        end += size
+    return buffer[:end]

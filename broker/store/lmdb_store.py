@@ -10,10 +10,11 @@ from typing import Any
 
 import lmdb
 
-from broker.store.interface import FORMAT, TABLES, Write, packed
+from broker.store.interface import FORMAT, TABLES, Write, pack_into, packed_size, unpack_frames
 from slimebus.errors import SlimebusError, UsageError
 
 FIRST_MAP_BYTES = 256 * 1024 * 1024
+SCRATCH_BYTES = 4 * 1024 * 1024
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
 
@@ -24,6 +25,7 @@ class LmdbStore:
     def __init__(self, path: Path, *, is_synced: bool, map_bytes: int = FIRST_MAP_BYTES) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = _lock(path)
         try:
             self._env = _open(path, is_synced, map_bytes)
@@ -51,23 +53,28 @@ class LmdbStore:
 
     def commit(self, writes: Sequence[Write]) -> None:
         """Make every change in one transaction. Raises SlimebusError `store`, after which nothing of it is kept."""
-        changes = [(self._tables[w.table], w.key.encode(), None if w.value is None else packed(w.value)) for w in writes]
         while True:
             try:
-                self._write(changes)
+                self._write(writes)
                 return
             except lmdb.MapFullError:
-                self._grow(sum(len(value) + PAGE_SLACK_BYTES for _, _, value in changes if value is not None))
+                self._grow(sum(packed_size(write.value) + PAGE_SLACK_BYTES for write in writes if write.value is not None))
             except lmdb.Error as bad:
                 raise SlimebusError(f"the broker's store at {self.path} cannot be written: {bad}", code="store", retryable=True) from None
 
-    def _write(self, changes: Sequence[tuple[Any, bytes, bytes | None]]) -> None:
+    def _write(self, writes: Sequence[Write]) -> None:
         with self._env.begin(write=True) as txn:
-            for table, key, value in changes:
+            for write in writes:
+                key, value, table = write.key.encode(), write.value, self._tables[write.table]
                 if value is None:
                     txn.delete(key, db=table)
                 else:
-                    txn.put(key, value, db=table)
+                    txn.put(key, value if isinstance(value, bytes) else self._packed(value), db=table)
+
+    def _packed(self, frames: Sequence[Any]) -> memoryview:
+        """One value from several frames, in memory that the next value takes again: fresh memory costs more than the copy."""
+        size = packed_size(frames)
+        return pack_into(self._scratch if size <= len(self._scratch) else memoryview(bytearray(size)), frames)
 
     def _grow(self, needed_bytes: int) -> None:
         size = self._env.info()["map_size"]
@@ -78,6 +85,11 @@ class LmdbStore:
         with self._env.begin() as txn:
             found = txn.get(key.encode(), db=self._tables[table])
             return None if found is None else bytes(found)
+
+    def frames(self, table: str, key: str) -> Sequence[Any] | None:
+        """The frames of a record that was written as frames, or None."""
+        found = self.get(table, key)
+        return None if found is None else unpack_frames(found)
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""

@@ -1,35 +1,42 @@
 """A store that forgets when the process ends."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from broker.store.interface import TABLES, Write, packed
+from broker.store.interface import TABLES, Write, packed, packed_size, unpack_frames
 
 
 class MemoryStore:
     """The twin of the LMDB store in dictionaries."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, dict[str, bytes]] = {name: {} for name in TABLES}
+        self._tables: dict[str, dict[str, bytes | Sequence[Any]]] = {name: {} for name in TABLES}
 
     def commit(self, writes: Sequence[Write]) -> None:
-        """Make every change."""
+        """Make every change. Frames are kept as they are, not copied."""
         for write in writes:
             if write.value is None:
                 self._tables[write.table].pop(write.key, None)
             else:
-                self._tables[write.table][write.key] = packed(write.value)
+                self._tables[write.table][write.key] = write.value
 
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None."""
-        return self._tables[table].get(key)
+        found = self._tables[table].get(key)
+        return None if found is None else packed(found)
+
+    def frames(self, table: str, key: str) -> Sequence[Any] | None:
+        """The frames of a record that was written as frames, or None."""
+        found = self._tables[table].get(key)
+        return None if found is None else unpack_frames(found) if isinstance(found, bytes) else found
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
-        yield from sorted(self._tables[table].items())
+        yield from ((key, packed(value)) for key, value in sorted(self._tables[table].items()))
 
     def size_bytes(self) -> int:
         """The sum of the values' sizes."""
-        return sum(len(value) for table in self._tables.values() for value in table.values())
+        return sum(packed_size(value) for table in self._tables.values() for value in table.values())
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,16 +1,20 @@
 """`slimebus status`: what the broker knows of everyone."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.errors import SlimebusError
-from slimebus.joining import broker_address, process_name
+from slimebus.errors import SlimebusError, Unreachable
+from slimebus.joining import client_of, process_name
 from slimebus.messages import Status, StatusReply
 from slimebus.transport.client import Client
+
+EXIT_STALLED = 3
+EXIT_UNREACHABLE = 4
 
 
 def ask_status(client: Client, timeout_s: float) -> dict[str, Any]:
@@ -29,19 +33,31 @@ def ask_status(client: Client, timeout_s: float) -> dict[str, Any]:
 @click.option("--timeout-s", default=5.0, show_default=True, help="[seconds] How long to wait for the broker.")
 @click.pass_context
 def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, timeout_s: float) -> None:
-    """Show the step, the queues, every process and who waits for whom."""
-    client = Client(broker_address(from_context(ctx, run_yaml), broker), name=process_name("status"))
+    """Show the step, the queues, every process and who waits for whom.
+
+    Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
+    4 when no broker answers.
+    """
+    client = client_of(from_context(ctx, run_yaml), broker, role="viewer", name=process_name("status"))
     try:
         found = ask_status(client, timeout_s)
+    except Unreachable as silent:
+        click.echo(f"slimebus: {silent.text}", err=True)
+        sys.exit(EXIT_UNREACHABLE)
     finally:
         client.close(goodbye=False)
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(summary(found)))
+    if found.get("stalled"):
+        sys.exit(EXIT_STALLED)
 
 
 def summary(found: dict[str, Any]) -> list[str]:
     """The status in lines for a person; empty parts are left out."""
-    lines: list[str] = []
+    stalled = found.get("stalled")
+    lines = [f"stalled for {stalled['since_s']:.0f} s (limit {stalled['limit_s']:.0f} s): {stalled['reason']}"] if stalled else []
     for key, value in found.items():
+        if key == "stalled":
+            continue
         if isinstance(value, dict) and value and all(not isinstance(v, dict | list) for v in value.values()):
             lines.append(f"{key:<12} " + "  ".join(f"{name} {_short(v)}" for name, v in value.items()))
         elif isinstance(value, list) and value and isinstance(value[0], dict):

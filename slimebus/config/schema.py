@@ -43,6 +43,8 @@ class BrokerConfig(Section, frozen=True):
     """[groups] Most groups leased or waiting to be trained; 0: what max_staleness needs, or 4 batches when that is unbounded."""
     durability: Literal["fsync", "os", "memory"] = "fsync"
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
+    stall_min_s: Seconds = 30.0
+    """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
     connect_timeout_s: Seconds = 120.0
     """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
     finish_wait_s: Seconds = 20.0
@@ -53,13 +55,16 @@ class DataConfig(Section, frozen=True):
     """Where prompts come from."""
 
     prompt_data: list[str] = []
-    """[paths] jsonl files of prompts, each optionally a slice `path@[a:b]`; relative to the run.yaml."""
+    """[paths] Files of prompts, relative to the run.yaml: jsonl (also .gz) or parquet; `path@[a:b]` takes a slice. `path*2` gives the
+    file a weight: files then take turns in these shares; without weights they follow one another."""
     input_key: str = "prompt"
     """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
     """[name] The key of a line that holds what the reward compares with."""
     metadata_key: str = "metadata"
     """[name] The key of a line that holds a map handed to hooks as it is."""
+    tool_key: str = ""
+    """[name] The key of a line that holds the list of tools of a chat prompt; hooks find it in the metadata as `tools`. Empty: no tools."""
     rollout_shuffle: bool = True
     """[switch] Visit prompts in a new seeded order each epoch."""
     num_epoch: Natural = 0
@@ -114,6 +119,8 @@ class RolloutConfig(Section, frozen=True):
     """[seconds] A reward that takes longer marks its sample failed."""
     generate_timeout_s: Seconds = 600.0
     """[seconds] A group that takes longer is given back."""
+    drain_timeout_s: Seconds = 2.0
+    """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
     max_running_groups: Positive = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
 
@@ -160,7 +167,7 @@ class EvalDataset(Section, frozen=True):
     """One named evaluation: its own data, sampling and reward."""
 
     path: str
-    """[path] A jsonl file, optionally a slice; relative to the run.yaml."""
+    """[path] A jsonl or parquet file, optionally a slice `path@[a:b]`; relative to the run.yaml."""
     n_samples_per_eval_prompt: Positive = 1
     """[samples] Of each prompt."""
     temperature: NonNegative = 0.0

@@ -1,6 +1,6 @@
 """The allow-list: which public keys may connect, under which name and role. Holds no secret.
 
-    {"clients": {"w1": {"role": "rollout", "public": "...", "client": "", "previous": "", "previous_until": 0, "revoked": false}}}
+{"clients": {"w1": {"role": "rollout", "public": "...", "client": "", "previous": "", "previous_until": 0, "revoked": false}}}
 """
 
 from collections.abc import Mapping

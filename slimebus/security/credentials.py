@@ -28,9 +28,18 @@ class Credentials:
         """The public key to expect of the broker."""
         return self.key.broker[self._turn % len(self.key.broker)]
 
+    def is_replaced(self) -> bool:
+        """True once when the file holds another key than the one in use, which is taken up."""
+        used = self.key.public
+        self._read_again()
+        return self.key.public != used
+
     def after_refusal(self) -> None:
         """The handshake failed: read the file again, which may have been replaced, and expect the next of the broker's keys."""
         self._turn += 1
+        self._read_again()
+
+    def _read_again(self) -> None:
         try:
             self.key = _client_key(self.path)
         except UsageError:

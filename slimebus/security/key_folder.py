@@ -1,11 +1,11 @@
 """The folder of keys on the broker's machine, and what people do with it.
 
-    KEYS/                    mode 0700
-      broker.key             0600   the broker's key pair: stays on the broker's machine
-      broker.pub             0644   its public key, one line
-      allowed.json           0644   public keys, names, roles: who may connect
-      trainer.key            0600   one file for each key: copy it to the machine that uses it, and nothing else
-      rollout.key  ...
+KEYS/                    mode 0700
+  broker.key             0600   the broker's key pair: stays on the broker's machine
+  broker.pub             0644   its public key, one line
+  allowed.json           0644   public keys, names, roles: who may connect
+  trainer.key            0600   one file for each key: copy it to the machine that uses it, and nothing else
+  rollout.key  ...
 """
 
 import re

@@ -1,7 +1,7 @@
 """The keys of a process that serves: its own pair, and whom it lets in. Lists change while it runs.
 
-    KEYS/broker.key, KEYS/allowed.json --read again when they change--> FolderKeyring     (broker)
-    the broker's answer to `keys`      --------------------------------> TaughtKeyring    (the trainer's weight server)
+KEYS/broker.key, KEYS/allowed.json --read again when they change--> FolderKeyring     (broker)
+the broker's answer to `keys`      --------------------------------> TaughtKeyring    (the trainer's weight server)
 """
 
 import logging
@@ -42,8 +42,10 @@ class FolderKeyring:
     def __init__(self, folder: Path, wall: Callable[[], float] = time.time) -> None:
         """Raises UsageError when the folder has no broker's key or no allow-list."""
         self.folder, self._wall = folder, wall
-        self.generation, self.problem = 1, ""
+        self.generation, self.problem = int(1000 * wall()), ""  # no generation of an earlier process comes again
         self._stamps = self._stamp()
+        self.pair: KeyPair
+        self.grants: Grants
         self.pair, self.grants = self._read()
 
     def _read(self) -> tuple[KeyPair, dict[str, Grant]]:

@@ -1,10 +1,10 @@
 """What the holder of a key of each role may ask for. What is not listed is refused.
 
-    rollout    lease, put, give back; pull weights
-    trainer    resume, batch, fetch, commit, publish, finish; learn the allow-list; pull weights
-    client     a person or a tool: evaluate, change settings, push prompts, look into the buffer
-    consumer   read groups, put late fields; pull weights
-    viewer     look at the status
+rollout    lease, put, give back; pull weights
+trainer    resume, batch, fetch, commit, publish, finish; learn the allow-list; pull weights
+client     a person or a tool: evaluate, change settings, push prompts, look into the buffer
+consumer   read groups, put late fields; pull weights
+viewer     look at the status
 """
 
 MEMBERSHIP = frozenset({"hello", "heartbeat", "goodbye", "status"})
@@ -15,7 +15,7 @@ PULL = frozenset({"manifest_request", "chunk_request"})
 MAY: dict[str, frozenset[str]] = {
     "rollout": MEMBERSHIP | PULL | {"lease", "put", "give_back"},
     "trainer": MEMBERSHIP | PULL | {"resume", "publish", "batch", "fetch", "commit", "finish", "keys"},
-    "client": MEMBERSHIP | {"evaluate"},
+    "client": MEMBERSHIP | {"evaluate", "set"},
     "consumer": MEMBERSHIP | PULL,
     "viewer": MEMBERSHIP,
 }

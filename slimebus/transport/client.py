@@ -31,6 +31,7 @@ from slimebus.transport.curve import connect_curve, end_watch, handshakes, refus
 
 log = logging.getLogger("slimebus.transport")
 
+REJOIN_S = 60.0
 RETRY_S = 0.5
 """Pause before a request that the server could not do yet is sent again."""
 
@@ -79,6 +80,9 @@ class Client:
         self.refusal = ""
         self.run, self.epoch, self.protocol = "", 0, OLDEST_PROTOCOL
         self.instance, self.born = secrets.token_hex(8), time.time()
+        self.rejoins = False
+        """Say hello again, as the role of `join`, when the server has forgotten us; else its refusal is the request's error."""
+        self._role, self._is_rejoining = "", False
         self._ids = itertools.count(secrets.randbits(31) << 20)
         self._outbox: queue.SimpleQueue[tuple[int, _Pending]] = queue.SimpleQueue()
         self._pending: dict[int, _Pending] = {}
@@ -128,7 +132,7 @@ class Client:
         welcome = self.call(hello, timeout_s=timeout_s).message
         if not isinstance(welcome, Welcome):
             raise SlimebusError(f"{self.peer} at {self.address} answered hello with {type(welcome).__name__}", code="protocol")
-        self.run, self.epoch, self.protocol = welcome.run, welcome.epoch, welcome.protocol
+        self.run, self.epoch, self.protocol, self._role = welcome.run, welcome.epoch, welcome.protocol, role
         return welcome
 
     def keep_alive(
@@ -299,6 +303,9 @@ class Client:
             self._send(socket, request_id, pending)
 
     def _send(self, socket: Any, request_id: int, pending: _Pending) -> None:
+        if self._is_rejoining and not isinstance(pending.message, Hello):
+            pending.resend_at = time.monotonic() + RETRY_S  # with the epoch we still have it would look like an older process
+            return
         try:
             header = envelope.encode(pending.message, id=request_id, run=self.run, sender=self.name, epoch=self.epoch, v=self.protocol)
             socket.send_multipart([header, *pending.bulk], zmq.NOBLOCK, copy=not pending.bulk)
@@ -339,7 +346,14 @@ class Client:
         try:
             message = envelope.raise_for_error(got.message, self.peer)
         except SlimebusError as problem:
-            if problem.retryable and time.monotonic() + RETRY_S < pending.deadline:
+            is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, Goodbye)
+            if is_forgotten:
+                self._rejoin()
+            if problem.code == "forbidden" and self.credentials is not None and self.credentials.is_replaced():
+                log.info("the %s takes our older key no more; connecting with the new one of %s", self.peer, self.credentials.path)
+                self._reconnect_at = 0.0
+                self._pending[got.header.id] = pending
+            elif (problem.retryable or is_forgotten) and time.monotonic() + RETRY_S < pending.deadline:
                 pending.resend_at = time.monotonic() + RETRY_S
                 self._pending[got.header.id] = pending
             else:
@@ -347,6 +361,27 @@ class Client:
             return
         if pending.future.set_running_or_notify_cancel():
             pending.future.set_result(Reply(message, got.bulk))
+
+    def _rejoin(self) -> None:
+        """The server does not know us: it lost its memory, or has not heard us for long. What we leased there is lost."""
+        if self._is_rejoining:
+            return
+        self._is_rejoining = True
+        log.warning("the %s at %s does not know %s any more; joining again", self.peer, self.address, self.name)
+        pending = _Pending(Hello(role=self._role, instance=self.instance, born=self.born), (), REJOIN_S, self.resend_s)
+        pending.future.add_done_callback(self._rejoined)
+        self._outbox.put((next(self._ids), pending))
+        self._wake()
+
+    def _rejoined(self, future: "Future[Reply]") -> None:
+        self._is_rejoining = False
+        if future.cancelled():
+            return
+        problem = future.exception()
+        if problem is None and isinstance(welcome := future.result().message, Welcome):
+            self.run, self.epoch = welcome.run, welcome.epoch
+        elif isinstance(problem, SlimebusError) and not isinstance(problem, Unreachable):
+            self._on_lost(problem)
 
     def _expire(self, socket: Any) -> None:
         now = time.monotonic()

@@ -88,7 +88,7 @@ class Doorman:
         poller.register(self._wake_r, zmq.POLLIN)
         refreshed_at = time.monotonic()
         while not self._closing.is_set():
-            poller.poll(1000 * REFRESH_S)
+            poller.poll(round(1000 * REFRESH_S))
             self._count()
             with contextlib.suppress(zmq.Again):
                 while not self._closing.is_set():

@@ -24,8 +24,11 @@ from slimebus.transport.doorman import Doorman
 
 log = logging.getLogger("slimebus.transport")
 
-ZERO_COPY_BYTES = 64 * 1024
-"""Below this, handing a frame over costs more than copying it."""
+ZERO_COPY_BYTES = 16 * 1024
+"""Below this, handing a frame over costs more than copying it. libzmq gives a larger frame memory of its own, so that a view that is
+kept holds no more than the frame."""
+DONTWAIT, MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
+"""As plain numbers: combining the enumeration's members takes longer than sending a frame."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 DEFAULT_MAX_CONNECTIONS = 2048
 HANDSHAKE_MS = 10_000
@@ -33,7 +36,7 @@ HANDSHAKE_MS = 10_000
 REBIND_S = 5.0
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, gc=False):
     """One message as it came: `peer` is the socket identity to answer to, `key` the name of the key it came under (empty: no keys)."""
 
     peer: bytes
@@ -63,6 +66,7 @@ class Server:
         keyring: Keyring | None = None,
     ) -> None:
         self.run, self.name, self.types, self.burst, self.keyring = run, name, types, burst, keyring
+        self._user = ""  # the public key of the connection that the message in hand came through
         self.refused: Counter[str] = Counter()
         self.context = zmq.Context()
         self.doorman = Doorman(self.context, keyring, max_connections=max_connections, refused=self.refused)
@@ -93,22 +97,28 @@ class Server:
             return requests
         for _ in range(self.burst):
             try:
-                frames, user = self._take()
+                frames = self._receive_frames()
             except zmq.Again:
                 break
-            request = self._parse(frames, user)
+            request = self._parse(frames)
             if request is not None:
                 requests.append(request)
         return requests
 
-    def _take(self) -> tuple[list[bytes], str]:
-        """The frames of a message, and the public key of the connection that it came through."""
-        if self.keyring is None:
-            return self.socket.recv_multipart(zmq.NOBLOCK, copy=True), ""
-        first = self.socket.recv(zmq.NOBLOCK, copy=False)
-        return [first.bytes, *(self.socket.recv_multipart(zmq.NOBLOCK, copy=True) if first.more else ())], _user_of(first)
+    def _receive_frames(self) -> list[Any]:
+        """One message: bytes, and views of what is too large to copy. Raises zmq.Again when there is none."""
+        frames: list[Any] = [self.socket.recv(DONTWAIT)]
+        has_more = bool(self.socket.getsockopt(zmq.RCVMORE))
+        self._user = ""
+        while has_more:  # a message is there as a whole or not at all, so none of these waits
+            frame = self.socket.recv(0, copy=False)
+            if self.keyring is not None and len(frames) == 1:
+                self._user = _user_of(frame)
+            frames.append(frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer)
+            has_more = frame.more
+        return frames
 
-    def _parse(self, frames: list[bytes], user: str) -> Request | None:
+    def _parse(self, frames: list[Any]) -> Request | None:
         peer, frames = frames[0], frames[1:]
         request_id = 0
         try:
@@ -118,7 +128,7 @@ class Server:
                 raise ProtocolError(f"{len(frames)} frames, at most {envelope.MAX_FRAMES}")
             header = envelope.decode_header(frames[0])
             request_id = header.id
-            held = None if self.keyring is None else _held(self.keyring, user)
+            held = None if self.keyring is None else _held(self.keyring, self._user)
             message = envelope.decode_body(header, self.types)
             if held is not None:
                 _check_may(held, header, message)
@@ -142,7 +152,7 @@ class Server:
             bulk = ()
             header = envelope.encode(Error(code=bad.code, text=bad.text), id=request_id, run=self.run, sender=self.name)
         try:
-            self.socket.send_multipart([peer, header, *bulk], zmq.NOBLOCK, copy=sum(map(len, bulk)) < ZERO_COPY_BYTES)
+            self._send([peer, header, *bulk])
         except zmq.ZMQError as bad:
             self.refused["reply_unsent"] += 1
             log.warning("reply to peer %s not sent: %s", peer.hex(), bad)
@@ -154,6 +164,12 @@ class Server:
         serve_curve(self.socket, self.keyring.pair)
         self.socket.unbind(self.endpoint)
         bind_socket(self.socket, self.endpoint, patience_s=REBIND_S)
+
+    def _send(self, frames: list[Any]) -> None:
+        """Send without waiting. Only the first frame can be refused; the others go where it went."""
+        for frame in frames[:-1]:
+            self.socket.send(frame, DONTWAIT | MORE, copy=len(frame) < ZERO_COPY_BYTES)
+        self.socket.send(frames[-1], DONTWAIT, copy=len(frames[-1]) < ZERO_COPY_BYTES)
 
     def close(self) -> None:
         """Release the address."""

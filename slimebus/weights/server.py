@@ -20,6 +20,7 @@ import zmq
 
 from slimebus.envelope import error_reply
 from slimebus.errors import SlimebusError, WeightsError
+from slimebus.security.keyring import Keyring
 from slimebus.transport.server import Request, Server
 from slimebus.weights.messages import (
     BAD_CHUNK,
@@ -49,11 +50,19 @@ class Versions(Protocol):
 
 
 class WeightServer:
-    """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port)."""
+    """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port). keyring: who may pull; None: anyone."""
 
-    def __init__(self, store: Versions, bind: str = "tcp://127.0.0.1:0", *, sources: Sequence[str] = (), name: str = "weights") -> None:
+    def __init__(
+        self,
+        store: Versions,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        sources: Sequence[str] = (),
+        name: str = "weights",
+        keyring: Keyring | None = None,
+    ) -> None:
         self._store, self._sources = store, list(sources)
-        self._server = Server(bind, name=name, types=TYPES, max_message_bytes=MAX_REQUEST_BYTES)
+        self._server = Server(bind, name=name, types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring)
         self.endpoint = self._server.endpoint
         self.sent_bytes = 0
         self._encoder = ThreadPoolExecutor(1, "weights-manifest")

@@ -44,7 +44,7 @@ class Scripted:
     def __init__(self, *texts: str) -> None:
         self.texts, self.asked = list(texts), []  # type: ignore[var-annotated]
 
-    async def sample(self, tasks: list[Task]) -> list[Response]:
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
         return [self._response(task, self.texts.pop(0)) for task in tasks]
 
     def _response(self, task: Task, text: str) -> Response:

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from broker.shell import Broker
-from broker.source import JsonlRows, JsonlSource
+from broker.source import FileRows, FileSource
 from broker.state.rules import Rules
 from broker.store import MemoryStore
 from slimebus import envelope
@@ -27,8 +27,8 @@ MESSAGES = 6000
 def broker(tmp_path: Path) -> Iterator[Broker]:
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(100)))
     rules = Rules(batch_size=4, max_staleness=float("inf"), buffer_capacity=1000, lease_s=600, client_timeout_s=600)
-    rows = JsonlRows([str(tmp_path / "p.jsonl")])
-    broker = Broker(rules, JsonlSource(rows), MemoryStore(), run="r", max_message_bytes=1 << 20)
+    rows = FileRows([str(tmp_path / "p.jsonl")])
+    broker = Broker(rules, FileSource(rows), MemoryStore(), run="r", max_message_bytes=1 << 20)
     stop = threading.Event()
     thread = threading.Thread(target=broker.run, args=(stop,))
     thread.start()

@@ -41,7 +41,7 @@ BROKER = """
 import logging, signal, sys, threading
 from pathlib import Path
 from broker.shell import Broker
-from broker.source import JsonlRows, JsonlSource
+from broker.source import FileRows, FileSource
 from broker.state.rules import Rules
 from broker.store import open_store
 run_dir, bind, durability = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -49,7 +49,7 @@ logging.basicConfig(level="INFO")
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 rules = Rules(batch_size=2, samples_per_prompt=2, max_staleness=1, num_steps=6, lease_s=4, heartbeat_s=0.2, client_timeout_s=5)
-source = JsonlSource(JsonlRows([str(run_dir / "prompts.jsonl")]), seed=1)
+source = FileSource(FileRows([str(run_dir / "prompts.jsonl")]), seed=1)
 broker = Broker(rules, source, open_store(durability, run_dir / "broker"), run="test", bind=bind,
                 metrics_path=run_dir / "metrics" / "broker.jsonl")
 print(broker.endpoint, flush=True)

@@ -35,7 +35,7 @@ class Letters:
 class Parrot:
     """An engine that answers `x`, its index, and the end token, in version 7."""
 
-    async def sample(self, tasks: list[Task]) -> list[Response]:
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
         return [
             Response(
                 task=t,

@@ -56,6 +56,8 @@ EXAMPLES: list[m.Message] = [
     m.StatusReply(),
     m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
     m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
+    m.Set(key="c3", settings={"max_staleness": 4, "rollout_batch_size": 64}),
+    m.SetReply(step=42, changed={"max_staleness": (1, 4)}, settings={"max_staleness": 4, "on_stale": "requeue"}),
 ]
 """One of each message. The golden file of a message is its header frame with id 7, run demo, sender w1, epoch 3."""
 

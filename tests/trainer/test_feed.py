@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
 
-from slimebus.config import resolve
 from slimebus.errors import SlimebusError
-from slimebus.messages import NO_VERSION, BatchGroup
+from slimebus.messages import NO_VERSION, BatchGroup, BatchReply
 from slimebus.samples import Sample
-from trainer.feed import Feed, parts
+from trainer.feed import lag_of, parts
 
 
 def sample(version: int) -> Sample:
@@ -14,26 +13,27 @@ def sample(version: int) -> Sample:
     return Sample(tokens=np.zeros(3, np.int32), loss_mask=mask, rollout_logprobs=np.zeros(3, np.float32), versions=versions, reward=1.0)
 
 
-@pytest.fixture
-def feed() -> Feed:
-    config = resolve(None, {"broker.max_staleness": "2"}, {}).config
-    return Feed(None, config)  # type: ignore[arg-type]
+SEVEN = BatchReply(step=7, version=7, max_staleness=2)
 
 
-def test_a_sample_beyond_the_bound_is_refused_whatever_the_broker_said(feed: Feed) -> None:
-    assert feed._lag("g", sample(5), version=7) == 2
+def test_a_sample_beyond_the_bound_of_its_batch_is_refused() -> None:
+    assert lag_of("g", sample(5), SEVEN) == 2
     with pytest.raises(SlimebusError, match="a sample of version 4 in training of version 7; max_staleness is 2") as caught:
-        feed._lag("g", sample(4), version=7)
+        lag_of("g", sample(4), SEVEN)
     assert caught.value.code == "too_stale"
 
 
-def test_a_sample_from_the_future_is_refused(feed: Feed) -> None:
+def test_a_batch_chosen_without_a_bound_may_hold_samples_of_any_age() -> None:
+    assert lag_of("g", sample(0), BatchReply(step=7, version=7)) == 7
+
+
+def test_a_sample_from_the_future_is_refused() -> None:
     with pytest.raises(SlimebusError, match="a sample of version 8 in training of version 7"):
-        feed._lag("g", sample(8), version=7)
+        lag_of("g", sample(8), SEVEN)
 
 
-def test_demonstrations_have_no_lag(feed: Feed) -> None:
-    assert feed._lag("g", sample(NO_VERSION), version=7) == 0
+def test_demonstrations_have_no_lag() -> None:
+    assert lag_of("g", sample(NO_VERSION), SEVEN) == 0
 
 
 def test_fetches_are_cut_by_tokens_and_keep_the_order() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from broker.state.effects import Address, Event
 from slimebus import messages as m
 
 
@@ -132,3 +133,29 @@ def test_a_put_whose_frames_or_runs_do_not_fit_is_refused(desk: Any) -> None:
 def test_tokens_of_a_version_that_was_never_published_are_refused(desk: Any) -> None:
     (group,) = desk.lease()
     assert "0 is the newest published" in desk.put(group, version=3).text
+
+
+def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=0)
+    desk.begin()
+    for name in ("w2", "w3"):
+        desk.join(name, "rollout")
+    desk.fill(2)
+    desk.train(0)  # version 1 is out; w still serves 0
+    asked = {"w": 0, "w2": 1, "w3": 0}
+    numbers = {name: 900 + i for i, name in enumerate(asked)}
+    events = [
+        Event(
+            to=Address(name.encode(), numbers[name]),
+            sender=name,
+            epoch=desk.epochs[name],
+            run="r",
+            message=m.Lease(want=1, wait_s=5.0, lineage="L", serving=serving),
+        )
+        for name, serving in asked.items()
+    ]
+    desk.perform(desk.machine.apply(events, desk.now))
+    assert [name for name in asked if numbers[name] in desk.answers] == ["w2"]
+    assert {name for name, _ in desk.state.parked_leases} == {"w", "w3"}
+    desk.pass_time(5.5)
+    assert "more than 0 ahead of the served version 0" in desk.answers[numbers["w"]].reason

@@ -70,3 +70,12 @@ def test_memory_forgets() -> None:
     store.commit([Write("groups", "a", b"123")])
     assert store.size_bytes() == 3
     assert MemoryStore().get("groups", "a") is None
+
+
+def test_frames_come_back_as_frames_in_both_stores(store: Store) -> None:
+    frames = [b"head", memoryview(b"y" * 5_000_000), b""]
+    store.commit([Write("payloads", "a", frames)])
+    assert [bytes(frame) for frame in store.frames("payloads", "a") or ()] == [bytes(frame) for frame in frames]
+    assert unpack_frames(store.get("payloads", "a") or b"") == frames
+    assert store.size_bytes() >= 5_000_000
+    assert store.frames("payloads", "b") is None

@@ -139,6 +139,26 @@ def test_being_fenced_reaches_the_owner(answering: Callable[..., Answering], con
     assert isinstance(lost[0], Fenced)
 
 
+def test_a_client_that_the_server_forgot_joins_again_and_goes_on(
+    answering: Callable[..., Answering], connect: Callable[..., Client]
+) -> None:
+    epochs: list[int] = []
+
+    def forgetful(request: Request) -> Message:
+        if isinstance(request.message, Hello):
+            epochs.append(10 * (len(epochs) + 1))
+            return Welcome(run="r1", epoch=epochs[-1], heartbeat_s=1.0)
+        if len(epochs) == 1 or request.header.epoch != epochs[-1]:
+            return Error(code="not_joined", text="who are you?")
+        return request.message
+
+    client = connect(answering(forgetful).server.endpoint)
+    client.rejoins = True
+    client.join("rollout", timeout_s=5.0)
+    assert isinstance(client.call(Status(), timeout_s=10.0).message, Status)
+    assert client.epoch == 20
+
+
 def test_closing_says_goodbye(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
     server = answering()
     client = connect(server.server.endpoint)

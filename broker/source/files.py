@@ -1,0 +1,72 @@
+"""An ordered source of prompts over the rows of files. The same position always gives the same prompt.
+
+Without weights the files are one list, and an epoch is one pass over it: position p is place `p % n` of epoch `p // n`. With weights
+each file is a stream that goes round in epochs of its own, and the streams take turns by weight. An epoch of the source then ends with the
+window in which the file that lasts longest was gone through once, so that every prompt came at least once. A prompt's id is
+`epoch/row`: the epoch of its stream, and its row over all files.
+"""
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+from broker.source.mixture import Mixture
+from broker.source.rows import FileRows
+from broker.source.shuffle import Shuffle
+from broker.state.table import Prompt
+
+KEPT_ORDERS = 256
+"""Orders of (stream, epoch) kept ready; one is made anew in microseconds."""
+
+
+class FileSource:
+    """Prompts of files by position. `num_epochs`: None repeats for ever. Raises DataError when a file changed."""
+
+    def __init__(self, rows: FileRows, *, shuffle: bool = True, seed: int = 0, num_epochs: int | None = None) -> None:
+        self.rows, self.seed, self.is_shuffled = rows, seed, shuffle
+        self._sizes = rows.sizes if rows.weights else [len(rows)]
+        self._starts = [0, *accumulate(self._sizes)]
+        self._mixture = Mixture(rows.weights or [Fraction(1)])
+        self.epoch_size = self._mixture.window * self._mixture.windows_for(self._sizes)
+        self._end = None if num_epochs is None else num_epochs * self.epoch_size
+        order = f"shuffled by seed {seed}" if shuffle else "in order"
+        turns = f", in turns {':'.join(map(str, self._mixture.shares))}" if rows.weights else ""
+        self.fingerprint = f"{rows.fingerprint}, {order}{turns}"
+        self._order = lru_cache(KEPT_ORDERS)(self._new_order)
+
+    def take(self, position: int) -> Prompt | None:
+        """The prompt at a position, or None past the last epoch."""
+        if self._end is not None and position >= self._end:
+            return None
+        stream, count = self._mixture.turn(position)
+        epoch, place = divmod(count, self._sizes[stream])
+        row = self._starts[stream] + (self._order(stream, epoch).row_at(place) if self.is_shuffled else place)
+        return Prompt(id=f"{epoch}/{row}", position=position, record=self.rows.record(row))
+
+    def find(self, prompt_id: str) -> Prompt | None:
+        """The prompt of an id, or None for an id that this source never gives."""
+        found = re.fullmatch(r"(\d{1,12})/(\d{1,12})", prompt_id)
+        if found is None or int(found[2]) >= len(self.rows):
+            return None
+        epoch, row = int(found[1]), int(found[2])
+        stream = next(s for s, end in enumerate(self._starts[1:]) if row < end)
+        place = row - self._starts[stream]
+        place = self._order(stream, epoch).place_of(place) if self.is_shuffled else place
+        position = self._mixture.position_of(stream, epoch * self._sizes[stream] + place)
+        if self._end is not None and position >= self._end:
+            return None
+        return Prompt(id=prompt_id, position=position, record=self.rows.record(row))
+
+    def report(self) -> dict[str, Any]:
+        """Size of an epoch and the malformed rows left out, for the status."""
+        return {
+            "prompts": len(self.rows),
+            "epoch_size": self.epoch_size,
+            "skipped": self.rows.num_skipped,
+            "skipped_rows": self.rows.skipped,
+        }
+
+    def _new_order(self, stream: int, epoch: int) -> Shuffle:
+        return Shuffle(self._sizes[stream], f"slimebus/{self.seed}/{stream}/{epoch}")

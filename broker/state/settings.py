@@ -1,0 +1,173 @@
+"""Settings that can be changed while the run goes on, by the names of the config, and how the bound holds through a change.
+
+A batch that is chosen keeps its groups, its version and the bound it was chosen under; everything after it obeys the new settings.
+What is ready and too old under a lower bound leaves the buffer at once. A change outlives the broker: it holds until the config
+itself says something else than it said when the change was made.
+"""
+
+import math
+
+import msgspec
+
+from broker.state import staleness
+from broker.state.effects import Event
+from broker.state.rules import Rules
+from broker.state.table import Change, State
+from slimebus.errors import ConfigError, ProtocolError, SlimebusError
+from slimebus.messages import Scalar, Set, SetReply
+
+MAX_CHANGES = 32
+"""Changes kept for repeats of a request and for the status."""
+UNBOUNDED = "unbounded"
+"""What an infinite max_staleness is called where infinity cannot be written (JSON)."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One setting: its name in the config, its name in Rules, and its type."""
+
+    config: str
+    rule: str
+    kind: type[int] | type[float] | type[str]
+
+    @property
+    def name(self) -> str:
+        """The last part of its config name."""
+        return self.config.rpartition(".")[2]
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("broker.max_staleness", "max_staleness", float),
+        Setting("broker.on_stale", "on_stale", str),
+        Setting("rollout.rollout_batch_size", "batch_size", int),
+        Setting("rollout.n_samples_per_prompt", "samples_per_prompt", int),
+        Setting("weights.update_weights_interval", "publish_interval", int),
+        Setting("broker.buffer_capacity", "buffer_capacity", int),
+        Setting("broker.lease_s", "lease_s", float),
+        Setting("broker.max_attempts", "max_attempts", int),
+        Setting("eval.eval_interval", "eval_interval", int),
+    )
+}
+
+
+def values(rules: Rules) -> dict[str, Scalar]:
+    """Every setting by name, as it is in force."""
+    return {name: getattr(rules, setting.rule) for name, setting in SETTINGS.items()}
+
+
+def described(rules: Rules) -> dict[str, Scalar]:
+    """The same for JSON, which has no infinity."""
+    return {name: UNBOUNDED if value == math.inf else value for name, value in values(rules).items()}
+
+
+# --- changing ---
+
+
+def change(state: State, event: Event, ask: Set) -> None:
+    """Put new settings in force, all or none, and answer with old and new. The same key again gets the first answer."""
+    if not 0 < len(ask.key) <= 128:
+        raise ProtocolError("set: key must have 1 to 128 characters")
+    _check_sender(state, event)
+    made = next((c for c in state.meta.changes if c.key == ask.key), None)
+    if made is None:
+        made = _make(state, event.sender, ask)
+    state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=values(state.rules)))
+
+
+def _check_sender(state: State, event: Event) -> None:
+    known = state.clients.get(event.sender)
+    if known is not None and known.role != "client":
+        raise SlimebusError(f"{event.sender!r} joined as {known.role}; only a client may change settings", code="role")
+
+
+def _make(state: State, by: str, ask: Set) -> Change:
+    wanted = {setting_of(name).name: typed(name, value) for name, value in ask.settings.items()}
+    old = values(state.rules)
+    changed = {name: (old[name], value) for name, value in wanted.items() if value != old[name]}
+    made = Change(key=ask.key, by=by[:64], step=state.next_unassigned, changed=changed)
+    if not wanted:
+        return made
+    state.meta.changes = [*state.meta.changes, made][-MAX_CHANGES:]
+    if not changed:
+        return made
+    configured = {name: state.meta.overrides[name][0] if name in state.meta.overrides else old[name] for name in changed}
+    put_in_force(state, with_values(state.rules, wanted))
+    state.meta.overrides |= {name: [configured[name], new] for name, (_, new) in changed.items()}
+    staleness.sweep(state, made.step)
+    state.note(f"{by[:64]} changed {in_words(made)}")
+    state.record({"settings": described(state.rules), "from_step": made.step})
+    return made
+
+
+def in_words(change: Change) -> str:
+    """`max_staleness from 1 to 4, from step 17 on`."""
+    pairs = ", ".join(f"{name} from {_word(old)} to {_word(new)}" for name, (old, new) in change.changed.items())
+    return f"{pairs}, from step {change.step} on"
+
+
+def _word(value: Scalar) -> str:
+    return UNBOUNDED if value == math.inf else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def setting_of(name: str) -> Setting:
+    """The setting of a name, with or without its section. Raises ConfigError for one that cannot be changed."""
+    setting = SETTINGS.get(name.rpartition(".")[2])
+    if setting is None or name not in (setting.name, setting.config):
+        raise ConfigError(f"set: {name[:64]!r} cannot be changed while the run goes on; what can: {', '.join(SETTINGS)}")
+    return setting
+
+
+def typed(name: str, value: Scalar) -> Scalar:
+    """The value in the setting's own type. Raises ConfigError."""
+    kind = setting_of(name).kind
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value == int(value):
+        return int(value)
+    expected = {str: "a word", float: "a number", int: "a whole number"}[kind]
+    raise ConfigError(f"set: {name[:64]} is {str(value)[:64]!r}; expected {expected}")
+
+
+def with_values(rules: Rules, wanted: dict[str, Scalar]) -> Rules:
+    """The rules with other settings. Raises ConfigError when they contradict each other."""
+    return msgspec.structs.replace(rules, **{SETTINGS[name].rule: value for name, value in wanted.items()})
+
+
+def put_in_force(state: State, rules: Rules) -> None:
+    """Obey other rules from the first step on whose groups are not chosen yet."""
+    step = state.next_unassigned
+    if rules.publish_interval != state.rules.publish_interval:
+        state.meta.pace_version, state.meta.pace_step = state.version_of(step), step
+    state.rules = rules
+    state.meta.settings = values(rules)
+
+
+# --- after a restart ---
+
+
+def restore(state: State) -> None:
+    """Take up what was set before: it holds unless the config says something else than when it was set."""
+    meta, configured = state.meta, values(state.rules)
+    rules = state.rules
+    kept: dict[str, list[Scalar]] = {}
+    for name, (said, chosen) in meta.overrides.items():
+        if name in SETTINGS and configured[name] == said:
+            kept[name] = [said, chosen]
+        elif name in SETTINGS:
+            state.note(f"{name}: the config says {_word(configured[name])} now, no longer {_word(said)}; it holds, not {_word(chosen)}")
+    try:
+        rules = with_values(rules, {name: chosen for name, (_, chosen) in kept.items()})
+    except ConfigError as bad:
+        state.note(f"settings that were changed no longer fit the config, which holds alone: {bad.text}", is_warning=True)
+        kept = {}
+    interval = meta.settings.get("update_weights_interval", rules.publish_interval)
+    state.rules = msgspec.structs.replace(state.rules, publish_interval=interval)  # the pace until now
+    meta.overrides = kept
+    put_in_force(state, rules)
+    for name, (_, chosen) in kept.items():
+        state.note(f"{name} is {_word(chosen)}, as set while the run went on")
+    if rules.is_unbounded:
+        state.note("max_staleness is unbounded: samples of any age are trained")

@@ -1,0 +1,273 @@
+"""Whether the run stands still, learned from the run itself, and who it waits for.
+
+A run stands still when no step was committed for longer than its own pace explains. With the seconds between the last commits:
+
+    limit = max(stall_min_s, 4 x their 90% quantile, 1.5 x the longest)
+
+An interval enters with at most twice the limit that was in force: one long stop does not blunt the watch, a run that really becomes
+slower is learned within a few steps. Before the first step of a timeline anything that moves counts (somebody joins, a version, a
+finished group), and the limit is what is known: four times `stall_min_s`, twice the lease, four times the slowest group so far.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from broker.state import admission, batches
+from broker.state.clients import is_present
+from broker.state.groups import READY
+from broker.state.pace import quantile
+from broker.state.table import Client, State
+from slimebus.messages import NO_VERSION
+
+QUANTILE = 0.9
+TIMES_QUANTILE = 4.0
+TIMES_LONGEST = 1.5
+MAX_GROWTH = 2.0
+FIRST_FACTOR = 4.0
+MIN_LEARNED = 3
+"""Intervals before the learned limit may be below that of the first step."""
+MAX_BURST_STEPS = 8
+"""Steps committed in one burst count at most so often; so many fetched steps are remembered."""
+MAX_NAMES = 4
+SILENT_BEATS = 3
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Which role the run waits for, which processes of it, and a sentence."""
+
+    role: str
+    who: list[str]
+    reason: str
+
+
+# --- watching ---
+
+
+def look(state: State, now: float) -> None:
+    """Notice what moved since the last look. Called after every burst of events; the watch begins when somebody joins."""
+    pace, meta = state.pace, state.meta
+    if not pace.num_joined and pace.mark == ():
+        return
+    _see_trainer(state, now)
+    if meta.next_step > pace.next_step and meta.lineage == pace.lineage:
+        _stepped(state, now)
+    elif _mark(state) != pace.mark:
+        begins = meta.lineage != pace.lineage
+        _restart(state, now, "a trainer begins a timeline" if begins else "something moves")
+    if pace.assigned != meta.next_step and meta.next_step in state.steps:
+        pace.assigned, pace.assigned_at = meta.next_step, now
+
+
+def _mark(state: State) -> tuple[Any, ...]:
+    """Changes when a timeline begins; before its first step also with anything that brings that step nearer."""
+    meta, pace = state.meta, state.pace
+    if pace.has_stepped and meta.lineage == pace.lineage:
+        return (meta.lineage, meta.finishing)
+    done = meta.counted.get("samples put", 0) + meta.moves.get("eval leased>done scored", 0)
+    return (meta.lineage, meta.finishing, meta.version, done, pace.num_joined, len(state.steps))
+
+
+def _see_trainer(state: State, now: float) -> None:
+    pace = state.pace
+    if pace.seen_joined != pace.num_joined:
+        pace.seen_joined = pace.num_joined
+        workers = [c.name for c in state.clients.values() if c.role == "rollout"]
+        pace.granted = {name: pace.granted.get(name, state.meta.next_step) for name in workers}
+        newest = next(((c.name, c.epoch) for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), pace.trainer)
+        if newest != pace.trainer:
+            pace.trainer, pace.trainer_left_at, pace.has_stepped = newest, None, False
+    if pace.trainer[0] and pace.trainer_left_at is None and pace.trainer[0] not in state.clients:
+        pace.trainer_left_at = now
+
+
+def _stepped(state: State, now: float) -> None:
+    pace, num_steps = state.pace, state.meta.next_step - state.pace.next_step
+    if pace.has_stepped:
+        took = min((now - pace.since) / num_steps, MAX_GROWTH * limit_s(state))
+        pace.intervals.extend([took] * min(num_steps, MAX_BURST_STEPS))
+        pace.train_seconds.append(now - max(pace.fetched.get(pace.next_step, pace.since), pace.since))
+        record = state.steps.get(state.meta.next_step - 1)
+        if record is not None:
+            record.seconds = took
+            state.changed("steps", record.step)
+    pace.has_stepped = True
+    _restart(state, now, f"step {state.meta.next_step - 1} is committed")
+
+
+def _restart(state: State, now: float, what: str) -> None:
+    pace = state.pace
+    if pace.stalled_at is not None:
+        state.note(f"no longer stalled: {what} after {now - pace.since:.0f} s")
+    if state.meta.lineage != pace.lineage:
+        pace.has_stepped = False
+    pace.since, pace.stalled_at = now, None
+    pace.next_step, pace.lineage = state.meta.next_step, state.meta.lineage
+    pace.mark = _mark(state)
+    state.timers.set(("watchdog",), now + limit_s(state))
+
+
+def fetched(state: State, groups: Iterable[str], now: float) -> None:
+    """The trainer fetches groups: of which step is remembered, and when."""
+    found = (state.groups.by_id.get(name) for name in groups)
+    step = next((group.step for group in found if group is not None and group.step >= 0), None)
+    if step is not None:
+        seen = state.pace.fetched
+        seen[step] = now
+        while len(seen) > MAX_BURST_STEPS:
+            del seen[min(seen)]
+
+
+def restored(state: State, now: float) -> None:
+    """After a restart of the broker: the pace is known from the steps that were kept, the watch begins anew."""
+    pace = state.pace
+    pace.intervals.extend(record.seconds for _, record in sorted(state.steps.items()) if record.seconds > 0)
+    trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
+    pace.trainer = (trainer.name, trainer.epoch) if trainer else ("", 0)
+    if state.had_members:
+        pace.lineage, pace.has_stepped = state.meta.lineage, bool(pace.intervals)
+        _restart(state, now, "the broker was restarted")
+
+
+# --- judging ---
+
+
+def limit_s(state: State) -> float:
+    """Seconds without a step that the run's own pace does not explain."""
+    pace, least = state.pace, state.rules.stall_min_s
+    learned = max(TIMES_QUANTILE * quantile(pace.intervals, QUANTILE), TIMES_LONGEST * max(pace.intervals, default=0.0))
+    if pace.has_stepped and len(pace.intervals) >= MIN_LEARNED:
+        return max(least, learned)
+    slowest_s = max(pace.group_seconds, default=0.0)
+    return max(FIRST_FACTOR * least, 2 * state.rules.lease_s, FIRST_FACTOR * slowest_s, learned)
+
+
+def check(state: State, now: float) -> None:
+    """The deadline has come: say once who is waited for, or look again later."""
+    pace = state.pace
+    if state.meta.finishing or pace.stalled_at is not None:
+        return
+    quiet_s, limit = now - pace.since, limit_s(state)
+    if quiet_s < limit:
+        state.timers.set(("watchdog",), pace.since + limit)
+        return
+    pace.stalled_at = now
+    state.note(f"stalled for {quiet_s:.0f} s (limit {limit:.0f} s): {cause(state, now).reason}", is_warning=True)
+
+
+def report(state: State, now: float) -> dict[str, Any] | None:
+    """The `stalled` section of the status; None while the run moves, and once its trainer has finished."""
+    pace = state.pace
+    if pace.stalled_at is None or state.meta.finishing:
+        return None
+    found = cause(state, now)
+    return {
+        "since_s": round(now - pace.since, 3),
+        "limit_s": round(limit_s(state), 3),
+        "role": found.role,
+        "who": found.who,
+        "reason": found.reason,
+    }
+
+
+# --- who is waited for ---
+
+
+def cause(state: State, now: float) -> Cause:
+    """Who the run waits for now, in one sentence."""
+    trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
+    if trainer is None:
+        return Cause("trainer", [name] if (name := state.pace.trainer[0]) else [], _no_trainer(state, now))
+    if trainer.is_gone or is_silent(state, trainer, now):
+        text = f"trainer {trainer.name} has been silent for {now - trainer.heard_at:.0f} s; it {_doing(state, now)}"
+    elif not state.meta.lineage:
+        text = f"trainer {trainer.name} joined and has not said which step it trains next; {_workers(state)} for it"
+    elif state.meta.version == NO_VERSION:
+        text = f"{_workers(state)} for version {state.meta.base_version} that trainer {trainer.name} has not published"
+    elif state.meta.next_step in state.steps or state.meta.next_step not in state.parked_batches:
+        text = f"trainer {trainer.name} {_doing(state, now)}"
+    else:
+        return _waits_for_groups(state, trainer, now)
+    return Cause("trainer", [trainer.name], text)
+
+
+def is_silent(state: State, client: Client, now: float) -> bool:
+    """True when a client has missed its last heartbeats."""
+    return now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
+
+
+def _no_trainer(state: State, now: float) -> str:
+    pace = state.pace
+    if not pace.trainer[0]:
+        return f"no trainer has joined; {_workers(state)} for one"
+    ago = f" {now - pace.trainer_left_at:.0f} s ago" if pace.trainer_left_at is not None else ""
+    return f"no trainer takes part: {pace.trainer[0]} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
+
+
+def _workers(state: State) -> str:
+    count = sum(1 for c in state.clients.values() if c.role == "rollout" and is_present(c))
+    return "1 worker waits" if count == 1 else f"{count or 'no'} workers wait"
+
+
+def _doing(state: State, now: float) -> str:
+    """What the trainer does with the next step to commit, as far as the broker saw it."""
+    pace, step = state.pace, state.meta.next_step
+    if step not in state.steps:
+        return f"has not asked for batch {step}: {_ready(state)}"
+    if step not in pace.fetched:
+        return f"was given batch {step} {now - pace.assigned_at:.0f} s ago and has not fetched it"
+    begun = max(pace.fetched[step], pace.since) if pace.has_stepped else pace.fetched[step]
+    text = f"fetched batch {step} and has been training for {now - begun:.0f} s"
+    if state.meta.version == state.version_of(step + 1) > state.version_of(step):
+        return f"{text}; version {state.meta.version} is published, the step is not committed"
+    return text
+
+
+def _ready(state: State) -> str:
+    return f"{len(state.groups.ready)} of {state.rules.batch_size} groups ready"
+
+
+def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
+    reason = batches.reason_for(state, state.meta.next_step, now)
+    leased = state.groups.leased_for()
+    if leased:
+        holders = {group.worker for group in leased}
+        silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c, now)}
+        return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], f"{reason}; {_oldest(state, now)}")
+    if state.meta.source_ended and not state.groups.first_queued() and state.groups.count(READY) < state.rules.batch_size:
+        return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
+    return _no_leases(state, trainer, reason)
+
+
+def _oldest(state: State, now: float) -> str:
+    lease, since = min(state.lease_since.items(), key=lambda item: item[1])
+    return f"lease {lease} has been held for {now - since:.0f} s"
+
+
+def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
+    workers = [c for c in state.clients.values() if c.role == "rollout" and not c.is_fenced]
+    present = [c for c in workers if is_present(c)]
+    if not present:
+        names = [c.name for c in workers]
+        return Cause("rollout", names[:MAX_NAMES], f"{reason}{f' ({_names(names)} fell silent)' if names else ''}")
+    refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
+    unready = [c.name for c in present if admission.unready_weights(state, c)]
+    if state.num_held >= state.rules.capacity:
+        return Cause("broker", ["buffer"], f"{_waiting_text(state)}; {next(iter(refusals.values()))}")
+    if len(unready) == len(present):
+        verb = "still pulls" if len(unready) == 1 else "still pull"
+        return Cause("rollout", unready[:MAX_NAMES], f"{_waiting_text(state)}; {_names(unready)} {verb} version {state.meta.version}")
+    if all(refusals.values()):
+        return Cause("trainer", [trainer.name], f"{reason}; trainer {trainer.name} has published version {state.meta.version}")
+    idle = [name for name, refusal in refusals.items() if not refusal]
+    return Cause("rollout", idle[:MAX_NAMES], f"{_waiting_text(state)}; {_names(idle)} could work and asks for nothing")
+
+
+def _waiting_text(state: State) -> str:
+    return f"trainer waits for batch {state.meta.next_step}: {_ready(state)}"
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -1,0 +1,107 @@
+"""Samples cut off in the middle: handed over when a worker leaves, and continued token by token, never by re-tokenising.
+
+stop asked --> engine aborts --> Unfinished(responses) --> give_back "partial" --> broker --> lease of another worker --> begun
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollout.response import Response, Task, to_sample
+from slimebus.errors import ProtocolError
+from slimebus.messages import NO_VERSION, GiveBack, LeasedGroup
+from slimebus.samples import decode_group, encode_group
+
+FINISH_REASON = {"completed": "stop", "truncated": "length", "aborted": "abort"}
+
+
+class Unfinished(Exception):
+    """The worker is leaving; `responses` is what there is of a group, those with finish_reason `abort` to be continued."""
+
+    def __init__(self, responses: list[Response]) -> None:
+        super().__init__(f"{sum(r.finish_reason == 'abort' for r in responses)} of {len(responses)} samples are unfinished")
+        self.responses = responses
+
+
+def empty(task: Task) -> Response:
+    """A response that has not begun."""
+    none = np.zeros(0, np.int32)
+    return Response(task=task, token_ids=none, logprobs=none.astype(np.float32), versions=[], text="", finish_reason="abort")
+
+
+def continued(begun: Response, more: Response) -> Response:
+    """One response from its beginning and the rest."""
+    return Response(
+        task=begun.task,
+        token_ids=np.concatenate([begun.token_ids, more.token_ids]),
+        logprobs=np.concatenate([begun.logprobs, more.logprobs]),
+        versions=_joined(begun.versions, more.versions),
+        text="",
+        finish_reason=more.finish_reason,
+    )
+
+
+def _joined(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for version, length in (*first, *second):
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + length)
+        elif length:
+            runs.append((version, length))
+    return runs
+
+
+def prompt_of(begun: Response) -> np.ndarray:
+    """What the engine continues: the prompt's tokens and those made so far, int32 [P + R]."""
+    return np.concatenate([begun.task.prompt_ids, begun.token_ids]).astype(np.int32)
+
+
+def sampling_of(begun: Response) -> dict[str, Any]:
+    """The task's sampling parameters, less the tokens made so far; max_new_tokens 0 when none are left."""
+    sampling, made = dict(begun.task.sampling), len(begun.token_ids)
+    for name in ("max_new_tokens", "min_new_tokens"):
+        if isinstance(sampling.get(name), int):
+            sampling[name] = max(0, sampling[name] - made)
+    return sampling
+
+
+def give_back(leased: LeasedGroup, lineage: str, responses: list[Response]) -> tuple[GiveBack, list[bytes]]:
+    """The message that hands a group over with what there is of it; without samples when nothing was made yet."""
+    if not any(len(r.token_ids) for r in responses):
+        return GiveBack(group=leased.group, lease=leased.lease, outcome="requeue", reason="worker left"), []
+    headers, fields, frames = encode_group([to_sample(r) for r in responses])
+    message = GiveBack(
+        group=leased.group, lease=leased.lease, outcome="partial", reason="worker left", lineage=lineage, samples=headers, fields=fields
+    )
+    return message, frames
+
+
+def begun(tasks: list[Task], frames: Sequence[Any]) -> list[Response]:
+    """The responses to continue, one for each task. Raises ProtocolError when they are not of these tasks."""
+    try:
+        header = msgspec.msgpack.decode(frames[0], type=GiveBack)
+    except (msgspec.DecodeError, IndexError) as bad:
+        raise ProtocolError(f"partial of group {tasks[0].group}: {bad}") from None
+    samples = decode_group(header.samples, header.fields, frames[1:])
+    if len(samples) != len(tasks):
+        raise ProtocolError(f"partial of group {tasks[0].group}: {len(samples)} samples for {len(tasks)} to make")
+    return [_response(task, sample) for task, sample in zip(tasks, samples, strict=True)]
+
+
+def _response(task: Task, sample: Any) -> Response:
+    size = len(task.prompt_ids)
+    if not np.array_equal(sample.tokens[:size], task.prompt_ids) or sample.status not in FINISH_REASON:
+        raise ProtocolError(f"partial of group {task.group}: it does not begin with the prompt's tokens; is the tokenizer another one?")
+    runs = [(version, length) for version, length in sample.versions if length]
+    if size and (not runs or runs[0] != (NO_VERSION, size)):
+        raise ProtocolError(f"partial of group {task.group}: the prompt's tokens must have no version")
+    return Response(
+        task=task,
+        token_ids=np.array(sample.tokens[size:], np.int32),
+        logprobs=np.array(sample.rollout_logprobs[size:], np.float32),
+        versions=runs[1:] if size else runs,
+        text="",
+        finish_reason=FINISH_REASON[sample.status],
+    )

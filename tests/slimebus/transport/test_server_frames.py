@@ -1,0 +1,50 @@
+"""Frames of a request and of its reply arrive whole, whatever their size."""
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from slimebus import envelope
+from slimebus.messages import Ok, Status
+from slimebus.transport.server import ZERO_COPY_BYTES, Server
+
+SIZES = [0, 1, 255, ZERO_COPY_BYTES - 1, ZERO_COPY_BYTES, 300_000]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    opened = Server("tcp://127.0.0.1:0")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def dealer(server: Server) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(server.endpoint)
+        yield socket
+
+
+def test_frames_of_every_size_come_as_they_were_sent_and_stay_so(server: Server, dealer: zmq.Socket[bytes]) -> None:
+    sent = [[bytes([i + j & 255]) * size for j, size in enumerate(SIZES)] for i in range(20)]
+    for bulk in sent:
+        dealer.send_multipart([envelope.encode(Status(), id=1), *bulk])
+    requests = []
+    while len(requests) < len(sent):
+        got = server.receive(5.0)
+        assert got, "a message was lost"
+        requests += got
+    assert [[bytes(frame) for frame in request.bulk] for request in requests] == sent
+
+
+def test_a_reply_of_large_and_small_frames_arrives_whole(server: Server, dealer: zmq.Socket[bytes]) -> None:
+    dealer.send(envelope.encode(Status(), id=7))
+    [request] = server.receive(5.0)
+    bulk = [bytes([size & 255]) * size for size in SIZES]
+    server.reply(request, Ok(), [memoryview(frame) for frame in bulk])
+    assert dealer.poll(5000)
+    header, *frames = dealer.recv_multipart()
+    assert envelope.decode([header]).header.id == 7
+    assert frames == bulk
