@@ -382,17 +382,4 @@ REPLIES = (
     *(Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply),
     *(StatusReply, KeysReply, EvaluateReply, SetReply),
 )
-    Ok,
-    Error,
-    Welcome,
-    HeartbeatReply,
-    LeaseReply,
-    PutReply,
-    BatchReply,
-    FetchReply,
-    StatusReply,
-    KeysReply,
-    EvaluateReply,
-    SetReply,
-)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

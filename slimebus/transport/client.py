@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import queue
+import random
 import secrets
 import socket as host_socket
 import threading
@@ -27,7 +28,7 @@ from slimebus.errors import ProtocolError, SlimebusError, Unreachable
 from slimebus.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
 from slimebus.protocol import release
 from slimebus.security.credentials import Credentials
-from slimebus.transport.curve import connect_curve, end_watch, handshakes, refusal, watch_handshakes
+from slimebus.transport.curve import connect_curve, end_watch, handshakes, is_vague, refusal, watch_handshakes
 
 log = logging.getLogger("slimebus.transport")
 
@@ -231,10 +232,12 @@ class Client:
         pause_s = RETRY_S * (1 if self._refusals < 4 else 4)
         key = str(self.credentials.path) if self.credentials else ""
         text = refusal(event, value, server=self.peer, key=key)
+        if self.refusal and is_vague(event):
+            text = self.refusal
         if text != self.refusal:
             log.log(logging.WARNING if self._refusals > 1 else logging.DEBUG, "%s: %s", self.address, text)
         self.refusal = text
-        self._reconnect_at = time.monotonic() + pause_s
+        self._reconnect_at = time.monotonic() + random.uniform(0.5, 1.0) * pause_s
 
     def _loop(self) -> None:
         self._reconnect_at, self._refusals = float("inf"), 0

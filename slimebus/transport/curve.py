@@ -71,9 +71,17 @@ def refusal(event: int, value: int, *, server: str, key: str) -> str:
         return f"the {server} takes nobody without a key; give the folder of this machine's key with --keys (`slimebus keys add` makes one)"
     if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL) and key:
         return (
-            f"the {server} has another key than {key} expects of it: it is another {server}, or its key was replaced; "
-            "copy the key file again from the broker's machine"
+            f"the {server} has another key than {key} expects of it: its key was replaced (copy the key file again from the broker's "
+            f"machine), it is another {server}, or it serves without keys"
         )
     if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-        return f"what listens there does not speak as a {server} does"
+        return (
+            f"the {server} ended the handshake: it takes nobody without a key; give the folder of this machine's key with --keys "
+            f"(or what listens there is no {server})"
+        )
     return ""
+
+
+def is_vague(event: int) -> bool:
+    """True for a failure that says less than others about the same server: who closes first is left to chance."""
+    return event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -29,16 +29,23 @@ SAID_AGAIN_S = 60.0
 MAX_REMEMBERED = 1024
 
 
+class _Watched(NamedTuple):
+    """A guarded socket, its monitor, and the file descriptors of its connections."""
+
+    socket: Any
+    monitor: Any
+    open: set[int]
+
+
 class Doorman:
     """Answers ZAP for one context. keyring None: anyone may connect, up to `max_connections`.
 
-    num_connections: connections of the watched sockets that are open now. refused: connections turned away, by reason.
+    refused: connections turned away, by reason.
     """
 
     def __init__(self, context: Any, keyring: Keyring | None, *, max_connections: int, refused: Counter[str]) -> None:
         self.keyring, self.max_connections, self.refused = keyring, max_connections, refused
-        self.num_connections = 0
-        self._context, self._watched = context, list[tuple[Any, Any]]()
+        self._watched: list[_Watched] = []
         self._said: dict[tuple[str, str], float] = {}
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
@@ -48,21 +55,27 @@ class Doorman:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="doorman", daemon=True)
 
+    @property
+    def num_connections(self) -> int:
+        """Connections of the guarded sockets that are open now, those in their handshake included."""
+        with self._lock:
+            return sum(len(watched.open) for watched in self._watched)
+
     def guard(self, socket: Any) -> None:
         """Have connections to this socket asked about and counted; before it is bound."""
         socket.zap_domain = ZAP_DOMAIN
         if self.keyring is not None:
             serve_curve(socket, self.keyring.pair)
         with self._lock:
-            self._watched.append((socket, watch_handshakes(socket, SERVER_EVENTS)))
+            self._watched.append(_Watched(socket, watch_handshakes(socket, SERVER_EVENTS), set()))
 
     def unguard(self, socket: Any) -> None:
         """Forget a socket that is about to be closed."""
         with self._lock:
-            for one, monitor in self._watched:
-                if one is socket:
-                    end_watch(socket, monitor)
-            self._watched = [(one, monitor) for one, monitor in self._watched if one is not socket]
+            for watched in self._watched:
+                if watched.socket is socket:
+                    end_watch(socket, watched.monitor)
+            self._watched = [watched for watched in self._watched if watched.socket is not socket]
 
     def start(self) -> None:
         """Open the door."""
@@ -74,8 +87,8 @@ class Doorman:
         os.write(self._wake_w, b"!")
         if self._thread.is_alive():
             self._thread.join(5.0)
-        for socket, _ in list(self._watched):
-            self.unguard(socket)
+        for watched in list(self._watched):
+            self.unguard(watched.socket)
         self._zap.close()
         os.close(self._wake_r)
         os.close(self._wake_w)
@@ -100,12 +113,12 @@ class Doorman:
 
     def _count(self) -> None:
         with self._lock:
-            events = [event for _, monitor in self._watched for event, _ in handshakes(monitor)]
-            for event in events:
+            told = [(watched.open, *event) for watched in self._watched for event in handshakes(watched.monitor)]
+            for connections, event, value in told:
                 if event == zmq.EVENT_ACCEPTED:
-                    self.num_connections += 1
+                    connections.add(value)
                 elif event == zmq.EVENT_DISCONNECTED:
-                    self.num_connections = max(0, self.num_connections - 1)
+                    connections.discard(value)
                 elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that is our own doing, counted by reason
                     self.refused["handshake"] += 1
 
