@@ -58,8 +58,10 @@ class WeightSync:
         pull_timeout_s: float,
         on_change: Callable[[], None],
         pair: Callable[[], KeyPair | None] = lambda: None,
+        disk: Path | None = None,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
+        self.disk = disk
         self._pair, self._pair_used = pair, pair()
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
@@ -108,7 +110,7 @@ class WeightSync:
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()
-        weights = await asyncio.to_thread(self._pull, publishers)
+        weights = await asyncio.to_thread(self._pull, lineage, publishers)
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
         directory = await asyncio.to_thread(self._write, weights)
@@ -121,18 +123,31 @@ class WeightSync:
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
         self.on_change()
 
-    def _pull(self, publishers: tuple[str, ...]) -> Any:
-        from slimebus.weights.puller import WeightPuller
-
+    def _pull(self, lineage: str, publishers: tuple[str, ...]) -> Any:
         pair = self._pair()
         if self._puller is None or (self._publishers, self._pair_used) != (publishers, pair):
             self._close_puller()
-            self._puller, self._publishers, self._pair_used = WeightPuller(publishers, pair=pair), publishers, pair
+            self._publishers, self._pair_used = publishers, pair
+            self._puller = self._make_puller(lineage, publishers)
         if publishers != self._target[2]:  # announced before there was a puller to cancel
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
         self.pulled_bytes = self._puller.counts.received_bytes
         return weights
+
+    def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
+        from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
+        from slimebus.weights.puller import WeightPuller
+
+        if not publishers[0].startswith(SCHEME):
+            return WeightPuller(publishers, pair=self._pair_used)
+        if self.disk is None:
+            raise SlimebusError(
+                f"the trainer writes its weights to {publishers[0]}; "
+                "set weights.weights_transport: disk, and weights.weights_dir to where this node sees that directory",
+                code="config",
+            )
+        return DiskPuller(chain_dir(self.disk, lineage))
 
     def _close_puller(self) -> None:
         if self._puller is not None:

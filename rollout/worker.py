@@ -115,6 +115,7 @@ class Worker:
             pull_timeout_s=w.pull_timeout_s,
             on_change=self._on_new_version,
             pair=lambda: credentials.pair if credentials else None,
+            disk=self.resolved.weights_dir,
         )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -4,12 +4,14 @@ import logging
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimebus.config.schema import WeightsConfig
 from slimebus.messages import Keys, KeysReply, Publish
 from slimebus.security.keyring import TaughtKeyring
 from slimebus.transport.client import Client, Reply
+from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.link import with_key
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionInfo, VersionStore
@@ -23,17 +25,22 @@ log = logging.getLogger("trainer")
 
 
 class Publisher:
-    """The weight server of one trainer timeline (`lineage`); used by rank 0."""
+    """The weight server of one trainer timeline (`lineage`), or its chain of files under `disk`; used by rank 0."""
 
-    def __init__(self, client: Client, config: WeightsConfig, first_version: int) -> None:
+    def __init__(self, client: Client, config: WeightsConfig, first_version: int, *, disk: Path | None = None) -> None:
         self.client = client
         self.pullers = pullers_of(client)
         self.lineage = secrets.token_hex(6)
+        self.chain: DiskChain | None = None
+        self.server: WeightServer | None = None
         self.store = VersionStore(keep=config.weights_keep, lineage=self.lineage, first_version=first_version, zstd=config.weights_zstd)
-        self.server = WeightServer(self.store, bind=config.weights_bind, keyring=self.pullers)
-        self.address = with_key(
-            advertised(self.server.endpoint, config.weights_advertise), self.pullers.pair.public if self.pullers else ""
-        )
+        if disk is not None:
+            self.chain = DiskChain(disk, self.lineage, keep=config.weights_keep)
+            self.address = self.chain.address
+        else:
+            self.server = WeightServer(self.store, bind=config.weights_bind, keyring=self.pullers)
+            public = self.pullers.pair.public if self.pullers else ""
+            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise), public)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
         self._newest: VersionInfo | None = None
@@ -47,6 +54,8 @@ class Publisher:
     def _announce(self, copied: dict[str, Any]) -> None:
         made = self.store.publish(copied)
         self._newest = made
+        if self.chain is not None:
+            self.chain.publish(self.store)
         self.client.call(
             Publish(lineage=made.lineage, version=made.version, publishers=[self.address], digest=made.digest), timeout_s=600.0
         )
@@ -84,7 +93,8 @@ class Publisher:
     def close(self) -> None:
         """Stop serving. An announcement that the broker has not heard is not waited for; `wait` does that."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
 
 
 def pullers_of(client: Client) -> TaughtKeyring | None:

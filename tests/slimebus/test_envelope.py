@@ -54,6 +54,8 @@ EXAMPLES: list[m.Message] = [
     m.Finish(reason="all 42 steps are trained"),
     m.Status(),
     m.StatusReply(),
+    m.Keys(have=3),
+    m.KeysReply(generation=4),
     m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
     m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
     m.Set(key="c3", settings={"max_staleness": 4, "rollout_batch_size": 64}),

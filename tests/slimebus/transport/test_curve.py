@@ -143,9 +143,7 @@ def test_a_client_with_a_key_does_not_speak_in_the_clear(folder: Path, serve: An
         ("consumer", m.Commit(step=0), "may not send 'commit'"),
     ],
 )
-def test_a_key_may_ask_for_no_more_than_its_role(
-    folder: Path, serve: Any, connect: Any, key: str, message: m.Message, why: str
-) -> None:
+def test_a_key_may_ask_for_no_more_than_its_role(folder: Path, serve: Any, connect: Any, key: str, message: m.Message, why: str) -> None:
     for role in ("viewer", "consumer"):
         key_folder.add(folder, role, role)
     server = serve(folder)
