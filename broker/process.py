@@ -7,12 +7,15 @@ import signal
 import threading
 from types import FrameType
 
+from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
-from broker.source import FileRows, FileSource
+from broker.source import FileRows, FileSource, NoPrompts
 from broker.state.rules import EvalDataset, Rules, Sampling
+from broker.state.table import PromptSource
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
+from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
 from slimebus.security.exposure import check_bind, insecure_note
@@ -48,16 +51,9 @@ def _settle_memory() -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
-    if not config.data.prompt_data:
-        raise ConfigError("data.prompt_data: no file given; name at least one jsonl file of prompts")
     keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
-    source = FileSource(
-        _rows(resolved, config.data.prompt_data),
-        shuffle=config.data.rollout_shuffle,
-        seed=config.seed,
-        num_epochs=config.data.num_epoch or None,
-    )
+    source = _source(resolved)
     resolved.run_dir.mkdir(parents=True, exist_ok=True)
     return Broker(
         rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}),
@@ -69,6 +65,9 @@ def build(resolved: Resolved) -> Broker:
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
         keyring=keyring,
+        max_message_bytes=config.broker.max_message_mib << 20,
+        max_connections=config.broker.max_connections,
+        buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
     )
 
 
@@ -84,6 +83,16 @@ def keyring_of(resolved: Resolved) -> FolderKeyring | None:
     if warning := insecure_note(config.broker.bind):
         log.warning("%s", warning)
     return None
+
+
+def _source(resolved: Resolved) -> PromptSource:
+    data = resolved.config.data
+    if data.prompt_data:
+        rows = _rows(resolved, data.prompt_data)
+        return FileSource(rows, shuffle=data.rollout_shuffle, seed=resolved.config.seed, num_epochs=data.num_epoch or None)
+    if data.wait_for_push:
+        return NoPrompts()
+    raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, or set data.wait_for_push")
 
 
 def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
@@ -109,7 +118,14 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         lease_s=b.lease_s,
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
+        max_pushed=b.max_pushed,
+        waits_for_push=config.data.wait_for_push,
         buffer_capacity=config.broker.buffer_capacity,
+        batch_tokens=b.batch_tokens,
+        over_sampling=r.over_sampling_batch_size,
+        stale_wait_s=b.stale_wait_s,
+        needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
+        max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
         sampling=sampling(config),
         eval_datasets={

@@ -18,6 +18,7 @@ from broker.guard import Guard, security
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
 from broker.source import FileRows
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
     Bulk,
@@ -61,7 +62,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
 
 
 class Broker:
@@ -86,6 +87,7 @@ class Broker:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         keyring: Keyring | None = None,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics = MetricsFile(metrics_path, self.clock)
@@ -97,7 +99,7 @@ class Broker:
         self.endpoint = self.server.endpoint
         try:
             self._open_hints(hints_bind)
-            self.machine = self._restored(rules, source, run, max_message_bytes)
+            self.machine = self._restored(rules, source, run, max_message_bytes, buffer_filter)
         except UsageError:
             self.close()
             raise
@@ -107,13 +109,16 @@ class Broker:
         meta = self.machine.state.meta
         self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers)
 
-    def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
+    def _restored(
+        self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int, buffer_filter: BufferFilter | None
+    ) -> Machine:
         machine = Machine(
             rules,
             source,
             run=run,
             hints=self.hints_endpoint,
             max_message_bytes=max_message_bytes,
+            buffer_filter=buffer_filter,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))

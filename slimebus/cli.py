@@ -14,6 +14,7 @@ OWN = {
     "init": "slimebus.commands.init:init",
     "keys": "slimebus.commands.keys:keys",
     "set": "slimebus.commands.set:set_",
+    "push": "slimebus.commands.push:push",
     "status": "slimebus.commands.status:status",
     "up": "slimebus.commands.up:up",
     "weights": "slimebus.commands.weights:weights",

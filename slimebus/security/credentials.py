@@ -56,9 +56,11 @@ def _client_key(path: Path) -> KeyFile:
 def credentials_of(resolved: Resolved, role: str) -> Credentials | None:
     """The key of this config for a role; None when the config names no keys. Raises UsageError when there is none, or too many."""
     place = resolved.keys_path
-    if place is None:
-        return None
-    chosen = resolved.config.security.key
+    return None if place is None else credentials_at(place, role, resolved.config.security.key_name)
+
+
+def credentials_at(place: Path, role: str, chosen: str = "") -> Credentials:
+    """The key for a role in a folder, or of a key file. chosen: the name of one key of the folder. Raises UsageError."""
     if place.is_file() and not chosen:
         return Credentials(place)
     if chosen:
@@ -76,7 +78,7 @@ def _only(folder: Path, role: str) -> Path:
         if len(exact or fitting) == 1:
             return (exact or fitting)[0]
         if fitting:
-            raise UsageError(f"security.keys: {folder} has {len(fitting)} keys of role {wanted}; choose one with --key NAME")
+            raise UsageError(f"security.keys: {folder} has {len(fitting)} keys of role {wanted}; choose one with --key-name NAME")
     raise UsageError(
         f"security.keys: {folder} has no key of role {role}; make one on the broker's machine with "
         f"`slimebus keys add NAME --role {role}` and copy its file here"

@@ -15,7 +15,7 @@ PULL = frozenset({"manifest_request", "chunk_request"})
 MAY: dict[str, frozenset[str]] = {
     "rollout": MEMBERSHIP | PULL | {"lease", "put", "give_back"},
     "trainer": MEMBERSHIP | PULL | {"resume", "publish", "batch", "fetch", "commit", "finish", "keys"},
-    "client": MEMBERSHIP | {"evaluate", "set"},
+    "client": MEMBERSHIP | {"evaluate", "set", "push"},
     "consumer": MEMBERSHIP | PULL,
     "viewer": MEMBERSHIP,
 }

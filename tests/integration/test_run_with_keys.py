@@ -57,8 +57,8 @@ def test_a_run_over_the_network_with_keys_finishes_and_strangers_stay_outside(tm
         assert "has another key than" in strange.stderr
         assert plain.returncode != 0
         assert strange.returncode != 0
-        assert json.loads(slimebus("status", "--json", *address, "--key", "viewer", keys=folder).stdout)["run"] == "tiny"
-        refused = slimebus("set", "max-staleness", "3", *address, "--key", "viewer", keys=folder)
+        assert json.loads(slimebus("status", "--json", *address, "--key-name", "viewer", keys=folder).stdout)["run"] == "tiny"
+        refused = slimebus("set", "max-staleness", "3", *address, "--key-name", "viewer", keys=folder)
         assert "key 'viewer' has the role viewer, which may not send 'set'" in refused.stderr
         assert "max_staleness: 1 -> 3" in slimebus("set", "max-staleness", "3", *address, keys=folder).stdout
         run.start("rollout", "--broker", run.address, "--keys", str(tmp_path / "rollout"), "--worker-name", "w1")
@@ -77,8 +77,8 @@ def test_a_revoked_worker_leaves_within_seconds_and_its_groups_go_to_another(tmp
         run.keys = folder
         run.start("broker")
         run.start("trainer")
-        run.start("rollout", "--key", "rollout", "--worker-name", "w1")
-        revoked = run.start("rollout", "--key", "node2", "--worker-name", "w2")
+        run.start("rollout", "--key-name", "rollout", "--worker-name", "w1")
+        revoked = run.start("rollout", "--key-name", "node2", "--worker-name", "w2")
         run.wait_for("both workers", lambda s: len(clients(s, "rollout")) == 2)
         key_folder.revoke(folder, "node2")
         revoked.expected.add(1)
