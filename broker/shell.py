@@ -17,6 +17,7 @@ import zmq
 from broker.guard import Guard, security
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
+from broker.payload import assembled
 from broker.source import FileRows
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
@@ -36,6 +37,7 @@ from broker.state.effects import (
     StoredPayload,
     StoredPrompt,
 )
+from broker.state.groups import field_key
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
@@ -44,7 +46,7 @@ from broker.store.pages import damaged_store
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
-from slimebus.messages import Error, Hint, Status
+from slimebus.messages import Error, Field, Hint, Status
 from slimebus.security.keyring import Keyring
 from slimebus.transport.server import (
     DEFAULT_MAX_CONNECTIONS,
@@ -53,6 +55,7 @@ from slimebus.transport.server import (
     Request,
     Server,
     bind_socket,
+    has_input,
 )
 
 log = logging.getLogger("slimebus.broker")
@@ -62,7 +65,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
 class Broker:
@@ -142,7 +145,8 @@ class Broker:
             return self._turn_held(self._held)
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
         now = self.clock.monotonic()
-        effects = self.machine.tick(now)
+        deadline = self.machine.next_deadline()
+        effects = self.machine.tick(now) if not requests or (deadline is not None and deadline <= now) else []
         if self.guard is not None:
             requests = self.guard.tell(requests)
             effects += self._mind_keys(self.guard, now)
@@ -271,10 +275,15 @@ class Broker:
             case StoredPrompt(group):
                 written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
                 return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
-            case StoredPayload(group):
-                return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPayload(group, late, only):
+                frames = self._present(self.store.frames("payloads", group), "payloads", group)
+                return assembled(frames, [(f, self._late(group, f)) for f in late], only) if late or only is not None else frames
             case StoredPartial(group):
                 return self._present(self.store.frames("partials", group), "partials", group)
+
+    def _late(self, group: str, field: Field) -> Any:
+        key = field_key(group, field.name)
+        return self._present(self.store.frames("fields", key), "fields", key)[0]
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:
@@ -322,7 +331,7 @@ class Broker:
     def _greet_subscribers(self) -> None:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
-        while self.hints.poll(0):
+        while has_input(self.hints):
             is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)

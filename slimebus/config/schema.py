@@ -70,6 +70,8 @@ class BrokerConfig(Section, frozen=True):
     """[MiB] Most taken from the network before it is stored and answered: what one burst may hold in memory, and one message more."""
     unsent_mib: Positive = 1024
     """[MiB] Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
+    required_fields: list[str] = []
+    """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
     connect_timeout_s: Seconds = 120.0
     """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
     finish_wait_s: Seconds = 20.0

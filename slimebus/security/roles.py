@@ -16,7 +16,7 @@ MAY: dict[str, frozenset[str]] = {
     "rollout": MEMBERSHIP | PULL | {"lease", "put", "give_back"},
     "trainer": MEMBERSHIP | PULL | {"resume", "publish", "batch", "fetch", "commit", "finish", "keys"},
     "client": MEMBERSHIP | {"evaluate", "set", "push"},
-    "consumer": MEMBERSHIP | PULL,
+    "consumer": MEMBERSHIP | PULL | {"read", "put_fields"},
     "viewer": MEMBERSHIP,
 }
 """Role of a key -> message types that it may send."""
