@@ -15,6 +15,7 @@ import zmq
 from slimebus import envelope
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import TYPES, Error, Message
+from slimebus.transport.patience import LIMIT, Patience
 
 log = logging.getLogger("slimebus.transport")
 
@@ -23,6 +24,10 @@ ZERO_COPY_BYTES = 16 * 1024
 kept holds no more than the frame."""
 DONTWAIT, MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
+MAX_JUNK = 4
+"""Messages of a burst that may turn out to be nothing, once there is a request that waits for its answer."""
+DEFAULT_MAX_QUEUED = 4096
+"""Replies that wait for a peer that does not read. Of its requests a sixteenth of that waits here, the rest on its own side."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
@@ -47,15 +52,16 @@ class Server:
         types: Mapping[str, type[Message]] = TYPES,
         burst: int = 256,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_queued: int = 4096,
+        max_queued: int = DEFAULT_MAX_QUEUED,
     ) -> None:
         self.run, self.name, self.types, self.burst = run, name, types, burst
         self.refused: Counter[str] = Counter()
+        self.patience = Patience()
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 200
         self.socket.maxmsgsize = max_message_bytes
-        self.socket.rcvhwm = self.socket.sndhwm = max_queued
+        self.socket.rcvhwm, self.socket.sndhwm = max(1, max_queued // 16), max_queued
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
@@ -70,11 +76,13 @@ class Server:
         return bool(self.socket.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests; waits at most `timeout_s` for the first."""
+        """Up to `burst` requests; waits at most `timeout_s` for the first. Nonsense beside them does not make them wait."""
         requests: list[Request] = []
         if not self.wait(timeout_s):
             return requests
-        for _ in range(self.burst):
+        for taken in range(self.burst):
+            if requests and taken - len(requests) >= MAX_JUNK:
+                break
             try:
                 frames = self._receive_frames()
             except zmq.Again:
@@ -96,6 +104,9 @@ class Server:
 
     def _parse(self, frames: list[Any]) -> Request | None:
         peer, frames = frames[0], frames[1:]
+        if self.patience.is_lost_with(peer):
+            self.refused["unread"] += 1
+            return None
         request_id = 0
         try:
             if not frames:
@@ -117,6 +128,8 @@ class Server:
 
     def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Answer request `request_id` of `peer`, however long ago it came."""
+        if isinstance(message, Error) and not message.retryable and self.patience.refused(peer):
+            log.warning("peer %s was refused %d times, the last: %s; it is not listened to for a while", peer.hex(), LIMIT, message.text)
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:

@@ -187,7 +187,7 @@ class Chaos:
                 self._plan(self._strike, self.deck.draw())
                 self._until(lambda: False, seconds, "")
                 self._until(self.has_struck_all, until_all_kinds_s - seconds, "")
-                self._agenda = [entry for entry in self._agenda if entry[2].__name__ != "strike"]
+                self._agenda = sorted(entry for entry in self._agenda if entry[2].__name__ != "strike")
                 calm = self.num_rows()
                 self._until(lambda: self.num_rows() >= calm + CALM_STEPS, CALM_S, "no progress once the faults had ended")
                 self._until(lambda: not self.zombies and not self._agenda, ZOMBIE_S + 10, "")
@@ -229,8 +229,16 @@ class Chaos:
                 self.zombies.remove((name, process, deadline))
             elif now > deadline:
                 self.zombies.remove((name, process, deadline))
-                self.problems.append(f"{name}, whose place was taken, still runs {ZOMBIE_S:.0f} s after it was continued\n{process.tail()}")
+                self.problems.append(self._about_zombie(name, process))
                 process.popen.kill()
+
+    def _about_zombie(self, name: str, process: Process) -> str:
+        present = self.keepers[name].process
+        known = [client for client in self.run.status().get("clients", []) if client["name"] == name]
+        return (
+            f"{name}, whose place was taken, still runs {ZOMBIE_S:.0f} s after it was continued; the broker knows {known}\n"
+            f"{process.tail()}\n{present.tail() if present else 'its successor is gone'}"
+        )
 
     def _end_in_good_order(self) -> None:
         for name in ("trainer", *self.workers, "broker"):
@@ -337,7 +345,7 @@ class Chaos:
     def _outcome(self, elapsed: float) -> Outcome:
         ledger = count(self.run)
         times = [row["time"] for row in self.run.rows("trainer")]
-        final = self.run.final_status()
+        final = self.run.final_status() if (self.run.run_dir / "status.json").is_file() else {"source": {"position": -1}, "moves": {}}
         gaps = sorted(b - a for a, b in itertools.pairwise(times))
         rows = self.run.rows("batches")
         return Outcome(
