@@ -12,6 +12,8 @@ LIMIT = 100
 WINDOW_S = 5.0
 """As long as a client waits before it sends a request again."""
 MAX_PEERS = 4096
+SAID = 5
+"""Refusals of one peer that are logged in a window: writing a line takes as long as reading three messages."""
 
 
 class Patience:
@@ -31,6 +33,10 @@ class Patience:
             self._window_ends = self.clock() + self.window_s
         count = self._refusals[peer] = self._refusals.get(peer, 0) + 1
         return count == self.limit
+
+    def is_worth_a_line(self, peer: bytes) -> bool:
+        """True for the first refusals of a peer."""
+        return self._refusals.get(peer, 0) < SAID or self.clock() >= self._window_ends
 
     def is_lost_with(self, peer: bytes) -> bool:
         """True while a peer is not listened to."""

@@ -118,7 +118,8 @@ class Server:
             return Request(peer, header, envelope.decode_body(header, self.types), frames[1:])
         except SlimebusError as bad:
             self.refused[bad.code] += 1
-            log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
+            if self.patience.is_worth_a_line(peer):
+                log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
             self.answer(peer, request_id, envelope.error_reply(bad))
             return None
 

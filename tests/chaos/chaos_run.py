@@ -32,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration"),
 from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
+from siege import Siege  # noqa: E402
 
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
@@ -460,10 +461,20 @@ def table(outcome: Outcome, struck: list[Struck]) -> Iterator[str]:
     yield from o.problems
 
 
+def besiege(folder: Path, seed: int, messages: int, peers: int) -> int:
+    """Print what a siege did as one JSON object; the exit code."""
+    with Siege(folder) as siege:
+        report = siege.run(messages, peers=peers, seed=seed)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)))
+    return 0 if report.is_alive and not report.problems else 1
+
+
 @click.command()
 @click.option("--minutes", default=2.0, show_default=True, help="[minutes] Of faults; start, calm and count come on top.")
 @click.option("--seed", type=int, help="[number] Decides every fault; default: a random one, printed.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers.")
+@click.option(
+    "--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers; of --hostile: hostile processes."
+)
 @click.option("--mean-gap-s", default=3.0, show_default=True, help="[seconds] Mean time between two faults.")
 @click.option("--durability", default="os", show_default=True, type=click.Choice(["fsync", "os"]), help="Of the broker.")
 @click.option("--folder", type=click.Path(path_type=Path), help="[path] Keep everything here; default: a folder of its own under /tmp.")
@@ -475,6 +486,8 @@ def chaos(minutes: float, seed: int | None, workers: int, mean_gap_s: float, dur
     and nothing beyond the staleness bound was trained; 1: otherwise.
     """
     seed = secrets.randbits(31) if seed is None else seed
+    if hostile:
+        sys.exit(besiege(folder or Path(tempfile.mkdtemp(prefix=f"slimebus-siege-{seed}-")), seed, hostile, workers))
     folder = folder or Path(tempfile.mkdtemp(prefix=f"slimebus-chaos-{seed}-"))
     click.echo(f"chaos: seed {seed}, {minutes:g} minutes, {workers} workers, in {folder}", err=True)
     one = Chaos(folder, seed=seed, workers=workers, mean_gap_s=mean_gap_s, durability=durability)
