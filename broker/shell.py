@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from broker.held import RETRY_S, SAY_AGAIN_S, Held
+from broker.metrics_file import MetricsFile
 from broker.source import FileRows
 from broker.state.effects import (
     Address,
@@ -35,17 +37,18 @@ from broker.state.effects import (
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
-from broker.store import Store, Write
+from broker.store import Damaged, LmdbStore, Store, StoreError, Write
+from broker.store.pages import damaged_store
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
-from slimebus.errors import SlimebusError, UsageError
-from slimebus.messages import Error, Hint
+from slimebus.errors import UsageError
+from slimebus.messages import Error, Hint, Status
 from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
 
 log = logging.getLogger("slimebus.broker")
 
 T = TypeVar("T")
-Writes = dict[tuple[str, str], Write]
+Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
@@ -74,7 +77,8 @@ class Broker:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
-        self.metrics_path = metrics_path
+        self.metrics = MetricsFile(metrics_path, self.clock)
+        self._held: Held | None = None
         self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes)
         self.endpoint = self.server.endpoint
         self.hints = self.server.context.socket(zmq.XPUB)
@@ -85,7 +89,10 @@ class Broker:
         except UsageError:
             self.close()
             raise
-        self._last_hint = Hint()
+        if isinstance(store, LmdbStore):
+            store.announce(self.endpoint)
+        meta = self.machine.state.meta
+        self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers)
 
     def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
         machine = Machine(
@@ -97,20 +104,25 @@ class Broker:
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
-        machine.restore(rows, self.clock.monotonic())
+        try:
+            machine.restore(rows, self.clock.monotonic())
+        except (Damaged, msgspec.DecodeError) as bad:
+            raise damaged_store(f"of run {run!r}", bad) from None
         return machine
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the run is finished and everyone has left."""
         try:
-            while not stop.is_set() and not self.machine.is_over:
+            while not stop.is_set() and (self._held is not None or not self.machine.is_over):
                 self.turn(MAX_IDLE_S)
         finally:
             self.close()
 
     def turn(self, max_wait_s: float) -> int:
         """One burst: receive, decide, commit, answer. Returns how many requests it had."""
-        requests = self.server.receive(self._wait_s(max_wait_s))
+        if self._held is not None:
+            return self._turn_held(self._held)
+        requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
         now = self.clock.monotonic()
         effects = self.machine.tick(now)
         if requests:
@@ -121,6 +133,9 @@ class Broker:
 
     def close(self) -> None:
         """Release addresses and store."""
+        if self._held is not None:
+            log.error("stopped with a store that cannot be written: what was not acknowledged will be asked again")
+        self.metrics.flush()
         self.hints.close()
         self.server.close()
         self.store.close()
@@ -136,16 +151,75 @@ class Broker:
     # --- effects ---
 
     def _perform(self, effects: Sequence[Effect]) -> None:
-        writes: Writes = {}
+        writes: dict[tuple[str, str], Write] = {}
         for effect in effects:
             if isinstance(effect, Save):
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value)
             elif isinstance(effect, Delete):
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, None)
         if writes:
-            self.store.commit(list(writes.values()))
+            try:
+                self.store.commit(list(writes.values()))
+            except StoreError as bad:
+                self._hold(writes, effects, bad)
+                return
         for effect in effects:
             self._say(effect, writes)
+
+    # --- a store that takes no more ---
+
+    def _admitted(self, requests: list[Request]) -> list[Request]:
+        """The requests that there is room for. Samples for which there is none are refused; what frees room always goes on."""
+        size_bytes = sum(len(frame) for request in requests for frame in request.bulk)
+        self._set_disk_full(self.store.refusal(size_bytes))
+        if any(isinstance(request.message, Status) for request in requests):
+            self.machine.state.store = self.store.report()
+        return [r for r in requests if not r.bulk or self._has_room(r)] if self.machine.state.disk_full else requests
+
+    def _has_room(self, request: Request) -> bool:
+        text = self.store.refusal(sum(map(len, request.bulk)))
+        if text:
+            self.server.reply(request, Error(code="disk_full", text=text, retryable=True))
+        return not text
+
+    def _set_disk_full(self, text: str) -> None:
+        was = self.machine.state.disk_full
+        self.machine.state.disk_full = text
+        if text and not was:
+            log.error("%s; no samples are taken and no groups leased until then", text)
+        elif was and not text:
+            log.warning("the broker's store has room again; samples are taken and groups leased")
+
+    def _hold(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
+        """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
+        now = self.clock.monotonic()
+        self._held = Held(writes=writes, effects=effects, problem=problem, since=now, retry_at=now + RETRY_S, said_at=now)
+        log.error("%s", problem.text)
+
+    def _turn_held(self, held: Held) -> int:
+        requests = self.server.receive(min(MAX_IDLE_S, max(0.0, held.retry_at - self.clock.monotonic())))
+        now = self.clock.monotonic()
+        self.machine.state.store = self.store.report() | held.report(now)
+        for request in requests:
+            self.server.reply(request, *self.machine.answer_held(event_of(request), self._last_hint, held.problem, now))
+        if now >= held.retry_at:
+            self._retry(held, now)
+        return len(requests)
+
+    def _retry(self, held: Held, now: float) -> None:
+        try:
+            self.store.commit(list(held.writes.values()))
+        except StoreError as bad:
+            if bad.code != held.problem.code or now >= held.said_at + SAY_AGAIN_S:
+                log.error("still, for %.0f s: %s", now - held.since, bad.text)
+                held.said_at = now
+            held.problem, held.retry_at = bad, now + RETRY_S
+            return
+        self._held = None
+        self.machine.state.store = self.store.report()
+        log.warning("the broker's store is written again after %.1f s; nothing was lost", now - held.since)
+        for effect in held.effects:
+            self._say(effect, held.writes)
 
     def _say(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
@@ -155,13 +229,15 @@ class Broker:
         elif isinstance(effect, Note):
             log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
         elif isinstance(effect, Record):
-            self._record(effect.row)
+            self.metrics.add(effect.row)
 
     def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
             bulk = [frame for part in reply.bulk for frame in self._frames(part, writes)]
-        except SlimebusError as gone:
-            self.server.answer(reply.to.peer, reply.to.request, Error(code=gone.code, text=gone.text, retryable=gone.retryable))
+        except Damaged as bad:
+            log.error("%s", bad.text)
+            self._perform(self.machine.damaged(bad.table, bad.key, self.clock.monotonic()))
+            self.server.answer(reply.to.peer, reply.to.request, Error(code=bad.code, text=bad.text, retryable=bad.retryable))
             return
         self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
 
@@ -181,15 +257,8 @@ class Broker:
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:
-            raise SlimebusError(f"{table} of group {key} are gone: it ended in the same moment; ask again", code="gone", retryable=True)
+            raise Damaged(table, key, f"{table} of group {key} are gone; ask again", code="gone")
         return value
-
-    def _record(self, row: dict[str, Any]) -> None:
-        if self.metrics_path is None:
-            return
-        self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.metrics_path.open("ab") as file:
-            file.write(msgspec.json.encode({"time": self.clock.wall(), **row}) + b"\n")
 
     # --- hints ---
 

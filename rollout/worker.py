@@ -107,7 +107,14 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None
         w = self.config.weights
-        return WeightSync(self.engines, self.model_dir, shm=w.weights_shm, pull_timeout_s=w.pull_timeout_s, on_change=self._on_new_version)
+        return WeightSync(
+            self.engines,
+            self.model_dir,
+            shm=w.weights_shm,
+            pull_timeout_s=w.pull_timeout_s,
+            on_change=self._on_new_version,
+            disk=self.resolved.weights_dir,
+        )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if self._stopping.is_set():

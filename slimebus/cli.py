@@ -15,6 +15,7 @@ OWN = {
     "set": "slimebus.commands.set:set_",
     "status": "slimebus.commands.status:status",
     "up": "slimebus.commands.up:up",
+    "weights": "slimebus.commands.weights:weights",
 }
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
 MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook")

@@ -80,7 +80,7 @@ class Bus:
     """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order."""
 
     def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool) -> None:
-        self.config, self.client = resolved.config, client
+        self.resolved, self.config, self.client = resolved, resolved.config, client
         self.trains_without_advantage = trains_without_advantage
         self.feed = Feed(client, self.config)
         self.publisher: Publisher | None = None
@@ -94,7 +94,7 @@ class Bus:
 
     def begin(self, step: int, version: int) -> None:
         """A new lineage begins at `version`; the broker takes back what this timeline has not trained."""
-        self.publisher = Publisher(self.client, self.config.weights, version)
+        self.publisher = Publisher(self.client, self.config.weights, version, disk=self.resolved.weights_dir)
         self.feed.resume(step, version, self.publisher.lineage)
         log.info("training from step %d of %d; weights at %s", step, self.config.rollout.num_rollout, self.publisher.address)
 

@@ -79,6 +79,15 @@ class Feed:
         return self._thread.submit(self._load, step)
 
     def _load(self, step: int) -> FetchedBatch:
+        while True:
+            try:
+                return self._load_once(step)
+            except SlimebusError as bad:
+                if bad.code != "not_assigned":
+                    raise
+                log.warning("the batch of step %d is chosen anew: %s", step, bad.text)
+
+    def _load_once(self, step: int) -> FetchedBatch:
         reply = self._await_batch(step)
         groups: list[FetchedGroup] = []
         for part in parts(reply.groups, FETCH_TOKENS):

@@ -18,6 +18,8 @@ def step_of_next(state: State, extra: int = 0) -> int:
 def has_room(state: State, serving: float, extra: int = 0) -> bool:
     """True when a worker that serves this version could start a training group now, behind `extra` others."""
     step, rules = step_of_next(state, extra), state.rules
+    if state.disk_full:
+        return False
     if state.meta.finishing or state.num_held + extra >= rules.capacity or (rules.num_steps is not None and step >= rules.num_steps):
         return False
     return state.version_of(step) <= serving + rules.max_staleness
@@ -36,6 +38,8 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
     """Why this worker may not start a training group now; empty when it may."""
     if state.meta.finishing:
         return "the run is finished"
+    if state.disk_full:
+        return state.disk_full
     if needs_weights and (unready := unready_weights(state, client)):
         return unready
     step = step_of_next(state)

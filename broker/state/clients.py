@@ -176,6 +176,17 @@ def _extend(state: State, client: Client, lease: int, now: float) -> bool:
     return True
 
 
+def keep_alive(state: State, event: Event, leases: list[int], now: float) -> bool:
+    """Extend what a heartbeat lists and decide nothing; False for a sender that has no say."""
+    client = state.clients.get(event.sender)
+    if client is None or client.epoch != event.epoch or client.is_fenced or event.run != state.meta.run:
+        return False
+    heard(state, client, now)
+    for lease in leases:
+        _extend(state, client, lease, now)
+    return True
+
+
 def leave(state: State, client: Client, reason: str) -> None:
     """Take back what a client holds and waits for."""
     for group in state.groups.leased_by(client.name):

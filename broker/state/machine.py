@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import batches, clients, damage, evaluation, leases, settings, status, timeline, watchdog
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
@@ -18,14 +18,18 @@ from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
     Batch,
     Commit,
+    Error,
     Evaluate,
     Fetch,
     Finish,
     GiveBack,
     Goodbye,
     Heartbeat,
+    HeartbeatReply,
     Hello,
+    Hint,
     Lease,
+    Message,
     Publish,
     Put,
     Resume,
@@ -112,6 +116,31 @@ class Machine:
         self._settle(now)
         watchdog.look(self.state, now)
         return self.state.flush()
+
+    def damaged(self, table: str, group: str, now: float) -> list[Effect]:
+        """A record of a group was found damaged or missing: it is made again from what is whole."""
+        if table == "payloads":
+            damage.lose_samples(self.state, group)
+        elif table == "prompts":
+            damage.lose_prompt(self.state, group)
+        elif table == "partials":
+            damage.lose_partial(self.state, group)
+        self._settle(now)
+        return self.state.flush()
+
+    def answer_held(self, event: Event, said: Hint, problem: SlimebusError, now: float) -> tuple[Message, list[bytes]]:
+        """Answer a request while the last decisions cannot be stored: no decision is made and none of those is told.
+
+        Heartbeats keep leases and clients alive and hear again what was `said` last, the status names the problem, everything
+        else is to be asked again.
+        """
+        match event.message:
+            case Status():
+                return StatusReply(), [msgspec.json.encode(self.status(now))]
+            case Heartbeat(leases=listed) if clients.keep_alive(self.state, event, listed, now):
+                return HeartbeatReply(lineage=said.lineage, version=said.version, publishers=said.publishers, finished=said.finished), []
+            case _:
+                return Error(code=problem.code, text=problem.text, retryable=True), []
 
     def tick(self, now: float) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients."""

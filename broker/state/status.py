@@ -33,6 +33,7 @@ def status(state: State, now: float) -> dict[str, Any]:
         "parked": _parked(state, now),
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
+        "store": state.store,
         "waiting": waiting(state, now),
         "stalled": watchdog.report(state, now),
         "demand": demand.demand(state),
@@ -101,7 +102,9 @@ def _evaluation(running: Any) -> list[dict[str, Any]]:
 
 def waiting(state: State, now: float) -> list[str]:
     """One line for each role that waits, naming what it waits for."""
-    lines = [batches.reason_for(state, step, now) for step in sorted(state.parked_batches)]
+    problem = state.store.get("problem") or state.disk_full
+    lines = [f"the broker waits for its store: {problem}"] if problem else []
+    lines += [batches.reason_for(state, step, now) for step in sorted(state.parked_batches)]
     reasons: dict[str, list[str]] = {}
     for parked in state.parked_leases.values():
         reasons.setdefault(admission.why_parked(state, parked), []).append(parked.client)

@@ -202,6 +202,8 @@ class State:
         self.swept: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
+        self.disk_full = ""
+        self.store: dict[str, Any] = {}
         self._saved_meta = b""
         self._effects: list[Effect] = []
         self._changed: set[tuple[Table, str]] = set()
@@ -302,17 +304,18 @@ class State:
 
     def drop(self, group: Group, reason: str) -> None:
         """Take the prompt out of the run for a reason."""
-        self._end(group, DROPPED, reason)
+        self.end(group, DROPPED, reason)
 
     def fail(self, group: Group, reason: str) -> None:
         """Count a failed attempt: another try, or dead after `max_attempts`."""
         group.failures += 1
         if group.failures >= self.rules.max_attempts:
-            self._end(group, DEAD, reason)
+            self.end(group, DEAD, reason)
         else:
             self.requeue(group, reason)
 
-    def _end(self, group: Group, phase: Phase, reason: str) -> None:
+    def end(self, group: Group, phase: Phase, reason: str) -> None:
+        """Take a group out of play, dropped or dead; its record is kept."""
         self._forget_samples(group, reason)
         if group.partial_frames:
             self.wasted(reason, 0, group.partial_tokens)

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
-from broker.store.interface import FORMAT, TABLES, Store, Write, pack_frames, unpack_frames
-from broker.store.lmdb_store import LmdbStore
+from broker.store.interface import TABLES, Damaged, Store, StoreError, Write
+from broker.store.lmdb_store import FORMAT, LmdbStore
 from broker.store.memory import MemoryStore
+from broker.store.records import pack_frames, unpack_frames
 
 Durability = Literal["fsync", "os", "memory"]
 
@@ -20,10 +21,12 @@ def open_store(durability: Durability, path: Path) -> Store:
 __all__ = [
     "FORMAT",
     "TABLES",
+    "Damaged",
     "Durability",
     "LmdbStore",
     "MemoryStore",
     "Store",
+    "StoreError",
     "Write",
     "open_store",
     "pack_frames",

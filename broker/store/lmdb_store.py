@@ -3,64 +3,113 @@
 The environment is the state. Payloads and prompts have tables of their own, so that reading the state back touches none of them.
 """
 
+import errno
 import fcntl
+import json
+import logging
+import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from broker.store.interface import FORMAT, TABLES, Write, pack_into, packed_size, unpack_frames
-from slimebus.errors import SlimebusError, UsageError
+from broker.store.interface import TABLES, Damaged, StoreError, Write
+from broker.store.pages import check_pages, damaged_store
+from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
+from broker.store.space import LOOK_S, Reserve, free_bytes, in_words
+from slimebus.errors import UsageError
 
+log = logging.getLogger("slimebus.broker")
+
+FORMAT = 2
+"""The layout of the store. Another number is refused with the way out."""
+FORMAT_KEY = b"slimebus format"
 FIRST_MAP_BYTES = 256 * 1024 * 1024
+READERS_BYTES = 16 * 1024
 SCRATCH_BYTES = 4 * 1024 * 1024
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
 
 
 class LmdbStore:
-    """Records in the folder `path`. `is_synced`: each commit waits for the disk."""
+    """Records in the folder `path`. `is_synced`: each commit waits for the disk.
+
+    Raises UsageError for a folder that cannot be used: held by another broker, of another format, read-only, damaged.
+    """
 
     def __init__(self, path: Path, *, is_synced: bool, map_bytes: int = FIRST_MAP_BYTES) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self.durability = path, "fsync" if is_synced else "os"
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = _lock(path)
         try:
-            self._env = _open(path, is_synced, map_bytes)
+            check_pages(path)
+            self._map_bytes = map_bytes
+            self._open()
+            self._check_format()
         except UsageError:
             self._lock.close()
             raise
-        self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
+        self.reserve = Reserve(path)
+        self._looked_at, self._room_bytes, self._is_full = float("-inf"), 0, False
+
+    def _open(self) -> None:
         try:
-            self._check_format()
-        except UsageError:
-            self.close()
-            raise
+            self._env = open_environment(self.path, map_bytes=self._map_bytes, is_synced=self.durability == "fsync")
+            self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
+        except lmdb.Error as bad:
+            raise cannot_open(self.path, bad) from None
 
     def _check_format(self) -> None:
-        with self._env.begin(write=True) as txn:
-            found = txn.get(b"slimebus format")
-            if found is None:
-                txn.put(b"slimebus format", str(FORMAT).encode())
-            elif found != str(FORMAT).encode():
-                raise UsageError(
-                    f"the store at {self.path} has format {bytes(found).decode(errors='replace')}, this release reads {FORMAT}; "
-                    "use the release that wrote it, or start in a new run directory",
-                    code="store_format",
-                )
+        try:
+            with self._env.begin(write=True) as txn:
+                found = txn.get(FORMAT_KEY)
+                if found is None:
+                    txn.put(FORMAT_KEY, str(FORMAT).encode())
+        except lmdb.Error as bad:
+            self._env.close()
+            raise cannot_open(self.path, bad) from None
+        try:
+            check_format(self.path, found)
+        except UsageError:
+            self._env.close()
+            raise
+
+    def announce(self, endpoint: str) -> None:
+        """Leave word, for commands on this machine, of who serves this store."""
+        self._lock.seek(0)
+        self._lock.truncate()
+        self._lock.write(json.dumps({"pid": os.getpid(), "endpoint": endpoint}))
+        self._lock.flush()
+
+    # --- writing ---
 
     def commit(self, writes: Sequence[Write]) -> None:
-        """Make every change in one transaction. Raises SlimebusError `store`, after which nothing of it is kept."""
+        """Make every change in one transaction. Raises StoreError, after which nothing of it is kept."""
+        try:
+            self._commit(writes)
+        except StoreError as bad:
+            if bad.code != "disk_full" or not self.reserve.release():
+                raise
+            log.warning("%s; the reserve of %s is given up for it", bad.text, in_words(self.reserve.size_bytes))
+            self._commit(writes)
+        self._room_bytes -= _needed(writes)
+
+    def _commit(self, writes: Sequence[Write]) -> None:
+        retries = 2
         while True:
             try:
                 self._write(writes)
                 return
             except lmdb.MapFullError:
-                self._grow(sum(packed_size(write.value) + PAGE_SLACK_BYTES for write in writes if write.value is not None))
-            except lmdb.Error as bad:
-                raise SlimebusError(f"the broker's store at {self.path} cannot be written: {bad}", code="store", retryable=True) from None
+                self._grow(_needed(writes))
+            except lmdb.Error as bad:  # a full disk may show as a short write first, and by its name the second time
+                retries -= 1
+                if not retries or isinstance(bad, lmdb.CorruptedError):
+                    raise self._trouble(bad, _needed(writes)) from None
+                if isinstance(bad, lmdb.PanicError):
+                    self._reopen()
 
     def _write(self, writes: Sequence[Write]) -> None:
         with self._env.begin(write=True) as txn:
@@ -68,62 +117,188 @@ class LmdbStore:
                 key, value, table = write.key.encode(), write.value, self._tables[write.table]
                 if value is None:
                     txn.delete(key, db=table)
+                elif isinstance(value, bytes):
+                    txn.put(key, seal(write.table, write.key, value), db=table)
                 else:
-                    txn.put(key, value if isinstance(value, bytes) else self._packed(value), db=table)
+                    txn.put(key, seal_frames(write.table, write.key, value, self._buffer(value)), db=table)
 
-    def _packed(self, frames: Sequence[Any]) -> memoryview:
-        """One value from several frames, in memory that the next value takes again: fresh memory costs more than the copy."""
-        size = packed_size(frames)
-        return pack_into(self._scratch if size <= len(self._scratch) else memoryview(bytearray(size)), frames)
+    def _buffer(self, frames: Sequence[Any]) -> memoryview:
+        """Memory for the sealed frames, that the next value takes again: fresh memory costs more than the copy."""
+        size = CHECKSUM_BYTES + packed_size(frames)
+        return self._scratch if size <= len(self._scratch) else memoryview(bytearray(size))
 
     def _grow(self, needed_bytes: int) -> None:
         size = self._env.info()["map_size"]
-        self._env.set_mapsize(max(2 * size, size + 2 * needed_bytes) if size < 1 << 33 else size + max(1 << 33, 2 * needed_bytes))
+        wanted = max(2 * size, size + 2 * needed_bytes) if size < 1 << 33 else size + max(1 << 33, 2 * needed_bytes)
+        try:
+            self._env.set_mapsize(wanted)
+        except (lmdb.Error, OverflowError) as bad:
+            text = f"the map of the broker's store at {self.path} cannot grow from {in_words(size)} to {in_words(wanted)}: {bad}"
+            raise StoreError(f"{text}; raise the limit of address space (ulimit -v)") from None
+
+    def _reopen(self) -> None:
+        """A meta page could not be written: LMDB refuses everything until the environment is opened anew."""
+        self._env.close()
+        try:
+            self._open()
+        except UsageError as bad:
+            raise StoreError(bad.text) from None
+
+    def _trouble(self, bad: lmdb.Error, needed_bytes: int) -> StoreError:
+        self._looked_at = float("-inf")
+        if _is_full(bad) or free_bytes(self.path) < needed_bytes + PAGE_SLACK_BYTES:
+            return StoreError(self._full_text(needed_bytes), code="disk_full")
+        return StoreError(
+            f"the broker's store at {self.path} cannot be written: {bad}; nothing of it was acknowledged, and it is tried again; "
+            "look at the disk (dmesg), or stop the broker and move its folder to another disk"
+        )
+
+    def _full_text(self, needed_bytes: int) -> str:
+        free = in_words(free_bytes(self.path))
+        return (
+            f"the disk of the broker's store is full: {self.path} has {free} free and {in_words(needed_bytes)} are needed; make room there "
+            "(or raise the quota) and the run goes on by itself; nothing acknowledged is lost"
+        )
+
+    # --- room ---
+
+    def refusal(self, size_bytes: int) -> str:
+        """Why so many bytes more should not be taken now; empty while room and reserve are left."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S or self._room_bytes < size_bytes + 2 * self.reserve.size_bytes:
+            self._looked_at, is_held = now, self.reserve.restore()
+            self._room_bytes = free_bytes(self.path) + (self._spare_bytes() if is_held else 0)
+        margin = (2 if self._is_full else 1) * self.reserve.size_bytes  # twice: so that it does not flicker at the edge
+        self._is_full = self._room_bytes < size_bytes + margin
+        return self._full_text(size_bytes + margin) if self._is_full else ""
+
+    def _spare_bytes(self) -> int:
+        """Pages of the file that hold nothing."""
+        with self._env.begin() as txn:
+            stats = [txn.stat(table) for table in self._tables.values()] + [self._env.stat()]
+        used: int = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return max(0, self.size_bytes() - used * int(stats[0]["psize"]))
+
+    def report(self) -> dict[str, Any]:
+        """For the status: durability, path, size and room in bytes."""
+        return {
+            "durability": self.durability,
+            "path": str(self.path),
+            "size_bytes": self.size_bytes(),
+            "used_bytes": self.size_bytes() - self._spare_bytes(),
+            "free_bytes": free_bytes(self.path),
+        }
+
+    # --- reading ---
 
     def get(self, table: str, key: str) -> bytes | None:
-        """One record, or None."""
-        with self._env.begin() as txn:
-            found = txn.get(key.encode(), db=self._tables[table])
-            return None if found is None else bytes(found)
+        """One record, or None. Raises Damaged."""
+        try:
+            with self._env.begin(buffers=True) as txn:
+                found = txn.get(key.encode(), db=self._tables[table])
+                return None if found is None else unseal(table, key, found)
+        except lmdb.Error as bad:
+            raise Damaged(table, key, f"record {key!r} of table {table!r} in the store at {self.path} cannot be read: {bad}") from None
 
     def frames(self, table: str, key: str) -> Sequence[Any] | None:
-        """The frames of a record that was written as frames, or None."""
+        """The frames of a record that was written as frames, or None. Raises Damaged."""
         found = self.get(table, key)
         return None if found is None else unpack_frames(found)
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
-        """Every record of a table, by key."""
-        with self._env.begin() as txn:
-            for key, value in txn.cursor(db=self._tables[table]):
-                yield bytes(key).decode(), bytes(value)
+        """Every record of a table, by key. Raises Damaged."""
+        with self._env.begin(buffers=True) as txn:
+            yield from scan_records(txn, table, self._tables[table])
 
     def size_bytes(self) -> int:
-        """Pages in use."""
+        """The size of the file, in pages that were ever used."""
         pages = self._env.info()["last_pgno"] + 1
         return int(pages * self._env.stat()["psize"])
 
     def close(self) -> None:
         """Write what the system may still hold back, and release the folder."""
-        self._env.sync(True)
+        try:
+            self._env.sync(True)
+        except lmdb.Error as bad:
+            log.error("the store at %s: the last changes may not be on disk: %s", self.path, bad)
         self._env.close()
         self._lock.close()
 
 
-def _open(path: Path, is_synced: bool, map_bytes: int) -> Any:
+def scan_records(txn: Any, table: str, handle: Any) -> Iterator[tuple[str, bytes]]:
+    """The records of a table in a transaction with buffers, by key. Raises Damaged."""
     try:
-        return lmdb.open(
-            str(path), map_size=map_bytes, max_dbs=len(TABLES) + 1, sync=is_synced, metasync=is_synced, max_readers=64, subdir=True
-        )
+        for key, value in txn.cursor(db=handle):
+            name = bytes(key).decode(errors="replace")
+            yield name, unseal(table, name, value)
     except lmdb.Error as bad:
-        raise UsageError(f"cannot open the broker's store at {path}: {bad}", code="store") from None
+        raise Damaged(table, "", f"table {table!r} cannot be read: {bad}") from None
+
+
+def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, is_readonly: bool = False) -> Any:
+    """The LMDB environment of a store. Raises lmdb.Error."""
+    return lmdb.open(
+        str(path),
+        map_size=map_bytes,
+        max_dbs=len(TABLES) + 1,
+        sync=is_synced,
+        metasync=is_synced,
+        max_readers=64,
+        subdir=True,
+        readonly=is_readonly,
+        create=not is_readonly,
+    )
+
+
+def check_format(path: Path, found: Any) -> None:
+    """Raise UsageError unless the store was written in this layout."""
+    if found is not None and bytes(found) != str(FORMAT).encode():
+        raise UsageError(
+            f"the store at {path} has format {bytes(found).decode(errors='replace')}, this release reads {FORMAT}; "
+            "use the release that wrote it (its `slimebus buffer export` writes what this one's `slimebus buffer import` reads), "
+            "or start in a new run directory",
+            code="store_format",
+        )
+
+
+def cannot_open(path: Path, why: Exception) -> UsageError:
+    """Why a store cannot be opened, and the way out."""
+    if isinstance(why, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError | lmdb.PageNotFoundError):
+        return damaged_store(f"at {path}", why)
+    text = f"cannot open the broker's store at {path}: {why}"
+    if isinstance(why, lmdb.ReadonlyError) or getattr(why, "errno", 0) in (errno.EROFS, errno.EACCES, errno.EPERM):
+        text = f"the broker's store at {path} cannot be written: {why}; give this user write access to it, or use another run directory"
+    elif _is_full(why):
+        text = f"the broker's store at {path} cannot be opened: its disk is full ({in_words(free_bytes(path))} free); make room there"
+    return UsageError(text, code="store")
+
+
+def _is_full(bad: Exception) -> bool:
+    return isinstance(bad, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(bad) or os.strerror(errno.ENOSPC) in str(bad)
+
+
+def _needed(writes: Sequence[Write]) -> int:
+    return sum(PAGE_SLACK_BYTES + (0 if write.value is None else packed_size(write.value)) for write in writes)
 
 
 def _lock(path: Path) -> Any:
-    """Hold the folder for this process. Raises UsageError when another broker has it."""
-    lock = open(path / "owner.lock", "w")  # noqa: SIM115 - held for the life of the store
+    """Hold the folder for this process. Raises UsageError when another broker has it, or it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / "owner.lock", "a+")  # noqa: SIM115 - held for the life of the store
+    except FileExistsError:
+        raise UsageError(f"the broker's store needs a folder, but {path} is a file; move it, or use another run directory") from None
+    except OSError as bad:
+        raise cannot_open(path, bad) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise UsageError(f"another broker has the store at {path} open; stop it or use another run directory", code="store_busy") from None
+    try:
+        with open(path / "lock.mdb", "ab") as readers:  # LMDB maps it unasked for blocks: on a full disk that ends the process
+            os.posix_fallocate(readers.fileno(), 0, READERS_BYTES)
+    except OSError as bad:
+        lock.close()
+        raise cannot_open(path, bad) from None
     return lock

@@ -3,11 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from broker.store.interface import TABLES, Write, packed, packed_size, unpack_frames
+from broker.store.interface import TABLES, Write
+from broker.store.records import packed, packed_size, unpack_frames
 
 
 class MemoryStore:
     """The twin of the LMDB store in dictionaries."""
+
+    durability = "memory"
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[str, bytes | Sequence[Any]]] = {name: {} for name in TABLES}
@@ -33,6 +36,14 @@ class MemoryStore:
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
         yield from ((key, packed(value)) for key, value in sorted(self._tables[table].items()))
+
+    def refusal(self, size_bytes: int) -> str:
+        """Nothing is ever refused."""
+        return ""
+
+    def report(self) -> dict[str, Any]:
+        """For the status."""
+        return {"durability": self.durability, "size_bytes": self.size_bytes()}
 
     def size_bytes(self) -> int:
         """The sum of the values' sizes."""

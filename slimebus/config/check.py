@@ -8,7 +8,7 @@ from slimebus.errors import ConfigError
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the first rule that the config breaks."""
-    for rule in (_staleness, _batches, _parallel, _schedule, _tis, _engine, _eval):
+    for rule in (_staleness, _batches, _parallel, _schedule, _tis, _engine, _eval, _weights):
         rule(config)
 
 
@@ -80,3 +80,8 @@ def _engine(config: RunConfig) -> None:
 def _eval(config: RunConfig) -> None:
     if config.eval.eval_interval and not config.eval.datasets:
         raise ConfigError("eval.eval_interval is set but eval.datasets is empty; name at least one dataset or set it to 0")
+
+
+def _weights(config: RunConfig) -> None:
+    if config.weights.weights_transport == "disk" and not config.weights.weights_dir:
+        raise ConfigError("weights.weights_dir is not set; weights_transport: disk needs a directory that trainer and workers share")

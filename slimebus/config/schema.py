@@ -149,6 +149,10 @@ class WeightsConfig(Section, frozen=True):
 
     update_weights_interval: Positive = 1
     """[steps] Training steps a version."""
+    weights_transport: Literal["pull", "disk"] = "pull"
+    """[choice] pull: workers fetch from the trainer's weight server; disk: through the files of weights_dir, which all of them see."""
+    weights_dir: str = ""
+    """[path] Directory or mounted bucket for weights_transport: disk; each node may mount it elsewhere. Relative to the run.yaml."""
     weights_bind: str = "tcp://127.0.0.1:0"
     """[address] Where the trainer serves weights; port 0 takes any free one."""
     weights_advertise: str = ""

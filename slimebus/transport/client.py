@@ -32,6 +32,9 @@ log = logging.getLogger("slimebus.transport")
 REJOIN_S = 60.0
 RETRY_S = 0.5
 """Pause before a request that the server could not do yet is sent again."""
+PATIENT_CODES = ("disk_full", "store")
+"""The server lives and waits for a person to mend its disk: a member that asked waits with it, beyond its deadline."""
+SAY_AGAIN_S = 30.0
 
 
 class Reply:
@@ -79,6 +82,7 @@ class Client:
         self._on_hint: Callable[[Hint], None] = lambda hint: None
         self._hints_address = ""
         self._heard_at = time.monotonic()
+        self._say_at = 0.0
         self._closing = threading.Event()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
@@ -286,6 +290,8 @@ class Client:
         try:
             message = envelope.raise_for_error(got.message, self.peer)
         except SlimebusError as problem:
+            if self.epoch and problem.code in PATIENT_CODES:
+                self._be_patient(pending, problem)
             is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, Goodbye)
             if is_forgotten:
                 self._rejoin()
@@ -297,6 +303,13 @@ class Client:
             return
         if pending.future.set_running_or_notify_cancel():
             pending.future.set_result(Reply(message, got.bulk))
+
+    def _be_patient(self, pending: _Pending, problem: SlimebusError) -> None:
+        now = time.monotonic()
+        pending.deadline = now + pending.timeout_s
+        if now >= self._say_at:
+            self._say_at = now + SAY_AGAIN_S
+            log.warning("%s", problem.text)
 
     def _rejoin(self) -> None:
         """The server does not know us: it lost its memory, or has not heard us for long. What we leased there is lost."""

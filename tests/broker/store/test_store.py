@@ -54,7 +54,7 @@ def test_an_unknown_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
     LmdbStore(tmp_path, is_synced=False).close()
     with lmdb.open(str(tmp_path), max_dbs=9) as env, env.begin(write=True) as txn:
         txn.put(b"slimebus format", b"99")
-    with pytest.raises(UsageError, match=r"format 99, this release reads 1.*new run directory"):
+    with pytest.raises(UsageError, match=r"format 99, this release reads 2.*new run directory"):
         LmdbStore(tmp_path, is_synced=False)
 
 

@@ -1,0 +1,95 @@
+"""A disk without room: samples are refused early, what frees room goes on, and nothing acknowledged is lost."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.store import LmdbStore, StoreError, Write
+from broker.store.space import Reserve
+
+_spec = importlib.util.spec_from_file_location("small_disk", Path(__file__).with_name("small_disk.py"))
+assert _spec is not None
+assert _spec.loader is not None
+small = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(small)
+
+SAMPLES = b"s" * 200_000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small.small_disk(tmp_path / "disk", 24) as folder:
+        yield folder
+
+
+@pytest.fixture
+def store(disk: Path) -> Iterator[LmdbStore]:
+    opened = LmdbStore(disk / "broker", is_synced=True)
+    yield opened
+    opened.close()
+
+
+def fill_up(store: LmdbStore) -> int:
+    """Put until the store refuses; the number of groups put."""
+    for i in range(1000):
+        if store.refusal(len(SAMPLES)):
+            return i
+        store.commit([Write("payloads", str(i), [SAMPLES]), Write("groups", str(i), b"ready")])
+    raise AssertionError("never refused")
+
+
+def test_samples_are_refused_before_the_last_byte_and_what_frees_room_still_goes(store: LmdbStore) -> None:
+    count = fill_up(store)
+    assert count > 50
+    assert "full" in store.refusal(0)
+    assert "make room there" in store.refusal(0)
+    assert str(store.path) in store.refusal(0)
+    assert store.reserve.is_held, "the reserve is not used by samples"
+    for i in range(count):
+        store.commit([Write("payloads", str(i), None), Write("groups", str(i), b"committed")])
+    assert store.refusal(len(SAMPLES)) == "", "pages of the file that are free again count as room"
+    assert [value for _, value in store.scan("groups")] == [b"committed"] * count
+
+
+def test_a_commit_that_finds_no_room_uses_the_reserve(store: LmdbStore, disk: Path) -> None:
+    store.commit([Write("groups", "a", b"1")])
+    small.fill(disk)
+    store.commit([Write("groups", "b", b"2" * 400_000)])
+    assert not store.reserve.is_held
+    assert not (disk / "broker" / "reserve").exists()
+    assert store.get("groups", "b") == b"2" * 400_000
+    assert store.refusal(0)
+
+
+def test_without_room_or_reserve_the_commit_fails_whole_and_succeeds_once_there_is_room(store: LmdbStore, disk: Path) -> None:
+    store.commit([Write("groups", "a", b"1"), Write("payloads", "a", b"kept")])
+    hog = small.fill(disk)
+    store.reserve.release()
+    hog2 = small.fill(disk)
+    assert hog == hog2
+    writes = [Write("groups", "a", b"2"), Write("payloads", "a", None), Write("payloads", "b", [SAMPLES] * 20)]
+    for _ in range(3):
+        with pytest.raises(StoreError, match=r"is full: .* free and .* needed; make room there") as caught:
+            store.commit(writes)
+        assert caught.value.code == "disk_full"
+        assert caught.value.retryable
+    assert (store.get("groups", "a"), store.get("payloads", "a"), store.get("payloads", "b")) == (b"1", b"kept", None)
+    hog.unlink()
+    store.commit(writes)
+    assert (store.get("groups", "a"), store.get("payloads", "a")) == (b"2", None)
+    store.reserve._tried_at = float("-inf")
+    assert store.refusal(len(SAMPLES)) == ""
+    assert store.reserve.is_held, "the reserve is taken again"
+
+
+def test_a_full_disk_at_the_start_says_so(disk: Path) -> None:
+    small.fill(disk)
+    with pytest.raises(Exception, match=r"store at .* (full|No space)"):
+        LmdbStore(disk / "broker", is_synced=True)
+
+
+def test_a_reserve_is_a_part_of_a_small_disk_and_bounded_on_a_large_one(disk: Path, tmp_path: Path) -> None:
+    assert Reserve(disk).size_bytes == 24 * 1024 * 1024 // 16
+    assert Reserve(tmp_path).size_bytes <= 64 * 1024 * 1024
