@@ -472,14 +472,22 @@ def besiege(folder: Path, seed: int, messages: int, peers: int) -> int:
 @click.command()
 @click.option("--minutes", default=2.0, show_default=True, help="[minutes] Of faults; start, calm and count come on top.")
 @click.option("--seed", type=int, help="[number] Decides every fault; default: a random one, printed.")
-@click.option(
-    "--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers; of --hostile: hostile processes."
-)
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers; hostile processes.")
 @click.option("--mean-gap-s", default=3.0, show_default=True, help="[seconds] Mean time between two faults.")
 @click.option("--durability", default="os", show_default=True, type=click.Choice(["fsync", "os"]), help="Of the broker.")
 @click.option("--folder", type=click.Path(path_type=Path), help="[path] Keep everything here; default: a folder of its own under /tmp.")
+@click.option("--hostile", type=click.IntRange(min=1000), help="[messages] Instead: send so many hostile ones to a live broker.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def chaos(minutes: float, seed: int | None, workers: int, mean_gap_s: float, durability: str, folder: Path | None, as_json: bool) -> None:
+def chaos(
+    minutes: float,
+    seed: int | None,
+    workers: int,
+    mean_gap_s: float,
+    durability: str,
+    folder: Path | None,
+    hostile: int | None,
+    as_json: bool,
+) -> None:
     """Kill and stop the processes of a real run at random moments, restart them, and count what became of every prompt.
 
     Exit code 0: every prompt was trained exactly once in the timeline that survived, or is in play, dropped or dead with a reason,

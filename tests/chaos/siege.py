@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,8 @@ START_S = 60.0
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What a siege did. Throughputs in groups put a second; shares: besieged / quiet, of each round; sizes in bytes."""
+    """What a siege did. Throughputs in groups put a second; shares: besieged / quiet, of each round;
+    others_percent: of the processors that other work took just before; sizes in bytes."""
 
     messages: int
     kinds: dict[str, int]
@@ -42,6 +44,7 @@ class Report(msgspec.Struct, kw_only=True):
     quiet_per_s: float
     besieged_per_s: float
     shares: list[float]
+    others_percent: float
     rss_before: int
     rss_after: int
     log_bytes: int
@@ -78,6 +81,7 @@ class Siege:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(2000)))
+        self.others_percent = psutil.cpu_percent(1.0)
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.folder, self.file = folder, folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(config(folder, self.address)))
@@ -150,6 +154,7 @@ class Siege:
             quiet_per_s=round(all_quiet.per_s, 1),
             besieged_per_s=round(all_besieged.per_s, 1),
             shares=shares,
+            others_percent=self.others_percent,
             rss_before=rss_before,
             rss_after=rss_after,
             log_bytes=self.broker.log.stat().st_size - log_before,
