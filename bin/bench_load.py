@@ -9,6 +9,7 @@ import heapq
 import itertools
 import json
 import secrets
+import select
 import sys
 import time
 from collections import deque
@@ -87,6 +88,27 @@ class Peer:
         return envelope.decode(self.socket.recv_multipart()).message
 
 
+class Waiting:
+    """Which of many peers have something to receive. Asking 256 sockets one by one would take longer than what is measured.
+
+    libzmq signals a socket's file once: whoever is given must be read until nothing is left, and so must one that has just sent.
+    """
+
+    def __init__(self, peers: list[Peer]) -> None:
+        self._epoll, self._by_file, self._first = select.epoll(), {}, list(peers)
+        for peer in peers:
+            file = peer.socket.getsockopt(zmq.FD)
+            self._by_file[file] = peer
+            self._epoll.register(file, select.EPOLLIN)
+
+    def ready(self, timeout_s: float = WAIT_S) -> list[Peer]:
+        """Those to read now; empty after `timeout_s`."""
+        if self._first:
+            found, self._first = self._first, []
+            return found
+        return [self._by_file[file] for file, _ in self._epoll.poll(max(0.0, timeout_s))]
+
+
 def lease(peer: Peer, count: int) -> list[LeasedGroup]:
     """That many leased groups."""
     found: list[LeasedGroup] = []
@@ -114,21 +136,20 @@ class Drive:
 
     def run(self, requests: Callable[[int], Iterator[tuple[Message, list[bytes]]]]) -> float:
         """`requests(i)` are those of peer i. Seconds from the first request to the last answer."""
-        poller = zmq.Poller()
-        todo = {peer.socket: (peer, requests(i), deque[float]()) for i, peer in enumerate(self.peers)}
+        waiting_for = Waiting(self.peers)
+        todo = {peer.name: (peer, requests(i), deque[float]()) for i, peer in enumerate(self.peers)}
         started = time.perf_counter()
-        for socket, (peer, left, sent) in todo.items():
-            poller.register(socket, zmq.POLLIN)
+        for peer, left, sent in todo.values():
             for message, bulk in itertools.islice(left, self.window):
                 sent.append(time.perf_counter())
                 peer.send(message, bulk)
         waiting = len(todo)
         while waiting:
-            ready = poller.poll(WAIT_MS)
+            ready = waiting_for.ready()
             if not ready:
                 raise TimeoutError(f"{waiting} peers had no answer in {WAIT_S:.0f} s")
-            for socket, _ in ready:
-                waiting -= self._answers(*todo[socket])
+            for peer in ready:
+                waiting -= self._answers(*todo[peer.name])
         return time.perf_counter() - started
 
     def _answers(self, peer: Peer, left: Iterator[tuple[Message, list[bytes]]], sent: "deque[float]") -> bool:
@@ -140,7 +161,7 @@ class Drive:
                 peer.send(message, bulk)
             if not sent:
                 return True
-        return False
+        return False  # read until nothing was left
 
 
 def put(spec: dict[str, Any]) -> dict[str, Any]:
@@ -179,17 +200,14 @@ def cycle(spec: dict[str, Any]) -> dict[str, Any]:
     """Lease a group, put it, and again, each worker with `window` of these in flight: what a run does, without the waiting."""
     context = zmq.Context()
     peers = [Peer(context, spec["address"], f"{spec.get('name', 's')}{i}", role="rollout") for i in range(spec["workers"])]
-    poller, left, done, waiting = zmq.Poller(), spec["groups"], 0, spec["groups"]
-    by_socket = {peer.socket: peer for peer in peers}
+    waiting_for, left, done, wanted = Waiting(peers), spec["groups"], 0, spec["groups"]
     started = time.perf_counter()
     for peer in peers:
-        poller.register(peer.socket, zmq.POLLIN)
         for _ in range(min(left, spec["window"])):
             peer.send(Lease(want=1, wait_s=10.0, lineage=LINEAGE, serving=0))
             left -= 1
-    while done < waiting:
-        for socket, _ in poller.poll(WAIT_MS):
-            peer = by_socket[socket]
+    while done < wanted:
+        for peer in waiting_for.ready():
             while (frames := peer.receive()) is not None:
                 reply = envelope.decode([frames[0].bytes]).message
                 if isinstance(reply, LeaseReply):
@@ -208,9 +226,7 @@ def paced(spec: dict[str, Any]) -> dict[str, Any]:
     """Each worker leases a group every `period_s`, puts it, and beats as often: latencies of leases, puts and heartbeats."""
     context = zmq.Context()
     peers = [Peer(context, spec["address"], f"{spec.get('name', 'p')}{i}", role="rollout") for i in range(spec["workers"])]
-    poller, by_socket = zmq.Poller(), {peer.socket: peer for peer in peers}
-    for peer in peers:
-        poller.register(peer.socket, zmq.POLLIN)
+    waiting_for, to_read = Waiting(peers), list[Peer]()
     period, begin = spec["period_s"], time.perf_counter()
     due = [(begin + period * i / len(peers), i, 0) for i in range(len(peers))]
     heapq.heapify(due)
@@ -225,8 +241,9 @@ def paced(spec: dict[str, Any]) -> dict[str, Any]:
             started = time.perf_counter()
             sent[peer.name, peer.send(message)] = (kind, started)
             heapq.heappush(due, (at + period / 2, i, turn + 1))
-        for socket, _ in poller.poll(max(0, int((due[0][0] - time.perf_counter()) * 1000))):
-            peer = by_socket[socket]
+            to_read.append(peer)
+        to_read += waiting_for.ready(0 if to_read else due[0][0] - time.perf_counter())
+        for peer in to_read:
             while (frames := peer.receive()) is not None:
                 got = envelope.decode([frames[0].bytes])
                 kind, started = sent.pop((peer.name, got.header.id))
@@ -235,6 +252,7 @@ def paced(spec: dict[str, Any]) -> dict[str, Any]:
                     for g in got.message.groups:
                         started = time.perf_counter()
                         sent[peer.name, peer.send(put_of(g.group, g.lease, g.attempt), FRAMES)] = ("put", started)
+        to_read.clear()
     return {"seconds": spec["seconds"], "unanswered": len(sent), "latencies_s": taken}
 
 

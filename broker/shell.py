@@ -17,6 +17,7 @@ import zmq
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
 from broker.source import FileRows
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
     Bulk,
@@ -43,7 +44,7 @@ from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
 from slimebus.messages import Error, Hint, Status
-from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
+from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket, has_input
 
 log = logging.getLogger("slimebus.broker")
 
@@ -52,7 +53,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
 
 
 class Broker:
@@ -75,6 +76,7 @@ class Broker:
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics = MetricsFile(metrics_path, self.clock)
@@ -85,7 +87,7 @@ class Broker:
         self.hints.linger = 200
         try:
             self.hints_endpoint = bind_socket(self.hints, hints_bind)
-            self.machine = self._restored(rules, source, run, max_message_bytes)
+            self.machine = self._restored(rules, source, run, max_message_bytes, buffer_filter)
         except UsageError:
             self.close()
             raise
@@ -94,13 +96,16 @@ class Broker:
         meta = self.machine.state.meta
         self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers)
 
-    def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
+    def _restored(
+        self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int, buffer_filter: BufferFilter | None
+    ) -> Machine:
         machine = Machine(
             rules,
             source,
             run=run,
             hints=self.hints_endpoint,
             max_message_bytes=max_message_bytes,
+            buffer_filter=buffer_filter,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
@@ -124,7 +129,8 @@ class Broker:
             return self._turn_held(self._held)
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
         now = self.clock.monotonic()
-        effects = self.machine.tick(now)
+        deadline = self.machine.next_deadline()
+        effects = self.machine.tick(now) if not requests or (deadline is not None and deadline <= now) else []
         if requests:
             effects += self.machine.apply([event_of(request) for request in requests], now)
         self._perform(effects)
@@ -272,7 +278,7 @@ class Broker:
     def _greet_subscribers(self) -> None:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
-        while self.hints.poll(0):
+        while has_input(self.hints):
             is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)

@@ -6,9 +6,10 @@ the header (slimebus/samples.py), each described here by a `Field`.
 
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
-    client    hello -> status | evaluate | set
+    client    hello -> status | evaluate | push | set
 """
 
+import math
 import re
 from functools import cache
 
@@ -145,6 +146,16 @@ class SampleHeader(Message):
     metadata: dict[str, Scalar] = {}
 
 
+def has_failed(status: str, reward: float | None, oldest_version: int) -> bool:
+    """True for a sample that must not be trained: status failed, or its reward is missing or not finite.
+
+    A demonstration (oldest_version NO_VERSION) needs no reward.
+    """
+    if status == "failed":
+        return True
+    return oldest_version != NO_VERSION if reward is None else not math.isfinite(reward)
+
+
 # --- rollout ------------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +224,15 @@ class GiveBack(Message):
     """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
     | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
-    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease.
+    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a
+    drop makes waste.
     """
 
     group: str
     lease: int
     outcome: str
     reason: str
+    num_tokens: int = 0
     lineage: str = ""
     samples: list[SampleHeader] = []
     fields: list[Field] = []
@@ -359,12 +372,47 @@ class SetReply(Message):
     settings: dict[str, Scalar] = {}
 
 
+class Push(Message):
+    """Prompts to sample, one bulk frame each: a record as in `lease_reply`. Repeating the same `key` adds nothing.
+
+    front: before the prompts that were pushed without it.
+    """
+
+    key: str
+    front: bool = False
+
+
+class PushReply(Message):
+    """The prompts are durable. accepted, duplicate: how many are new, and how many a push of this key brought before.
+
+    first: the group id of the first; the others follow by number (`push/17`, `push/18`). waiting: pushed prompts not sampled yet.
+    """
+
+    accepted: int
+    duplicate: int = 0
+    first: str = ""
+    waiting: int = 0
+
+
 @cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate, Set)
-REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, EvaluateReply, SetReply)
+REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate, Set, Push)
+REPLIES = (
+    Ok,
+    Error,
+    Welcome,
+    HeartbeatReply,
+    LeaseReply,
+    PutReply,
+    BatchReply,
+    FetchReply,
+    StatusReply,
+    EvaluateReply,
+    SetReply,
+    PushReply,
+)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -30,11 +30,11 @@ ZERO_VARIANCE = "zero_variance"
 
 
 class StepBatch:
-    """A fetched batch in the trainer's terms; failed samples (no reward) are left out."""
+    """A fetched batch in the trainer's terms."""
 
     def __init__(self, fetched: FetchedBatch) -> None:
         self.fetched = fetched
-        self.groups = [Group(g.id, [_sample(s) for s in g.samples if s.reward is not None]) for g in fetched.groups]
+        self.groups = [Group(g.id, [_sample(s) for s in g.samples]) for g in fetched.groups]
 
     def parts(self, count: int) -> list[list[Group]]:
         """The groups in `count` parts of almost equal numbers, one for each optimizer step."""
@@ -73,7 +73,7 @@ class StepBatch:
 
 
 def _sample(s: Any) -> Sample:
-    return Sample(tokens=s.tokens, loss_mask=s.loss_mask, rollout_logprobs=s.rollout_logprobs, reward=s.reward)
+    return Sample(tokens=s.tokens, loss_mask=s.loss_mask, rollout_logprobs=s.rollout_logprobs, reward=s.reward or 0.0)
 
 
 class Bus:

@@ -26,6 +26,7 @@ from slimebus.messages import (
     Message,
     Ok,
     Publish,
+    Push,
     Put,
     Resume,
     Set,
@@ -37,6 +38,7 @@ ROLES = ("rollout", "trainer", "client")
 NEEDS_ROLE: dict[type[Message], str] = {
     **dict.fromkeys((Lease, Put, GiveBack), "rollout"),
     **dict.fromkeys((Resume, Publish, Batch, Fetch, Commit, Finish), "trainer"),
+    Push: "client",
 }
 MAX_NAME_CHARS = 128
 MAX_FORMER = 16

@@ -7,9 +7,10 @@ import msgspec
 
 from slimebus.messages import Hint, Message
 
-Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations"]
+Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations", "pushes", "source"]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
-by group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
+by group. clients: epochs. steps: the groups of each step. evaluations: targets and results. pushes: keys of accepted pushes. source: the
+state of a stateful source."""
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):

@@ -68,6 +68,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     size_bytes: int = 0
     oldest_version: int = NO_VERSION
     newest_version: int = NO_VERSION
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1
@@ -88,6 +90,8 @@ class Groups:
         self._by_request: dict[tuple[str, int], list[Group]] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
         self.ready: list[tuple[int, str]] = []
+        self.ready_tokens = 0
+        self._tokens: dict[str, int] = {}
         self._queues: dict[str, list[tuple[int, str]]] = {TRAIN: [], EVAL: []}
 
     def add(self, group: Group) -> None:
@@ -152,6 +156,8 @@ class Groups:
             self._by_request.setdefault((group.worker, group.request), []).append(group)
         elif group.phase == READY:
             bisect.insort(self.ready, (group.admitted, group.id))
+            self._tokens[group.id] = group.num_tokens
+            self.ready_tokens += group.num_tokens
 
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
@@ -159,6 +165,7 @@ class Groups:
             self._leave_lease(group)
         elif group.phase == READY:
             del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
+            self.ready_tokens -= self._tokens.pop(group.id)
 
     def _leave_lease(self, group: Group) -> None:
         del self.by_lease[group.lease]

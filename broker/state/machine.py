@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, damage, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import batches, choice, clients, damage, evaluation, leases, pushes, settings, status, timeline, watchdog
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, State, StepRecord
+from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -31,6 +32,7 @@ from slimebus.messages import (
     Lease,
     Message,
     Publish,
+    Push,
     Put,
     Resume,
     Set,
@@ -44,19 +46,29 @@ Row = tuple[str, str, bytes]
 class Machine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
+    `buffer_filter` chooses the groups of batches; None: first in, first out.
     `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
     """
 
     def __init__(
-        self, rules: Rules, source: PromptSource, *, run: str, hints: str = "", max_message_bytes: int = 0, first_id: int = 1
+        self,
+        rules: Rules,
+        source: PromptSource,
+        *,
+        run: str,
+        hints: str = "",
+        max_message_bytes: int = 0,
+        first_id: int = 1,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
-        self.state = State(rules, source, run)
+        self.state = State(rules, source, run, buffer_filter)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
 
     def restore(self, rows: Iterable[Row], now: float) -> None:
         """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
         state = self.state
+        pushed = []
         for table, _, value in rows:
             if table == "meta":
                 self._restore_meta(msgspec.msgpack.decode(value, type=Meta))
@@ -71,6 +83,11 @@ class Machine:
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+            elif table == "pushes":
+                pushed.append(value)
+            elif table == "source" and isinstance(state.source, StatefulSource):
+                state.source.restore(value)
+        pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
@@ -206,6 +223,8 @@ class Machine:
                 watchdog.fetched(state, message.groups, now)
             case Commit():
                 batches.commit(state, event, message)
+            case Push():
+                pushes.push(state, event, message)
             case Finish():
                 timeline.finish(state, event, message, now)
             case _:
@@ -222,8 +241,12 @@ class Machine:
                 batches.give_up(state, step, now)
             case ("parked evaluation", name, request):
                 evaluation.give_up(state, name, request)
+            case ("stale wait",):
+                choice.stop_waiting(state)
             case ("client", name):
                 clients.silent(state, name, now)
+            case ("source",):
+                pass  # its rest is over: whoever waits is dealt to when the burst is settled
             case ("finish",):
                 timeline.check_finish(state, now)
             case ("watchdog",):
@@ -232,7 +255,7 @@ class Machine:
     def _settle(self, now: float) -> None:
         """Answer whoever waited for what just happened."""
         leases.deal(self.state, now)
-        batches.assign(self.state)
+        batches.assign(self.state, now)
         leases.deal(self.state, now)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True

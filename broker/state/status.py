@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from broker.state import admission, batches, demand, evaluation, settings, watchdog
+from broker.state import admission, batches, demand, evaluation, prompts, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
-from broker.state.table import Client, ReportingSource, State
+from broker.state.table import FILTERED, Client, ReportingSource, State
 
 MAX_ROWS = 256
 """Clients and waits listed by name; beyond that they are only counted."""
@@ -28,6 +28,11 @@ def status(state: State, now: float) -> dict[str, Any]:
         "lag": lag(meta.lags),
         "waste": {reason: {"groups": g, "tokens": t} for reason, (g, t) in meta.waste.items()},
         "counted": meta.counted,
+        "filter": {
+            "groups": meta.counted.get(FILTERED, 0),
+            "in_a_row": meta.filtered_in_a_row,
+            "limit": state.rules.max_filtered,
+        },
         "source": _source(state),
         "clients": [_client(state, c, now) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state, now),
@@ -52,7 +57,15 @@ def _state(state: State) -> str:
 
 def _source(state: State) -> dict[str, Any]:
     report = state.source.report() if isinstance(state.source, ReportingSource) else {}
-    return {"position": state.meta.cursor, "ended": state.meta.source_ended, **report}
+    pushed = sum(end for _, end in state.meta.pushed.values())
+    return {
+        "position": state.meta.cursor,
+        "ended": state.meta.source_ended,
+        "pushed": pushed,
+        "waiting": prompts.num_waiting(state),
+        "problem": state.source_problem,
+        **report,
+    }
 
 
 def _groups(state: State) -> dict[str, int]:

@@ -4,7 +4,7 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import evaluation, partials
+from broker.state import evaluation, partials, prompts
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
 from broker.state.table import State, StepRecord
@@ -48,7 +48,8 @@ def _begin(state: State, ask: Resume) -> None:
     meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
-    state.swept, state.finished_said = None, False
+    state.swept, state.finished_said, meta.filtered_in_a_row = None, False, 0
+    state.end_wait()
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
     state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")
 
@@ -83,7 +84,9 @@ def _rewind(state: State, ask: Resume) -> None:
         state.changed("steps", step)
         for group_id in record.groups:
             group = state.groups.by_id.get(group_id)
-            if group is None:
+            if group is None and prompts.is_forgotten(state, group_id, step):
+                _lose(state, group_id)
+            elif group is None:
                 _restore_freed(state, group_id)
             elif group.step == step and group.phase in (ASSIGNED, COMMITTED):
                 group.step = -1
@@ -95,16 +98,13 @@ def _rewind(state: State, ask: Resume) -> None:
 
 def _restore_freed(state: State, group_id: str) -> None:
     """A group whose samples were freed under a checkpoint that the trainer now goes behind: its prompt is queued again."""
-    prompt = state.source.find(group_id)
-    if prompt is None:
-        state.tally(state.meta.counted, "prompts lost in a rewind")
-        state.note(f"group {group_id} was freed and the source does not know it; it will not be trained again", is_warning=True)
-        return
-    group = Group(id=prompt.id, position=prompt.position, reason="rewound")
-    state.groups.add(group)
-    state.changed("groups", group.id)
-    state.save("prompts", group.id, prompt.record)
-    state.tally(state.meta.moves, "freed>queued rewound")
+    if not prompts.bring_back(state, group_id):
+        _lose(state, group_id)
+
+
+def _lose(state: State, group_id: str) -> None:
+    state.tally(state.meta.counted, "prompts lost in a rewind")
+    state.note(f"group {group_id} was freed and its prompt is known no more; it will not be trained again", is_warning=True)
 
 
 def _revoke_leases(state: State) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from broker.state import admission, batches
+from broker.state import admission, batches, choice, prompts
 from broker.state.clients import is_present
-from broker.state.groups import READY
 from broker.state.pace import quantile
 from broker.state.table import Client, State
 from slimebus.messages import NO_VERSION
@@ -225,7 +224,7 @@ def _doing(state: State, now: float) -> str:
 
 
 def _ready(state: State) -> str:
-    return f"{len(state.groups.ready)} of {state.rules.batch_size} groups ready"
+    return f"{choice.so_far(state, len(state.groups.ready))} ready"
 
 
 def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
@@ -235,7 +234,10 @@ def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
         holders = {group.worker for group in leased}
         silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c, now)}
         return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], f"{reason}; {_oldest(state, now)}")
-    if state.meta.source_ended and not state.groups.first_queued() and state.groups.count(READY) < state.rules.batch_size:
+    why_none = prompts.why_none(state)
+    if why_none and not state.groups.first_queued():
+        return Cause("broker", ["source"], reason if why_none in reason else f"{reason}; {why_none}")
+    if batches.can_never_fill(state):
         return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
     return _no_leases(state, trainer, reason)
 
@@ -253,7 +255,7 @@ def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
         return Cause("rollout", names[:MAX_NAMES], f"{reason}{f' ({_names(names)} fell silent)' if names else ''}")
     refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
     unready = [c.name for c in present if admission.unready_weights(state, c)]
-    if state.num_held >= state.rules.capacity:
+    if state.num_held >= admission.capacity(state):
         return Cause("broker", ["buffer"], f"{_waiting_text(state)}; {next(iter(refusals.values()))}")
     if len(unready) == len(present):
         verb = "still pulls" if len(unready) == 1 else "still pull"

@@ -7,7 +7,7 @@ import msgspec
 
 from slimebus.errors import SlimebusError
 
-TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "freed", "evaluations")
+TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "freed", "evaluations", "pushes", "source")
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):

@@ -55,6 +55,8 @@ EXAMPLES: list[m.Message] = [
     m.Status(),
     m.StatusReply(),
     m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
+    m.Push(key="extra/0", front=True),
+    m.PushReply(accepted=2, first="front/0", waiting=2),
     m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
     m.Set(key="c3", settings={"max_staleness": 4, "rollout_batch_size": 64}),
     m.SetReply(step=42, changed={"max_staleness": (1, 4)}, settings={"max_staleness": 4, "on_stale": "requeue"}),
