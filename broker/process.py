@@ -121,6 +121,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
         max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
+        required_fields=b.required_fields,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

@@ -16,6 +16,7 @@ import zmq
 
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
+from broker.payload import assembled
 from broker.source import FileRows
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
@@ -35,6 +36,7 @@ from broker.state.effects import (
     StoredPayload,
     StoredPrompt,
 )
+from broker.state.groups import field_key
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
@@ -43,7 +45,7 @@ from broker.store.pages import damaged_store
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
-from slimebus.messages import Error, Hint, Status
+from slimebus.messages import Error, Field, Hint, Status
 from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket, has_input
 
 log = logging.getLogger("slimebus.broker")
@@ -53,7 +55,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
 class Broker:
@@ -256,10 +258,15 @@ class Broker:
             case StoredPrompt(group):
                 written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
                 return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
-            case StoredPayload(group):
-                return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPayload(group, late, only):
+                frames = self._present(self.store.frames("payloads", group), "payloads", group)
+                return assembled(frames, [(f, self._late(group, f)) for f in late], only) if late or only is not None else frames
             case StoredPartial(group):
                 return self._present(self.store.frames("partials", group), "partials", group)
+
+    def _late(self, group: str, field: Field) -> Any:
+        key = field_key(group, field.name)
+        return self._present(self.store.frames("fields", key), "fields", key)[0]
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:

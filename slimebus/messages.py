@@ -6,6 +6,7 @@ the header (slimebus/samples.py), each described here by a `Field`.
 
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
+    consumer  hello -> (read -> put_fields*)* -> goodbye
     client    hello -> status | evaluate | push | set
 """
 
@@ -45,7 +46,7 @@ class Error(Message):
 
 
 class Hello(Message):
-    """First message of a client. `role` is rollout, trainer or client; the sender's name is in the envelope.
+    """First message of a client. `role` is rollout, trainer, consumer or client; the sender's name is in the envelope.
 
     `instance` is a random id of this process: the same instance saying hello again (after a reconnect) keeps its epoch,
     another instance of the same name gets a new epoch and fences the older one. `born` is when this process started, seconds
@@ -325,6 +326,65 @@ class Finish(Message):
     reason: str = ""
 
 
+# --- consumers ----------------------------------------------------------------------------------------------------
+
+
+class Read(Message):
+    """The next groups behind position `after`, which is thereby acknowledged with all before it. Parked at most `wait_s` seconds.
+
+    needs: fields that a group must have; reading goes no further than the first group that lacks one. extras: of the fields beyond
+    tokens, loss_mask and rollout_logprobs, just these (None: all). shard, shards: only positions p with p % shards == shard.
+    """
+
+    count: int
+    wait_s: float
+    after: int = 0
+    needs: list[str] = []
+    extras: list[str] | None = None
+    shard: int = 0
+    shards: int = 1
+
+
+class ReadGroup(Message):
+    """One group of a read; sizes and versions as in a batch. `attempt` names its samples when fields are put to it."""
+
+    group: str
+    attempt: int
+    position: int
+    num_frames: int
+    num_samples: int
+    num_tokens: int
+    oldest_version: int = NO_VERSION
+
+
+class ReadReply(Message):
+    """For each group, `num_frames` bulk frames: its record header (a msgpack `Put`), then one frame per field, late ones last.
+
+    position: the cursor, up to which everything is acknowledged. num_skipped: positions before the last group given that are gone.
+    """
+
+    groups: list[ReadGroup] = []
+    position: int = 0
+    num_skipped: int = 0
+    reason: str = ""
+    finished: bool = False
+
+
+class PutFields(Message):
+    """More fields of a group that waits to be trained; bulk frames: one per field, in order. Idempotent by (group, attempt, name)."""
+
+    group: str
+    attempt: int
+    fields: list[Field]
+
+
+class PutFieldsReply(Message):
+    """result: accepted (durable), duplicate (they are there) or gone (`reason`: trained, sampled again, dropped)."""
+
+    result: str
+    reason: str = ""
+
+
 # --- people and tools ---------------------------------------------------------------------------------------------
 
 
@@ -400,7 +460,26 @@ def wire_name(cls: type[Message]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate, Set, Push)
+REQUESTS = (
+    Hello,
+    Heartbeat,
+    Goodbye,
+    Lease,
+    Put,
+    GiveBack,
+    Resume,
+    Publish,
+    Batch,
+    Fetch,
+    Commit,
+    Finish,
+    Read,
+    PutFields,
+    Status,
+    Evaluate,
+    Set,
+    Push,
+)
 REPLIES = (
     Ok,
     Error,
@@ -410,6 +489,8 @@ REPLIES = (
     PutReply,
     BatchReply,
     FetchReply,
+    ReadReply,
+    PutFieldsReply,
     StatusReply,
     EvaluateReply,
     SetReply,

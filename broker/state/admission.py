@@ -20,7 +20,7 @@ def step_of_next(state: State, extra: int = 0) -> int:
     rules, leased, ready = state.rules, state.groups.count(LEASED) + extra, state.groups.count(READY)
     if not rules.batch_tokens:
         return state.next_unassigned + (leased + ready) // (rules.over_sampling or rules.batch_size)
-    tokens = state.groups.ready_tokens + leased * mean_tokens(state)
+    tokens = state.groups.ready_tokens + (leased + len(state.groups.held)) * mean_tokens(state)
     return state.next_unassigned + int(tokens / (rules.batch_tokens * rules.width))
 
 

@@ -5,8 +5,8 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, choice, prompts, staleness
-from broker.state.effects import Event, StoredPayload
+from broker.state import admission, choice, consumers, prompts, staleness
+from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
 from broker.state.table import FILTERED, Client, Parked, State, StatefulSource, StepRecord
 from broker.state.timers import bounded_wait
@@ -96,12 +96,12 @@ def can_never_fill(state: State) -> bool:
     if waiting and (state.rules.batch_tokens or isinstance(state.source, StatefulSource)):
         return False  # what becomes of them may make a stateful source give more
     if state.rules.batch_tokens:
-        return True
+        return not state.groups.held
     return waiting + state.groups.count(READY) < state.rules.batch_size
 
 
 def _end_of_source(state: State, step: int) -> Message:
-    left = state.groups.first_ready(len(state.groups.ready))
+    left = state.groups.every_ready()
     for group in left:
         state.drop(group, "the source ended within a batch")
     filtered = state.meta.counted.get(FILTERED, 0)
@@ -124,7 +124,9 @@ def reason_for(state: State, step: int, now: float) -> str:
         client = state.clients.get(name)
         silence = f", silent for {now - client.heard_at:.0f} s" if client and now - client.heard_at > 3 * state.rules.heartbeat_s else ""
         parts.append(f"{count} leased by {name}{silence}")
-    if not holders:
+    if held := consumers.why_held(state, now):
+        parts.append(held)
+    elif not holders:
         parts.append(_why_no_leases(state))
     return "; ".join(parts)
 
@@ -155,7 +157,7 @@ def fetch(state: State, event: Event, ask: Fetch, max_message_bytes: int) -> Non
     size_bytes = sum(g.size_bytes for g in found)
     if max_message_bytes and size_bytes > max_message_bytes:
         raise SlimebusError(f"fetch: {len(found)} groups of {size_bytes} bytes, at most {max_message_bytes}", code="too_large")
-    state.reply(event.to, FetchReply(num_frames=[g.num_frames for g in found]), [StoredPayload(g.id) for g in found])
+    state.reply(event.to, FetchReply(num_frames=[consumers.num_frames(g) for g in found]), [consumers.payload_of(g) for g in found])
 
 
 # --- commit ---
@@ -216,9 +218,9 @@ def free(state: State, checkpoint: int) -> None:
         for group_id in record.groups if record else ():
             group = state.groups.by_id.get(group_id)
             if group is not None and group.phase == COMMITTED and group.step == step:
+                state.forget_payload(group)
                 state.groups.remove(group)
                 state.changed("groups", group_id)
-                state.delete("payloads", group_id)
                 prompts.free(state, group_id)
         prompts.forget_old(state, step)
     state.meta.floor = max(state.meta.floor, checkpoint)

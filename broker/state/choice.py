@@ -46,7 +46,7 @@ def so_far(state: State, num_ready: int) -> str:
 
 def _is_full(state: State) -> bool:
     """No group is in flight and there is no room for another: more tokens cannot come."""
-    return state.groups.count(LEASED) == 0 and state.num_held >= admission.capacity(state)
+    return state.groups.count(LEASED) == 0 and not state.groups.held and state.num_held >= admission.capacity(state)
 
 
 def _first_of(state: State, ready: list[Group]) -> list[Group]:

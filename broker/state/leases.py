@@ -9,6 +9,7 @@ import msgspec
 from broker.state import admission, evaluation, partials, prompts, staleness
 from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
+from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
 from broker.state.rules import Sampling
@@ -286,6 +287,8 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     partials.used(state, group)
     state.move(group, READY, "put")
+    state.groups.arrive(group, state.meta.next_arrival)
+    state.meta.next_arrival += 1
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:
@@ -296,6 +299,8 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
 def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
     group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
+    group.lengths = [s.num_tokens for s in done.samples]
+    group.fields = [f.name for f in done.fields if f.name not in TOKEN_FIELDS]
     group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
     group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)
     group.reward_mean, group.reward_std = spread([s.reward or 0.0 for s in good])

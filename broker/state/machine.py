@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, choice, clients, damage, evaluation, leases, pushes, settings, status, timeline, watchdog
+from broker.state import batches, choice, clients, consumers, damage, evaluation, leases, pushes, settings, status, timeline, watchdog
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -34,6 +34,8 @@ from slimebus.messages import (
     Publish,
     Push,
     Put,
+    PutFields,
+    Read,
     Resume,
     Set,
     Status,
@@ -80,6 +82,9 @@ class Machine:
             elif table == "evaluations":
                 kept = msgspec.msgpack.decode(value, type=Evaluation)
                 state.evaluations[kept.key] = kept
+            elif table == "consumers":
+                consumer = msgspec.msgpack.decode(value, type=Consumer)
+                state.consumers[consumer.name] = consumer
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
@@ -140,6 +145,8 @@ class Machine:
             damage.lose_samples(self.state, group)
         elif table == "prompts":
             damage.lose_prompt(self.state, group)
+        elif table == "fields":
+            damage.lose_samples(self.state, group.partition("\n")[0])
         elif table == "partials":
             damage.lose_partial(self.state, group)
         self._settle(now)
@@ -223,6 +230,10 @@ class Machine:
                 watchdog.fetched(state, message.groups, now)
             case Commit():
                 batches.commit(state, event, message)
+            case Read():
+                consumers.read(state, event, client, message, now)
+            case PutFields():
+                consumers.put_fields(state, event, client, message, self.max_message_bytes)
             case Push():
                 pushes.push(state, event, message)
             case Finish():
@@ -239,6 +250,8 @@ class Machine:
                 leases.give_up(state, name, request)
             case ("parked batch", step):
                 batches.give_up(state, step, now)
+            case ("parked read", name):
+                consumers.give_up(state, name)
             case ("parked evaluation", name, request):
                 evaluation.give_up(state, name, request)
             case ("stale wait",):
@@ -257,9 +270,11 @@ class Machine:
         leases.deal(self.state, now)
         batches.assign(self.state, now)
         leases.deal(self.state, now)
+        consumers.serve(self.state)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True
             self.state.notify()
+            consumers.finish(self.state)
 
 
 __all__ = ["Address", "Effect", "Event", "Machine"]

@@ -34,7 +34,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     that a full batch waits. needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
-    eval_interval: versions between evaluations, 0 for none.
+    required_fields: a group is in no batch before it has all of them. eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -57,6 +57,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_pushed: int = 1_000_000
     waits_for_push: bool = False
     stall_min_s: float = 30.0
+    required_fields: list[str] = []
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0

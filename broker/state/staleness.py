@@ -24,7 +24,7 @@ def sweep(state: State, step: int) -> None:
     if state.swept == seen:
         return
     state.swept = seen
-    for group in state.groups.first_ready(len(state.groups.ready)):
+    for group in state.groups.every_ready():
         if is_stale(state, group, step):
             remove_stale(state, group)
 
@@ -62,6 +62,7 @@ def saved_by_waiting(state: State, step: int, size: int) -> int:
     """How many more groups could be trained in time if the batch of `step`, `size` groups, waited for those in flight."""
     ready = sorted(last_step(state, group.oldest_version) for group in state.groups.first_ready(len(state.groups.ready)))
     leased = [last_step(state, begun_by(group)) for group in state.groups.leased_for()]
+    leased += [last_step(state, group.oldest_version) for group in state.groups.held.values()]
     if not leased:
         return 0
     return _num_late([*ready[size:], *leased], step + 1, size) - _num_late([*ready, *leased], step, size)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import admission, batches, demand, evaluation, prompts, settings, watchdog
+from broker.state import admission, batches, consumers, demand, evaluation, prompts, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.table import FILTERED, Client, ReportingSource, State
 
@@ -38,6 +38,7 @@ def status(state: State, now: float) -> dict[str, Any]:
         "parked": _parked(state, now),
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
+        "consumers": consumers.rows(state, now),
         "store": state.store,
         "waiting": waiting(state, now),
         "stalled": watchdog.report(state, now),
@@ -69,10 +70,11 @@ def _source(state: State) -> dict[str, Any]:
 
 
 def _groups(state: State) -> dict[str, int]:
+    ready = {"held": len(state.groups.held)} if state.groups.required else {}
     counts: dict[str, int] = {phase: state.groups.count(phase) for phase in (QUEUED, LEASED, READY, ASSIGNED, COMMITTED)}
     ended = {phase: state.meta.ended.get(phase, 0) for phase in ("dropped", "dead")}
     evaluating = {"eval_queued": state.groups.count(QUEUED, EVAL), "eval_leased": state.groups.count(LEASED, EVAL)}
-    return {**counts, **ended, **evaluating}
+    return {**counts, **ready, **ended, **evaluating}
 
 
 def lag(lags: dict[int, int]) -> dict[str, Any]:
@@ -106,7 +108,8 @@ def _parked(state: State, now: float) -> list[dict[str, Any]]:
         for p in list(state.parked_leases.values())[:MAX_ROWS]
     ]
     evaluations = [{"kind": "evaluate", "client": p.client, "key": p.key} for p in list(state.parked_evaluations.values())[:MAX_ROWS]]
-    return [*batch, *leases, *evaluations]
+    reads = [{"kind": "read", "client": name, "reason": consumers.why_parked(state, name)} for name in list(state.parked_reads)[:MAX_ROWS]]
+    return [*batch, *leases, *reads, *evaluations]
 
 
 def _evaluation(running: Any) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ import msgspec
 
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
-from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
 from broker.state.rules import Rules
 from broker.state.timers import Timers
-from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
+from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
@@ -103,7 +103,7 @@ class Meta(msgspec.Struct, kw_only=True):
     """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
-    mean_tokens: of the last groups put, num_measured of them.
+    step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
     settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
@@ -125,6 +125,8 @@ class Meta(msgspec.Struct, kw_only=True):
     next_lease: int = 1
     next_admitted: int = 1
     next_epoch: int = 1
+    next_arrival: int = 1
+    step_seconds: list[float] = []
     next_evaluation: int = 1
     finishing: bool = False
     moves: dict[str, int] = {}
@@ -173,8 +175,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 class StepRecord(msgspec.Struct, kw_only=True):
     """The groups of a step, in order, the version trained in it and the bound they were chosen under.
 
-    Metrics are the trainer's, kept for the last steps. seconds: since the commit before, as the watchdog counts it; 0 where
-    that is not known.
+    Metrics are the trainer's, kept for the last steps.
     """
 
     step: int
@@ -183,7 +184,6 @@ class StepRecord(msgspec.Struct, kw_only=True):
     max_staleness: float = math.inf
     is_committed: bool = False
     metrics: dict[str, float] = {}
-    seconds: float = 0.0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -229,6 +229,23 @@ class Parked(msgspec.Struct, kw_only=True):
     key: str
 
 
+class ParkedRead(msgspec.Struct, kw_only=True):
+    """A consumer's request that waits for groups."""
+
+    to: Address
+    message: Read
+
+
+class Consumer(msgspec.Struct, kw_only=True):
+    """What is kept of a consumer: it has acknowledged every position up to `position`. fields: how many it has put, by name."""
+
+    name: str
+    position: int = 0
+    num_read: int = 0
+    num_skipped: int = 0
+    fields: dict[str, int] = {}
+
+
 class State:
     """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
 
@@ -236,6 +253,7 @@ class State:
         self.rules, self.source, self.buffer_filter = rules, source, buffer_filter
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
+        self.groups.required = frozenset(rules.required_fields)
         self.clients: dict[str, Client] = {}
         self.steps: dict[int, StepRecord] = {}
         self.pushes: dict[str, PushRecord] = {}
@@ -245,6 +263,10 @@ class State:
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self.parked_reads: dict[str, ParkedRead] = {}
+        self.last_reads: dict[str, tuple[int, int, int]] = {}
+        self.served_changes = 0
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -314,6 +336,8 @@ class State:
             return self.steps.get(int(key))
         if table == "evaluations":
             return self.evaluations.get(key)
+        if table == "consumers":
+            return self.consumers.get(key)
         if table == "pushes":
             return self.pushes.get(key)
         client = self.clients.get(key)
@@ -397,9 +421,17 @@ class State:
         if group.phase not in (READY, ASSIGNED, COMMITTED):
             return
         self.wasted(reason, 1, group.num_tokens)
-        self.delete("payloads", group.id)
+        self.forget_payload(group)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+
+    def forget_payload(self, group: Group) -> None:
+        """Let go of a group's stored samples and fields."""
+        self.delete("payloads", group.id)
+        for field in group.late:
+            self.delete("fields", field_key(group.id, field.name))
+        self.groups.depart(group)
+        group.lengths, group.fields, group.late = [], [], []
 
     # --- measuring ---
 

@@ -91,7 +91,7 @@ def _rewind(state: State, ask: Resume) -> None:
             elif group.step == step and group.phase in (ASSIGNED, COMMITTED):
                 group.step = -1
                 state.move(group, READY, "rewound")
-    for group in state.groups.first_ready(len(state.groups.ready)):
+    for group in state.groups.every_ready():
         if group.newest_version > ask.version:
             state.requeue(group, "made by a version of the abandoned timeline")
 

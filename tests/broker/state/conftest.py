@@ -13,7 +13,7 @@ from broker.state.table import Prompt
 from broker.store import MemoryStore, Write
 from slimebus import messages as m
 
-TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
+TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
 class Numbers:
