@@ -19,6 +19,8 @@ from slimebus.config import Resolved, RunConfig
 from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
+from slimebus.security.exposure import check_bind, insecure_note
+from slimebus.security.keyring import FolderKeyring
 
 log = logging.getLogger("broker")
 
@@ -63,6 +65,7 @@ def _settle_memory() -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
+    keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
     resolved.run_dir.mkdir(parents=True, exist_ok=True)
@@ -75,8 +78,25 @@ def build(resolved: Resolved) -> Broker:
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+        keyring=keyring,
+        max_message_bytes=config.broker.max_message_mib << 20,
+        max_connections=config.broker.max_connections,
         buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
     )
+
+
+def keyring_of(resolved: Resolved) -> FolderKeyring | None:
+    """The broker's keys, None without. Raises UsageError for an address beyond this machine that would be served without keys."""
+    config, folder = resolved.config, resolved.keys_path
+    for field in ("bind", "hints_bind"):
+        address = getattr(config.broker, field)
+        if address:
+            check_bind(address, f"broker.{field}", has_keys=folder is not None, insecure=config.security.insecure)
+    if folder is not None:
+        return FolderKeyring(folder)
+    if warning := insecure_note(config.broker.bind):
+        log.warning("%s", warning)
+    return None
 
 
 def _source(resolved: Resolved) -> PromptSource:

@@ -107,12 +107,14 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None
         w = self.config.weights
+        credentials = self.client.credentials
         return WeightSync(
             self.engines,
             self.model_dir,
             shm=w.weights_shm,
             pull_timeout_s=w.pull_timeout_s,
             on_change=self._on_new_version,
+            pair=lambda: credentials.pair if credentials else None,
             disk=self.resolved.weights_dir,
         )
 

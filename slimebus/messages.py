@@ -396,6 +396,18 @@ class StatusReply(Message):
     """Bulk frame 0: the status, JSON."""
 
 
+class Keys(Message):
+    """Ask for the allow-list: whose keys may pull weights. `have`: the generation that the asker knows; it is not sent again."""
+
+    have: int = 0
+
+
+class KeysReply(Message):
+    """Bulk frame 0, when the list is another than `have`: JSON, one [public key, name, role] for each key. generation 0: no keys."""
+
+    generation: int = 0
+
+
 class Evaluate(Message):
     """Queue an evaluation of the newest version on `datasets` (empty: all). Repeating the same `key` starts nothing new."""
 
@@ -461,39 +473,11 @@ def wire_name(cls: type[Message]) -> str:
 
 
 REQUESTS = (
-    Hello,
-    Heartbeat,
-    Goodbye,
-    Lease,
-    Put,
-    GiveBack,
-    Resume,
-    Publish,
-    Batch,
-    Fetch,
-    Commit,
-    Finish,
-    Read,
-    PutFields,
-    Status,
-    Evaluate,
-    Set,
-    Push,
+    *(Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish),
+    *(Read, PutFields, Status, Keys, Evaluate, Set, Push),
 )
 REPLIES = (
-    Ok,
-    Error,
-    Welcome,
-    HeartbeatReply,
-    LeaseReply,
-    PutReply,
-    BatchReply,
-    FetchReply,
-    ReadReply,
-    PutFieldsReply,
-    StatusReply,
-    EvaluateReply,
-    SetReply,
-    PushReply,
+    *(Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply),
+    *(ReadReply, PutFieldsReply, StatusReply, KeysReply, EvaluateReply, SetReply, PushReply),
 )
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -143,7 +143,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
 
 class Client(msgspec.Struct, kw_only=True):
-    """Who takes part. The first seven fields survive a restart; the rest is learned again."""
+    """Who takes part. `key`: the name of the key it joined with. What is in ClientRecord too survives a restart, the rest is learned."""
 
     name: str
     role: str
@@ -152,6 +152,7 @@ class Client(msgspec.Struct, kw_only=True):
     former: list[str] = []
     is_fenced: bool = False
     born: float = 0.0
+    key: str = ""
     heard_at: float = 0.0
     is_gone: bool = False
     state: str = ""
@@ -170,6 +171,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
     former: list[str] = []
     is_fenced: bool = False
     born: float = 0.0
+    key: str = ""
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
