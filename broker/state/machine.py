@@ -13,7 +13,7 @@ from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -93,8 +93,8 @@ class Machine:
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
             elif table == "pushes":
                 pushed.append(value)
-            elif table == "source" and isinstance(state.source, StatefulSource):
-                state.source.restore(value)
+            elif table == "source" and state.stateful is not None:
+                state.stateful.restore(value)
         pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)

@@ -84,6 +84,8 @@ class DataConfig(Section, frozen=True):
     prompt_data: list[str] = []
     """[paths] Files of prompts, relative to the run.yaml: jsonl (also .gz) or parquet; `path@[a:b]` takes a slice. `path*2` gives the
     file a weight: files then take turns in these shares; without weights they follow one another."""
+    source_path: str = ""
+    """[hook] A stateful source that gives the prompts, and is told what became of each group; prompt_data is handed to it."""
     input_key: str = "prompt"
     """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
