@@ -90,6 +90,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     steps_behind: int = 0
     reward_mean: float = 0.0
     reward_std: float = 0.0
+    rewards: list[float | None] = []
+    told_attempt: int = 0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1

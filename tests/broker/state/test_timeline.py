@@ -91,6 +91,7 @@ def test_finish_tells_workers_to_leave_and_the_broker_is_over_when_they_did(desk
     desk.ask("t", m.Goodbye())
     assert desk.machine.is_over
 
+
 def test_samples_of_a_version_that_was_trained_further_than_the_checkpoint_are_requeued(new_desk: Any) -> None:
     """With a publish every two steps, version 0 of a trainer resumed at step 1 holds a step that the next one, back at 0, never had."""
     desk = new_desk(publish_interval=2)
