@@ -42,11 +42,14 @@ class Worker(Actor):
 
     def crash(self) -> None:
         """kill -9; whoever looks after it starts it again, sooner or later."""
+        if self.is_dead:
+            return
         self.die()
         self.world.timeline.later(self.world.random.expovariate(0.5), self._start_again)
 
     def _start_again(self) -> None:
-        self.world.replace_worker(self, Worker(self.world, self.name, self.plan))
+        if self.world.counts_on(self):
+            self.world.replace_worker(self, Worker(self.world, self.name, self.plan))
 
     def preempt(self) -> None:
         """SIGTERM: give everything back and leave within a deadline."""

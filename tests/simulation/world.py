@@ -154,12 +154,14 @@ class World:
         """One that nobody has seen before."""
         return Worker(self, f"w{self.timeline.serial()}", scenarios.worker_plan(self.random))
 
+    def counts_on(self, worker: Worker) -> bool:
+        """False for one that another has taken the place of."""
+        return worker in self.workers or worker in self.guests
+
     def replace_worker(self, old: Worker, new: Worker) -> None:
-        """`new` takes the place of `old` among those that the run counts on."""
-        if old in self.workers:
-            self.workers[self.workers.index(old)] = new
-        else:
-            self.guests.append(new)
+        """`new` takes the place of `old`."""
+        among = self.workers if old in self.workers else self.guests
+        among[among.index(old)] = new
 
     def is_poison(self, group: str) -> bool:
         """True for a prompt that ends whatever works on it."""
