@@ -70,8 +70,18 @@ class Invariants:
 
     def before(self, machine: Machine, events: list[Event]) -> None:
         self._asked = []
+        for event in events:
+            self._note_divergence(machine.state, event)
         if len(events) == 1 and isinstance(put := events[0].message, m.Put):
             self._asked = [(put, _holds(machine.state, events[0].sender, put))]
+
+    def _note_divergence(self, state: State, event: Event) -> None:
+        """A trainer goes on from steps that the broker was told to forget by another one: it warns, and their prompts may come again."""
+        process = self.world.processes.get(event.to.peer)
+        if isinstance(event.message, m.Resume) and process is not None and event.message.lineage != state.meta.lineage:
+            trained: dict[int, tuple[str, ...]] = getattr(process, "trained", {})
+            unknown = [step for step in trained if step >= state.meta.next_step and step not in state.steps]
+            self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
 
     def applied(self, machine: Machine, events: list[Event], effects: list[Effect]) -> None:
         """Requests were decided on."""
