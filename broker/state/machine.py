@@ -260,6 +260,8 @@ class Machine:
                 clients.silent(state, name, now)
             case ("source",):
                 pass  # its rest is over: whoever waits is dealt to when the burst is settled
+            case ("hedge",):
+                pass  # deal() looks at what has become slow
             case ("finish",):
                 timeline.check_finish(state, now)
             case ("watchdog",):

@@ -54,6 +54,9 @@ class BrokerConfig(Section, frozen=True):
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
     stall_min_s: Seconds = 30.0
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    hedge_after: NonNegative = 0.0
+    """[ratio] While workers have nothing else to do, a group that takes this many times the usual (median) time is leased to a second one;
+    the first put wins. 0: never."""
     required_fields: list[str] = []
     """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
     connect_timeout_s: Seconds = 120.0
