@@ -54,12 +54,22 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
         return
     key = (client.name, event.to.request)
     if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
+        deal(state, now)  # those before it in the same burst may have their groups now
+    if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
         raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
-    state.timers.set(("parked lease", *key), now + bounded_wait(ask.wait_s))
+    state.newly_parked[key] = now + bounded_wait(ask.wait_s)
     if not ask.wait_s > 0:
         deal(state, now)
         give_up(state, client.name, event.to.request)
+
+
+def watch_waits(state: State) -> None:
+    """Set the deadlines of the requests that are parked since the last look; most have their answer by now and need none."""
+    for key, deadline in state.newly_parked.items():
+        if key in state.parked_leases:
+            state.timers.set(("parked lease", *key), deadline)
+    state.newly_parked.clear()
 
 
 def give_up(state: State, name: str, request: int) -> None:

@@ -284,6 +284,7 @@ class Machine:
         batches.assign(self.state, now)
         leases.deal(self.state, now)
         consumers.serve(self.state)
+        leases.watch_waits(self.state)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True
             self.state.notify()

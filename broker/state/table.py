@@ -265,6 +265,7 @@ class State:
         self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
+        self.newly_parked: dict[tuple[str, int], float] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
         self.consumers: dict[str, Consumer] = {}
