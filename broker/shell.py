@@ -102,6 +102,7 @@ class Broker:
             hints=self.hints_endpoint,
             max_message_bytes=max_message_bytes,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
+            records=self.store.get,
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
         try:

@@ -7,9 +7,9 @@ import msgspec
 
 from slimebus.messages import Hint, Message
 
-Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "evaluations"]
+Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "freed", "evaluations"]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
-by group. clients: epochs. steps: the groups of each step. evaluations: targets and results."""
+by group. clients: epochs. steps: the groups of each step. freed: those of old steps, on disk only. evaluations: targets and results."""
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from broker.state import batches, clients, damage, evaluation, leases, settings,
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, State, StepRecord
+from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, Records, State, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -45,12 +45,21 @@ class Machine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
     `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
+    `records`: reads stored records, so that old ones need not be in memory; None keeps them there.
     """
 
     def __init__(
-        self, rules: Rules, source: PromptSource, *, run: str, hints: str = "", max_message_bytes: int = 0, first_id: int = 1
+        self,
+        rules: Rules,
+        source: PromptSource,
+        *,
+        run: str,
+        hints: str = "",
+        max_message_bytes: int = 0,
+        first_id: int = 1,
+        records: Records | None = None,
     ) -> None:
-        self.state = State(rules, source, run)
+        self.state = State(rules, source, run, records)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
 

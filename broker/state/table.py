@@ -180,11 +180,20 @@ class Parked(msgspec.Struct, kw_only=True):
     key: str
 
 
-class State:
-    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
+class Records(Protocol):
+    """Reads one stored record of what is not kept in memory: ended groups, steps freed long ago."""
 
-    def __init__(self, rules: Rules, source: PromptSource, run: str) -> None:
-        self.rules, self.source = rules, source
+    def __call__(self, table: Table, key: str) -> bytes | None: ...
+
+
+class State:
+    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects.
+
+    records: None keeps everything in memory.
+    """
+
+    def __init__(self, rules: Rules, source: PromptSource, run: str, records: Records | None = None) -> None:
+        self.rules, self.source, self.records = rules, source, records
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
         self.clients: dict[str, Client] = {}
@@ -235,6 +244,13 @@ class State:
     def delete(self, table: Table, key: str) -> None:
         """Remove a record."""
         self._effects.append(Delete(table, key))
+
+    def read(self, table: Table, key: str) -> bytes | None:
+        """A stored record of `ended` or `freed`, as it will be once the effects of this burst are written."""
+        for effect in reversed(self._effects):
+            if isinstance(effect, Save | Delete) and (effect.table, effect.key) == (table, key):
+                return bytes(effect.value) if isinstance(effect, Save) and isinstance(effect.value, bytes) else None
+        return None if self.records is None else self.records(table, key)
 
     def changed(self, table: Table, key: str | int) -> None:
         """Have a record written when the event is done."""

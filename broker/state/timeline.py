@@ -4,6 +4,8 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
+import msgspec
+
 from broker.state import evaluation, partials
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
@@ -78,6 +80,7 @@ def _skip_unknown(state: State, num_steps: int) -> None:
 
 
 def _rewind(state: State, ask: Resume) -> None:
+    _recall(state, ask.step)
     for step in sorted(s for s in state.steps if s >= ask.step):
         record = state.steps.pop(step)
         state.changed("steps", step)
@@ -91,6 +94,14 @@ def _rewind(state: State, ask: Resume) -> None:
     for group in state.groups.first_ready(len(state.groups.ready)):
         if group.newest_version > ask.version:
             state.requeue(group, "made by a version of the abandoned timeline")
+
+
+def _recall(state: State, first: int) -> None:
+    """Have the records of steps from `first` on in memory again, those too that were freed long ago."""
+    for step in range(first, state.meta.next_step) if state.records else ():
+        if step not in state.steps and (kept := state.read("freed", str(step))) is not None:
+            state.steps[step] = msgspec.msgpack.decode(kept, type=StepRecord)
+            state.delete("freed", str(step))
 
 
 def _restore_freed(state: State, group_id: str) -> None:

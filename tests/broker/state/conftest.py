@@ -44,7 +44,7 @@ class Desk:
         self.machine = self._boot()
 
     def _boot(self) -> Machine:
-        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000)
+        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, records=self.store.get)
         machine.restore([(t, k, v) for t in TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 
