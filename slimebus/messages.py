@@ -359,12 +359,41 @@ class SetReply(Message):
     settings: dict[str, Scalar] = {}
 
 
+class Edit(Message):
+    """Change groups by hand. action: drop (take out of the run) | replay (try a dead or dropped group again, failures forgotten)."""
+
+    action: str
+    groups: list[str]
+    reason: str = ""
+
+
+class Import(Message):
+    """Take in one group from a file: bulk frame 0 is its prompt record, then one frame for each of `fields`.
+
+    Without samples, or with samples of versions that this run never had, the prompt is queued. Repeating it changes nothing.
+    """
+
+    group: str
+    lineage: str = ""
+    samples: list[SampleHeader] = []
+    fields: list[Field] = []
+
+
+class EditReply(Message):
+    """done: group -> what became of it. refused: group -> why nothing was changed."""
+
+    done: dict[str, str] = {}
+    refused: dict[str, str] = {}
+
+
 @cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish, Status, Evaluate, Set)
-REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply, StatusReply, EvaluateReply, SetReply)
+ROLE_REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish)
+REQUESTS = (*ROLE_REQUESTS, Status, Evaluate, Set, Edit, Import)
+ROLE_REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply)
+REPLIES = (*ROLE_REPLIES, StatusReply, EvaluateReply, SetReply, EditReply)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -9,7 +9,7 @@ import msgspec
 
 from broker.state import admission, staleness
 from broker.state.effects import Event, StoredPayload
-from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
+from broker.state.groups import ASSIGNED, COMMITTED, IMPORTED, LEASED, QUEUED, READY, Group
 from broker.state.table import RECENT_STEPS, Client, Parked, State, StepRecord
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
@@ -203,7 +203,8 @@ def free(state: State, checkpoint: int) -> None:
                 state.groups.remove(group)
                 state.changed("groups", group_id)
                 state.delete("payloads", group_id)
-                state.delete("prompts", group_id)
+                if not group_id.startswith(IMPORTED):  # a source gives its prompts again
+                    state.delete("prompts", group_id)
     _archive(state, range(state.meta.floor - RECENT_STEPS, checkpoint - RECENT_STEPS))
     state.meta.floor = max(state.meta.floor, checkpoint)
 

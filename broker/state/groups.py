@@ -26,6 +26,8 @@ DROPPED: Phase = "dropped"
 DEAD: Phase = "dead"
 
 TRAIN, EVAL = "train", "eval"
+IMPORTED = "import/"
+"""How the id of every imported group begins: no source gives such an id, so none of its prompts is trained twice."""
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {
     QUEUED: (LEASED, DROPPED),

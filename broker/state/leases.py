@@ -296,7 +296,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     if not good:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
-    _describe(group, done, good)
+    describe(group, done.samples)
     state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
     state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
     group.num_frames = 1 + len(event.bulk)
@@ -310,8 +310,10 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     return PutReply(result="accepted")
 
 
-def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
-    group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
+def describe(group: Group, samples: list[SampleHeader]) -> None:
+    """Note on a group what the broker must know of its samples; failed ones are only counted."""
+    good = [s for s in samples if not has_failed(s)]
+    group.num_samples, group.num_failed = len(good), len(samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
     group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
     group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)

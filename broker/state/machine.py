@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, damage, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import batches, clients, damage, edits, evaluation, leases, settings, status, timeline, watchdog
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
@@ -18,6 +18,7 @@ from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
     Batch,
     Commit,
+    Edit,
     Error,
     Evaluate,
     Fetch,
@@ -28,6 +29,7 @@ from slimebus.messages import (
     HeartbeatReply,
     Hello,
     Hint,
+    Import,
     Lease,
     Message,
     Publish,
@@ -188,6 +190,10 @@ class Machine:
                 state.reply(event.to, StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
             case Evaluate():
                 evaluation.evaluate(state, event, message, now)
+            case Edit():
+                edits.edit(state, event, message)
+            case Import():
+                edits.take_in(state, event, message)
             case Set():
                 settings.change(state, event, message)
             case _:

@@ -15,6 +15,8 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
+MAX_ENDED_REASON_CHARS = 512
+"""Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
 RECENT_STEPS = 64
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -338,6 +340,7 @@ class State:
             self.forget_partial(group)
         self.move(group, phase, reason)
         self.groups.remove(group)
+        group.reason = reason[:MAX_ENDED_REASON_CHARS]
         self.save("ended", group.id, msgspec.msgpack.encode(group))
         self.tally(self.meta.ended, phase)
         if phase == DROPPED:

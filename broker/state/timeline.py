@@ -8,8 +8,8 @@ import msgspec
 
 from broker.state import evaluation, partials
 from broker.state.effects import Event
-from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
-from broker.state.table import State, StepRecord
+from broker.state.groups import ASSIGNED, COMMITTED, IMPORTED, READY, Group
+from broker.state.table import Prompt, State, StepRecord
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
 
@@ -106,7 +106,8 @@ def _recall(state: State, first: int) -> None:
 
 def _restore_freed(state: State, group_id: str) -> None:
     """A group whose samples were freed under a checkpoint that the trainer now goes behind: its prompt is queued again."""
-    prompt = state.source.find(group_id)
+    kept = state.read("prompts", group_id) if group_id.startswith(IMPORTED) else None
+    prompt = state.source.find(group_id) if kept is None else Prompt(group_id, -1, kept)
     if prompt is None:
         state.tally(state.meta.counted, "prompts lost in a rewind")
         state.note(f"group {group_id} was freed and the source does not know it; it will not be trained again", is_warning=True)
