@@ -11,7 +11,7 @@ from bench_row import Row
 from rich.console import Console
 from rich.table import Table
 
-AREAS = ("e2e", "weights")
+AREAS = ("broker", "e2e", "weights")
 
 
 @click.command()
@@ -33,11 +33,13 @@ def table(area: str, rows: list[Row]) -> Table:
     """The rows for a person."""
     shown = Table(title=f"bench {area}", title_justify="left")
     for name in ("name", "value", "unit", "reference", "ratio", "goal"):
-        shown.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right")
+        shown.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right", no_wrap=name == "name")
     shown.add_column("")
     for row in rows:
         mark = "[green]ok[/]" if row["goal"] and row["ok"] else "[red]missed[/]" if row["goal"] else ""
-        shown.add_row(*(str(row[name]) for name in ("name", "value", "unit", "reference", "ratio", "goal")), mark)
+        shown.add_row(
+            *("" if row[name] is None else str(row[name]) for name in ("name", "value", "unit", "reference", "ratio", "goal")), mark
+        )
     return shown
 
 

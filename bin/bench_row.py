@@ -21,5 +21,15 @@ def row(name: str, value: float, unit: str, reference: float, goal: str, *, rati
     }
 
 
+def within(name: str, value: float, unit: str, sign: str, bound: float) -> Row:
+    """A value with a goal of its own: `bound` is the reference, and the ratio to it must be `>= 1` or `<= 1`."""
+    return row(name, value, unit, bound, f"{sign} 1")
+
+
+def absent(name: str, why: str) -> Row:
+    """A row that could not be measured here, and why; it misses no goal."""
+    return {"name": name, "value": None, "unit": why, "reference": None, "ratio": None, "goal": "", "ok": True}
+
+
 def _round(value: float) -> float:
     return float(f"{value:.4g}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import bench_fanout
 import numpy as np
 import zstandard
 from bench_row import Row, row
@@ -30,7 +31,8 @@ RARE_LR, DENSE_LR = 8e-7, 3.5e-5  # about 2% and 28% of the values change
 def rows(quick: bool) -> list[Row]:
     """All measurements; quick takes a quarter of the bytes."""
     num_values = (1 << 24) if quick else (1 << 26)
-    return [*codec_rows(num_values), *merge_rows(num_values // 4), *store_rows(num_values // 2), *pull_rows(256 if quick else 1024)]
+    codec_and_store = [*codec_rows(num_values), *merge_rows(num_values // 4), *store_rows(num_values // 2)]
+    return [*codec_and_store, *pull_rows(256 if quick else 1024), *bench_fanout.rows()]
 
 
 def codec_rows(num_values: int) -> list[Row]:

@@ -1,5 +1,6 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
+import ctypes
 import gc
 import json
 import logging
@@ -7,12 +8,15 @@ import signal
 import threading
 from types import FrameType
 
+from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
-from broker.source import FileRows, FileSource
+from broker.source import FileRows, FileSource, NoPrompts
 from broker.state.rules import EvalDataset, Rules, Sampling
+from broker.state.table import PromptSource
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
+from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
 
@@ -35,9 +39,22 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
 
 
+FREED_BYTES_KEPT = 64 * 1024 * 1024
+LARGE_BLOCK_BYTES = 32 * 1024 * 1024
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""mallopt(3)"""
+
+
 def _settle_memory() -> None:
-    """Keep the collector of reference cycles from walking over every group again and again: what is read back stays, and no record
-    is part of a cycle."""
+    """Keep freed frames for the next ones, and the collector of reference cycles from walking over every group again and again.
+
+    glibc returns a freed frame of 100 kB to the system at once and takes its pages anew for the next: half of the time it takes to receive
+    it. What is read back at the start stays, and no record is part of a cycle.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, FREED_BYTES_KEPT)
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -46,15 +63,8 @@ def _settle_memory() -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
-    if not config.data.prompt_data:
-        raise ConfigError("data.prompt_data: no file given; name at least one jsonl file of prompts")
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
-    source = FileSource(
-        _rows(resolved, config.data.prompt_data),
-        shuffle=config.data.rollout_shuffle,
-        seed=config.seed,
-        num_epochs=config.data.num_epoch or None,
-    )
+    source = _source(resolved)
     resolved.run_dir.mkdir(parents=True, exist_ok=True)
     return Broker(
         rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}),
@@ -65,7 +75,18 @@ def build(resolved: Resolved) -> Broker:
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+        buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
     )
+
+
+def _source(resolved: Resolved) -> PromptSource:
+    data = resolved.config.data
+    if data.prompt_data:
+        rows = _rows(resolved, data.prompt_data)
+        return FileSource(rows, shuffle=data.rollout_shuffle, seed=resolved.config.seed, num_epochs=data.num_epoch or None)
+    if data.wait_for_push:
+        return NoPrompts()
+    raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, or set data.wait_for_push")
 
 
 def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
@@ -91,8 +112,16 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         lease_s=b.lease_s,
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
+        max_pushed=b.max_pushed,
+        waits_for_push=config.data.wait_for_push,
         buffer_capacity=config.broker.buffer_capacity,
+        batch_tokens=b.batch_tokens,
+        over_sampling=r.over_sampling_batch_size,
+        stale_wait_s=b.stale_wait_s,
+        needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
+        max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
+        required_fields=b.required_fields,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

@@ -16,7 +16,9 @@ import zmq
 
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
+from broker.payload import assembled
 from broker.source import FileRows
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
     Bulk,
@@ -34,6 +36,7 @@ from broker.state.effects import (
     StoredPayload,
     StoredPrompt,
 )
+from broker.state.groups import field_key
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import PromptSource
@@ -42,8 +45,8 @@ from broker.store.pages import damaged_store
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
-from slimebus.messages import Error, Hint, Status
-from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket
+from slimebus.messages import Error, Field, Hint, Status
+from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket, has_input
 
 log = logging.getLogger("slimebus.broker")
 
@@ -52,7 +55,7 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
 class Broker:
@@ -75,6 +78,7 @@ class Broker:
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics = MetricsFile(metrics_path, self.clock)
@@ -85,7 +89,7 @@ class Broker:
         self.hints.linger = 200
         try:
             self.hints_endpoint = bind_socket(self.hints, hints_bind)
-            self.machine = self._restored(rules, source, run, max_message_bytes)
+            self.machine = self._restored(rules, source, run, max_message_bytes, buffer_filter)
         except UsageError:
             self.close()
             raise
@@ -94,13 +98,16 @@ class Broker:
         meta = self.machine.state.meta
         self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers)
 
-    def _restored(self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int) -> Machine:
+    def _restored(
+        self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int, buffer_filter: BufferFilter | None
+    ) -> Machine:
         machine = Machine(
             rules,
             source,
             run=run,
             hints=self.hints_endpoint,
             max_message_bytes=max_message_bytes,
+            buffer_filter=buffer_filter,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
             records=self.store.get,
         )
@@ -125,7 +132,8 @@ class Broker:
             return self._turn_held(self._held)
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
         now = self.clock.monotonic()
-        effects = self.machine.tick(now)
+        deadline = self.machine.next_deadline()
+        effects = self.machine.tick(now) if not requests or (deadline is not None and deadline <= now) else []
         if requests:
             effects += self.machine.apply([event_of(request) for request in requests], now)
         self._perform(effects)
@@ -251,10 +259,15 @@ class Broker:
             case StoredPrompt(group):
                 written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
                 return [self._present(written.value if written else self.store.get("prompts", group), "prompts", group)]
-            case StoredPayload(group):
-                return self._present(self.store.frames("payloads", group), "payloads", group)
+            case StoredPayload(group, late, only):
+                frames = self._present(self.store.frames("payloads", group), "payloads", group)
+                return assembled(frames, [(f, self._late(group, f)) for f in late], only) if late or only is not None else frames
             case StoredPartial(group):
                 return self._present(self.store.frames("partials", group), "partials", group)
+
+    def _late(self, group: str, field: Field) -> Any:
+        key = field_key(group, field.name)
+        return self._present(self.store.frames("fields", key), "fields", key)[0]
 
     def _present(self, value: T | None, table: str, key: str) -> T:
         if value is None:
@@ -273,7 +286,7 @@ class Broker:
     def _greet_subscribers(self) -> None:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
-        while self.hints.poll(0):
+        while has_input(self.hints):
             is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)

@@ -15,6 +15,7 @@ from rollout.response import Response, Task, to_sample
 from rollout.tokenizer import Tokenizer
 from slimebus import hooks
 from slimebus.config.schema import RunConfig
+from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import HookError, ProtocolError, SlimebusError
 from slimebus.messages import LeasedGroup
 from slimebus.samples import Sample
@@ -25,7 +26,11 @@ HOOK_ARGUMENTS = ("task", "engines", "tokenizer")
 
 
 class Dropped(Exception):
-    """The dynamic filter wants this group replaced; the text is the reason."""
+    """The dynamic filter wants this group replaced; the text is the reason, num_tokens what was made for nothing."""
+
+    def __init__(self, text: str, num_tokens: int) -> None:
+        super().__init__(text)
+        self.num_tokens = num_tokens
 
 
 class GroupMaker:
@@ -40,7 +45,8 @@ class GroupMaker:
             for name, d in config.eval.datasets.items()
         }
         self.hook = _generate_hook(r.custom_generate_function_path, base)
-        self.keep = hooks.load(r.dynamic_sampling_filter_path, base=base) if r.dynamic_sampling_filter_path else None
+        path = r.dynamic_sampling_filter_path
+        self.keep = hooks.load(path, base=base) if path and not is_reward_spread(path) else None
 
     async def make(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = ()) -> list[Sample]:
         """The group's samples, continuing the frames of `partial`.
@@ -56,7 +62,7 @@ class GroupMaker:
             log.warning("group %s: %s", leased.group, problem.text)
         samples = [to_sample(r, failed=p is not None) for r, p in zip(responses, problems, strict=True)]
         if leased.kind == "train" and not self._is_kept(samples):
-            raise Dropped("filtered")
+            raise Dropped("filtered", sum(len(sample.tokens) for sample in samples))
         return samples
 
     def _is_kept(self, samples: list[Sample]) -> bool:

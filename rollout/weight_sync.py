@@ -48,8 +48,18 @@ def _is_alive(pid: int) -> bool:
 class WeightSync:
     """Follows announcements. `serving` is (lineage, version) that every engine verifiably has; version NO_VERSION: none."""
 
-    def __init__(self, engines: Engines, model_dir: Path, *, shm: str, pull_timeout_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        model_dir: Path,
+        *,
+        shm: str,
+        pull_timeout_s: float,
+        on_change: Callable[[], None],
+        disk: Path | None = None,
+    ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
+        self.disk = disk
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
@@ -97,7 +107,7 @@ class WeightSync:
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()
-        weights = await asyncio.to_thread(self._pull, publishers)
+        weights = await asyncio.to_thread(self._pull, lineage, publishers)
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
         directory = await asyncio.to_thread(self._write, weights)
@@ -110,17 +120,29 @@ class WeightSync:
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
         self.on_change()
 
-    def _pull(self, publishers: tuple[str, ...]) -> Any:
-        from slimebus.weights.puller import WeightPuller
-
+    def _pull(self, lineage: str, publishers: tuple[str, ...]) -> Any:
         if self._puller is None or self._publishers != publishers:
             self._close_puller()
-            self._puller, self._publishers = WeightPuller(publishers), publishers
+            self._puller, self._publishers = self._make_puller(lineage, publishers), publishers
         if publishers != self._target[2]:  # announced before there was a puller to cancel
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
         self.pulled_bytes = self._puller.counts.received_bytes
         return weights
+
+    def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
+        from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
+        from slimebus.weights.puller import WeightPuller
+
+        if not publishers[0].startswith(SCHEME):
+            return WeightPuller(publishers)
+        if self.disk is None:
+            raise SlimebusError(
+                f"the trainer writes its weights to {publishers[0]}; "
+                "set weights.weights_transport: disk, and weights.weights_dir to where this node sees that directory",
+                code="config",
+            )
+        return DiskPuller(chain_dir(self.disk, lineage))
 
     def _close_puller(self) -> None:
         if self._puller is not None:

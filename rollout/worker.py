@@ -107,7 +107,14 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         assert self.engines is not None
         w = self.config.weights
-        return WeightSync(self.engines, self.model_dir, shm=w.weights_shm, pull_timeout_s=w.pull_timeout_s, on_change=self._on_new_version)
+        return WeightSync(
+            self.engines,
+            self.model_dir,
+            shm=w.weights_shm,
+            pull_timeout_s=w.pull_timeout_s,
+            on_change=self._on_new_version,
+            disk=self.resolved.weights_dir,
+        )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if self._stopping.is_set():
@@ -229,7 +236,7 @@ class Worker:
             await self._hand_over(leased, unfinished)
         except Dropped as why:
             self.counts.filtered += 1
-            await self._give_back(leased, "drop", str(why))
+            await self._give_back(leased, "drop", str(why), num_tokens=why.num_tokens)
         except TimeoutError:
             await self._give_back(leased, "fail", f"no result within generate_timeout_s = {self.config.rollout.generate_timeout_s:g} s")
         except HookError as bad:
@@ -270,6 +277,7 @@ class Worker:
         else:
             self.counts.groups += 1
             self.counts.samples += len(put.samples)
+            self.counts.filtered += isinstance(reply, PutReply) and reply.reason.startswith("filtered")
 
     async def _hand_over(self, leased: LeasedGroup, unfinished: partials.Unfinished) -> None:
         assert self.engines is not None  # it raised this
@@ -278,9 +286,10 @@ class Worker:
         back, frames = partials.give_back(leased, self.engines.lineage, kept)
         await self._tell(back, frames, timeout_s=self.config.rollout.drain_timeout_s)
 
-    async def _give_back(self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = 30.0) -> None:
+    async def _give_back(self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = 30.0, num_tokens: int = 0) -> None:
         self.counts.failed += outcome == "fail"
-        await self._tell(GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason[:500]), [], timeout_s=timeout_s)
+        back = GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason[:500], num_tokens=num_tokens)
+        await self._tell(back, [], timeout_s=timeout_s)
 
     async def _tell(self, back: GiveBack, frames: list[bytes], *, timeout_s: float) -> None:
         try:

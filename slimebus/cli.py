@@ -13,8 +13,10 @@ OWN = {
     "eval": "slimebus.commands.evaluate:evaluate",
     "init": "slimebus.commands.init:init",
     "set": "slimebus.commands.set:set_",
+    "push": "slimebus.commands.push:push",
     "status": "slimebus.commands.status:status",
     "up": "slimebus.commands.up:up",
+    "weights": "slimebus.commands.weights:weights",
 }
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
 MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook")

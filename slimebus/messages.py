@@ -6,9 +6,11 @@ the header (slimebus/samples.py), each described here by a `Field`.
 
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> publish -> commit)* -> finish
-    client    hello -> status | evaluate | set
+    consumer  hello -> (read -> put_fields*)* -> goodbye
+    client    hello -> status | evaluate | push | set
 """
 
+import math
 import re
 from functools import cache
 
@@ -44,7 +46,7 @@ class Error(Message):
 
 
 class Hello(Message):
-    """First message of a client. `role` is rollout, trainer or client; the sender's name is in the envelope.
+    """First message of a client. `role` is rollout, trainer, consumer or client; the sender's name is in the envelope.
 
     `instance` is a random id of this process: the same instance saying hello again (after a reconnect) keeps its epoch,
     another instance of the same name gets a new epoch and fences the older one. `born` is when this process started, seconds
@@ -145,6 +147,16 @@ class SampleHeader(Message):
     metadata: dict[str, Scalar] = {}
 
 
+def has_failed(status: str, reward: float | None, oldest_version: int) -> bool:
+    """True for a sample that must not be trained: status failed, or its reward is missing or not finite.
+
+    A demonstration (oldest_version NO_VERSION) needs no reward.
+    """
+    if status == "failed":
+        return True
+    return oldest_version != NO_VERSION if reward is None else not math.isfinite(reward)
+
+
 # --- rollout ------------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +225,15 @@ class GiveBack(Message):
     """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
     | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
-    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease.
+    Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a
+    drop makes waste.
     """
 
     group: str
     lease: int
     outcome: str
     reason: str
+    num_tokens: int = 0
     lineage: str = ""
     samples: list[SampleHeader] = []
     fields: list[Field] = []
@@ -312,6 +326,65 @@ class Finish(Message):
     reason: str = ""
 
 
+# --- consumers ----------------------------------------------------------------------------------------------------
+
+
+class Read(Message):
+    """The next groups behind position `after`, which is thereby acknowledged with all before it. Parked at most `wait_s` seconds.
+
+    needs: fields that a group must have; reading goes no further than the first group that lacks one. extras: of the fields beyond
+    tokens, loss_mask and rollout_logprobs, just these (None: all). shard, shards: only positions p with p % shards == shard.
+    """
+
+    count: int
+    wait_s: float
+    after: int = 0
+    needs: list[str] = []
+    extras: list[str] | None = None
+    shard: int = 0
+    shards: int = 1
+
+
+class ReadGroup(Message):
+    """One group of a read; sizes and versions as in a batch. `attempt` names its samples when fields are put to it."""
+
+    group: str
+    attempt: int
+    position: int
+    num_frames: int
+    num_samples: int
+    num_tokens: int
+    oldest_version: int = NO_VERSION
+
+
+class ReadReply(Message):
+    """For each group, `num_frames` bulk frames: its record header (a msgpack `Put`), then one frame per field, late ones last.
+
+    position: the cursor, up to which everything is acknowledged. num_skipped: positions before the last group given that are gone.
+    """
+
+    groups: list[ReadGroup] = []
+    position: int = 0
+    num_skipped: int = 0
+    reason: str = ""
+    finished: bool = False
+
+
+class PutFields(Message):
+    """More fields of a group that waits to be trained; bulk frames: one per field, in order. Idempotent by (group, attempt, name)."""
+
+    group: str
+    attempt: int
+    fields: list[Field]
+
+
+class PutFieldsReply(Message):
+    """result: accepted (durable), duplicate (they are there) or gone (`reason`: trained, sampled again, dropped)."""
+
+    result: str
+    reason: str = ""
+
+
 # --- people and tools ---------------------------------------------------------------------------------------------
 
 
@@ -386,14 +459,71 @@ class EditReply(Message):
     refused: dict[str, str] = {}
 
 
+class Push(Message):
+    """Prompts to sample, one bulk frame each: a record as in `lease_reply`. Repeating the same `key` adds nothing.
+
+    front: before the prompts that were pushed without it.
+    """
+
+    key: str
+    front: bool = False
+
+
+class PushReply(Message):
+    """The prompts are durable. accepted, duplicate: how many are new, and how many a push of this key brought before.
+
+    first: the group id of the first; the others follow by number (`push/17`, `push/18`). waiting: pushed prompts not sampled yet.
+    """
+
+    accepted: int
+    duplicate: int = 0
+    first: str = ""
+    waiting: int = 0
+
+
 @cache
 def wire_name(cls: type[Message]) -> str:
     """The type on the wire of a message class: `HeartbeatReply` is `heartbeat_reply`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-ROLE_REQUESTS = (Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish)
-REQUESTS = (*ROLE_REQUESTS, Status, Evaluate, Set, Edit, Import)
-ROLE_REPLIES = (Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply)
-REPLIES = (*ROLE_REPLIES, StatusReply, EvaluateReply, SetReply, EditReply)
+REQUESTS = (
+    Hello,
+    Heartbeat,
+    Goodbye,
+    Lease,
+    Put,
+    GiveBack,
+    Resume,
+    Publish,
+    Batch,
+    Fetch,
+    Commit,
+    Finish,
+    Read,
+    PutFields,
+    Status,
+    Evaluate,
+    Set,
+    Push,
+    Edit,
+    Import,
+)
+REPLIES = (
+    Ok,
+    Error,
+    Welcome,
+    HeartbeatReply,
+    LeaseReply,
+    PutReply,
+    BatchReply,
+    FetchReply,
+    ReadReply,
+    PutFieldsReply,
+    StatusReply,
+    EvaluateReply,
+    SetReply,
+    PushReply,
+    EditReply,
+)
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -89,10 +89,24 @@ def encode_group(samples: Sequence[Sample]) -> tuple[list[SampleHeader], list[Fi
     return headers, fields, [b"".join(a.tobytes() for a in columns[f.name]) for f in fields]
 
 
+def encode_field(name: str, arrays: Sequence[np.ndarray]) -> tuple[Field, bytes]:
+    """One field of a group, an array a sample, and its bulk frame. Raises ProtocolError for a dtype that cannot cross or differs."""
+    checked = [_contiguous(name, array) for array in arrays]
+    if len({array.dtype for array in checked}) != 1:
+        raise ProtocolError(
+            f"field {name!r}: {len(checked)} arrays of dtypes {sorted({a.dtype.name for a in checked})}; expected one dtype"
+        )
+    return Field(name=name, dtype=checked[0].dtype.name, shapes=[list(a.shape) for a in checked]), b"".join(a.tobytes() for a in checked)
+
+
 def _extra(sample: Sample, name: str) -> np.ndarray:
     if name not in sample.extras:
         raise ProtocolError(f"field {name!r} is missing from a sample; give every sample of a group the same extra fields")
-    array = np.ascontiguousarray(sample.extras[name])
+    return _contiguous(name, sample.extras[name])
+
+
+def _contiguous(name: str, given: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(given).reshape(np.shape(given))  # ascontiguousarray makes [] into [1]
     if array.dtype.name not in DTYPES:
         raise ProtocolError(f"field {name!r} has dtype {array.dtype.name}; expected one of {', '.join(sorted(DTYPES))}")
     return array

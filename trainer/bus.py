@@ -30,11 +30,11 @@ ZERO_VARIANCE = "zero_variance"
 
 
 class StepBatch:
-    """A fetched batch in the trainer's terms; failed samples (no reward) are left out."""
+    """A fetched batch in the trainer's terms."""
 
     def __init__(self, fetched: FetchedBatch) -> None:
         self.fetched = fetched
-        self.groups = [Group(g.id, [_sample(s) for s in g.samples if s.reward is not None]) for g in fetched.groups]
+        self.groups = [Group(g.id, [_sample(s) for s in g.samples]) for g in fetched.groups]
 
     def parts(self, count: int) -> list[list[Group]]:
         """The groups in `count` parts of almost equal numbers, one for each optimizer step."""
@@ -73,14 +73,14 @@ class StepBatch:
 
 
 def _sample(s: Any) -> Sample:
-    return Sample(tokens=s.tokens, loss_mask=s.loss_mask, rollout_logprobs=s.rollout_logprobs, reward=s.reward)
+    return Sample(tokens=s.tokens, loss_mask=s.loss_mask, rollout_logprobs=s.rollout_logprobs, reward=s.reward or 0.0)
 
 
 class Bus:
     """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order."""
 
     def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool) -> None:
-        self.config, self.client = resolved.config, client
+        self.resolved, self.config, self.client = resolved, resolved.config, client
         self.trains_without_advantage = trains_without_advantage
         self.feed = Feed(client, self.config)
         self.publisher: Publisher | None = None
@@ -94,7 +94,7 @@ class Bus:
 
     def begin(self, step: int, version: int) -> None:
         """A new lineage begins at `version`; the broker takes back what this timeline has not trained."""
-        self.publisher = Publisher(self.client, self.config.weights, version)
+        self.publisher = Publisher(self.client, self.config.weights, version, disk=self.resolved.weights_dir)
         self.feed.resume(step, version, self.publisher.lineage)
         log.info("training from step %d of %d; weights at %s", step, self.config.rollout.num_rollout, self.publisher.address)
 

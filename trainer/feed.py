@@ -25,6 +25,7 @@ from slimebus.messages import (
     Finish,
     Put,
     Resume,
+    has_failed,
 )
 from slimebus.samples import Sample, decode_group, oldest_version
 from slimebus.transport.client import Client
@@ -37,7 +38,7 @@ FETCH_TOKENS = 1_000_000
 
 
 class FetchedGroup(msgspec.Struct):
-    """One group of a batch: its id and its samples."""
+    """One group of a batch: its id and its samples, failed ones left out."""
 
     id: str
     samples: list[Sample]
@@ -116,7 +117,8 @@ class Feed:
             frames = reply.bulk[start : start + count]
             start += count
             record = msgspec.msgpack.decode(frames[0], type=Put)
-            groups.append(FetchedGroup(one.group, decode_group(record.samples, record.fields, frames[1:])))
+            samples = decode_group(record.samples, record.fields, frames[1:])
+            groups.append(FetchedGroup(one.group, [s for s in samples if not is_failed(s)]))
         return groups
 
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
@@ -132,6 +134,11 @@ class Feed:
         for future in self._ahead.values():
             future.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def is_failed(sample: Sample) -> bool:
+    """True for a sample that must not be trained; the broker counts it as failed too."""
+    return has_failed(sample.status, sample.reward, oldest_version(sample.versions, sample.loss_mask))
 
 
 def lag_of(group: str, sample: Sample, batch: BatchReply) -> int:

@@ -4,11 +4,13 @@ import logging
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimebus.config.schema import WeightsConfig
 from slimebus.messages import Publish
 from slimebus.transport.client import Client
+from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionInfo, VersionStore
 
@@ -21,14 +23,20 @@ log = logging.getLogger("trainer")
 
 
 class Publisher:
-    """The weight server of one trainer timeline (`lineage`); used by rank 0."""
+    """The weight server of one trainer timeline (`lineage`), or its chain of files under `disk`; used by rank 0."""
 
-    def __init__(self, client: Client, config: WeightsConfig, first_version: int) -> None:
+    def __init__(self, client: Client, config: WeightsConfig, first_version: int, *, disk: Path | None = None) -> None:
         self.client = client
         self.lineage = secrets.token_hex(6)
+        self.chain: DiskChain | None = None
+        self.server: WeightServer | None = None
         self.store = VersionStore(keep=config.weights_keep, lineage=self.lineage, first_version=first_version, zstd=config.weights_zstd)
-        self.server = WeightServer(self.store, bind=config.weights_bind)
-        self.address = advertised(self.server.endpoint, config.weights_advertise)
+        if disk is not None:
+            self.chain = DiskChain(disk, self.lineage, keep=config.weights_keep)
+            self.address = self.chain.address
+        else:
+            self.server = WeightServer(self.store, bind=config.weights_bind)
+            self.address = advertised(self.server.endpoint, config.weights_advertise)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
         self._newest: VersionInfo | None = None
@@ -42,6 +50,8 @@ class Publisher:
     def _announce(self, copied: dict[str, Any]) -> None:
         made = self.store.publish(copied)
         self._newest = made
+        if self.chain is not None:
+            self.chain.publish(self.store)
         self.client.call(
             Publish(lineage=made.lineage, version=made.version, publishers=[self.address], digest=made.digest), timeout_s=600.0
         )
@@ -69,7 +79,8 @@ class Publisher:
     def close(self) -> None:
         """Stop serving. An announcement that the broker has not heard is not waited for; `wait` does that."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
 
 
 def _copy(tensor: "torch.Tensor") -> "NDArray[np.uint16]":

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from broker.buffer.export import SAFETENSORS_DTYPES
-from broker.state.groups import IMPORTED
+from broker.state.edits import IMPORTED
 from slimebus.errors import DataError, ProtocolError, UsageError
 from slimebus.messages import NO_VERSION, Field, Import, SampleHeader
 from slimebus.samples import DTYPES, check, decode_group

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from broker.buffer.reader import Moment
-from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group
-from broker.state.table import ClientRecord, Evaluation, Meta, StepRecord
+from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
+from broker.state.table import ClientRecord, Consumer, Evaluation, Meta, PushRecord, StepRecord
 from broker.store.interface import TABLES, Damaged
 from broker.store.records import unpack_frames
 from slimebus.errors import ProtocolError
@@ -23,6 +23,8 @@ ROWS: dict[str, Any] = {
     "steps": StepRecord,
     "freed": StepRecord,
     "evaluations": Evaluation,
+    "consumers": Consumer,
+    "pushes": PushRecord,
 }
 HOLDS_SAMPLES = (READY, ASSIGNED, COMMITTED)
 
@@ -50,6 +52,9 @@ def verify(moment: Moment) -> Report:
     _check_prompts(moment, groups, rows["ended"], report)
     _check_payloads(moment, groups, report)
     _check_partials(moment, groups, report)
+    _check_fields(moment, groups, report)
+    for _ in _records(moment, "source", report):
+        pass  # its form is the source's own
     return report
 
 
@@ -153,6 +158,14 @@ def _check_partials(moment: Moment, groups: dict[str, Group], report: Report) ->
         if group is None or group.phase not in (QUEUED, LEASED):
             report.problems.append(f"partial of group {key}: the group is {group.phase if group else 'not in play'}")
         _try(report, f"partial of group {key}", lambda value=value: _decode(unpack_frames(value), GiveBack))  # type: ignore[misc]
+
+
+def _check_fields(moment: Moment, groups: dict[str, Group], report: Report) -> None:
+    seen = {key for key, _ in _records(moment, "fields", report)}
+    needed = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
+    report.problems += [f"late field {key!r}: no group has it" for key in sorted(seen - needed)]
+    lost = needed - seen - _damaged(moment, needed - seen, "fields")
+    report.problems += [f"late field {key!r}: it is missing" for key in sorted(lost)]
 
 
 def _decode(frames: list[memoryview], kind: Any) -> None:

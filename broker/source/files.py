@@ -21,6 +21,20 @@ KEPT_ORDERS = 256
 """Orders of (stream, epoch) kept ready; one is made anew in microseconds."""
 
 
+class NoPrompts:
+    """A source of nothing, for a run whose prompts are all pushed."""
+
+    fingerprint = "no prompt data"
+
+    def take(self, position: int) -> Prompt | None:
+        """None."""
+        return None
+
+    def find(self, prompt_id: str) -> Prompt | None:
+        """None."""
+        return None
+
+
 class FileSource:
     """Prompts of files by position. `num_epochs`: None repeats for ever. Raises DataError when a file changed."""
 

@@ -7,10 +7,10 @@ import math
 
 import msgspec
 
-from broker.state import admission, staleness
-from broker.state.effects import Event, StoredPayload
-from broker.state.groups import ASSIGNED, COMMITTED, IMPORTED, LEASED, QUEUED, READY, Group
-from broker.state.table import RECENT_STEPS, Client, Parked, State, StepRecord
+from broker.state import admission, choice, consumers, prompts, staleness
+from broker.state.effects import Event
+from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
+from broker.state.table import FILTERED, RECENT_STEPS, Client, Parked, State, StatefulSource, StepRecord
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
@@ -26,12 +26,12 @@ def batch(state: State, event: Event, client: Client, ask: Batch, now: float) ->
         raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
     state.parked_batches[ask.step] = Parked(to=event.to, client=client.name, key=str(ask.step))
     state.timers.set(("parked batch", ask.step), now + bounded_wait(ask.wait_s))
-    assign(state)
+    assign(state, now)
     if ask.step in state.parked_batches and not ask.wait_s > 0:
         give_up(state, ask.step, now)
 
 
-def assign(state: State) -> None:
+def assign(state: State, now: float) -> None:
     """Answer every parked batch request that can be answered."""
     while state.parked_batches:
         step = state.next_unassigned
@@ -39,9 +39,11 @@ def assign(state: State) -> None:
             _answer(state, earlier, _reply(state, earlier))
         if step not in state.parked_batches:
             return
-        if _choose(state, step):
+        if _choose(state, step, now):
             continue
-        if _can_never_fill(state, step):
+        if state.meta.filtered_in_a_row >= state.rules.max_filtered:
+            _answer(state, step, Error(code="all_filtered", text=admission.all_filtered(state)))
+        elif can_never_fill(state):
             _answer(state, step, _end_of_source(state, step))
         return
 
@@ -66,9 +68,9 @@ def give_up(state: State, step: int, now: float) -> None:
         _answer(state, step, BatchReply(step=step, version=state.version_of(step), reason=reason_for(state, step, now)))
 
 
-def _choose(state: State, step: int) -> bool:
+def _choose(state: State, step: int, now: float) -> bool:
     staleness.sweep(state, step)
-    chosen = staleness.choose(state, step)
+    chosen = choice.choose(state, step, now)
     if not chosen:
         return False
     state.steps[step] = StepRecord(
@@ -78,21 +80,35 @@ def _choose(state: State, step: int) -> bool:
     for group in chosen:
         group.step = step
         state.move(group, ASSIGNED, "assigned")
+    _end_surplus(state)
     return True
 
 
-def _can_never_fill(state: State, step: int) -> bool:
-    if not state.meta.source_ended:
-        state.meta.source_ended = state.source.take(state.meta.cursor) is None
+def _end_surplus(state: State) -> None:
+    """With over-sampling, groups in flight that can be in no batch any more are taken back from their workers."""
+    if state.rules.over_sampling:
+        staleness.take_back(state, state.next_unassigned, "surplus")
+
+
+def can_never_fill(state: State) -> bool:
+    """True when the source has ended and what is left is less than a batch."""
+    if not prompts.has_ended(state):
+        return False
     waiting = state.groups.count(QUEUED) + state.groups.count(LEASED)
-    return state.meta.source_ended and waiting + state.groups.count(READY) < state.rules.batch_size
+    if waiting and (state.rules.batch_tokens or isinstance(state.source, StatefulSource)):
+        return False  # what becomes of them may make a stateful source give more
+    if state.rules.batch_tokens:
+        return not state.groups.held
+    return waiting + state.groups.count(READY) < state.rules.batch_size
 
 
 def _end_of_source(state: State, step: int) -> Message:
-    left = state.groups.first_ready(len(state.groups.ready))
+    left = state.groups.every_ready()
     for group in left:
         state.drop(group, "the source ended within a batch")
-    text = f"the prompt source has ended: {len(left)} of {state.rules.batch_size} groups for step {step}; train for more epochs or stop"
+    filtered = state.meta.counted.get(FILTERED, 0)
+    why = f" ({filtered} groups were dropped by the dynamic sampling filter)" if filtered else ""
+    text = f"the prompt source has ended: {choice.so_far(state, len(left))} for step {step}{why}; train for more epochs or stop"
     return Error(code="source_ended", text=text)
 
 
@@ -100,7 +116,9 @@ def reason_for(state: State, step: int, now: float) -> str:
     """Who waits for whom, in one line."""
     if step > state.next_unassigned:
         return f"the trainer waits for batch {step}, but step {state.next_unassigned} has not been asked for"
-    parts = [f"trainer waits for batch {step}: {len(state.groups.ready)} of {state.rules.batch_size} groups ready"]
+    parts = [f"trainer waits for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"]
+    if state.wait is not None:
+        parts.append(f"it is full and waits {max(0.0, state.wait[1] - now):.0f} s more for groups that would grow too old (on_stale: wait)")
     holders: dict[str, int] = {}
     for group in state.groups.leased_for():
         holders[group.worker] = holders.get(group.worker, 0) + 1
@@ -108,7 +126,9 @@ def reason_for(state: State, step: int, now: float) -> str:
         client = state.clients.get(name)
         silence = f", silent for {now - client.heard_at:.0f} s" if client and now - client.heard_at > 3 * state.rules.heartbeat_s else ""
         parts.append(f"{count} leased by {name}{silence}")
-    if not holders:
+    if held := consumers.why_held(state, now):
+        parts.append(held)
+    elif not holders:
         parts.append(_why_no_leases(state))
     return "; ".join(parts)
 
@@ -139,7 +159,7 @@ def fetch(state: State, event: Event, ask: Fetch, max_message_bytes: int) -> Non
     size_bytes = sum(g.size_bytes for g in found)
     if max_message_bytes and size_bytes > max_message_bytes:
         raise SlimebusError(f"fetch: {len(found)} groups of {size_bytes} bytes, at most {max_message_bytes}", code="too_large")
-    state.reply(event.to, FetchReply(num_frames=[g.num_frames for g in found]), [StoredPayload(g.id) for g in found])
+    state.reply(event.to, FetchReply(num_frames=[consumers.num_frames(g) for g in found]), [consumers.payload_of(g) for g in found])
 
 
 # --- commit ---
@@ -200,11 +220,11 @@ def free(state: State, checkpoint: int) -> None:
         for group_id in record.groups if record else ():
             group = state.groups.by_id.get(group_id)
             if group is not None and group.phase == COMMITTED and group.step == step:
+                state.forget_payload(group)
                 state.groups.remove(group)
                 state.changed("groups", group_id)
-                state.delete("payloads", group_id)
-                if not group_id.startswith(IMPORTED):  # a source gives its prompts again
-                    state.delete("prompts", group_id)
+                prompts.free(state, group_id)
+        prompts.forget_old(state, step)
     _archive(state, range(state.meta.floor - RECENT_STEPS, checkpoint - RECENT_STEPS))
     state.meta.floor = max(state.meta.floor, checkpoint)
 

@@ -28,17 +28,22 @@ from slimebus.messages import (
     Message,
     Ok,
     Publish,
+    Push,
     Put,
+    PutFields,
+    Read,
     Resume,
     Set,
     Status,
     Welcome,
 )
 
-ROLES = ("rollout", "trainer", "client")
+ROLES = ("rollout", "trainer", "consumer", "client")
 NEEDS_ROLE: dict[type[Message], str] = {
     **dict.fromkeys((Lease, Put, GiveBack), "rollout"),
+    **dict.fromkeys((Read, PutFields), "consumer"),
     **dict.fromkeys((Resume, Publish, Batch, Fetch, Commit, Finish), "trainer"),
+    Push: "client",
 }
 MAX_NAME_CHARS = 128
 MAX_FORMER = 16
@@ -117,7 +122,7 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         _fence_other_trainers(state, client)
     if client.role != "client":
         state.had_members = True
-        state.pace.num_joined += 1
+        state.pace.num_joined += client.role != "consumer"
         state.changed("clients", client.name)
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)
@@ -196,6 +201,8 @@ def leave(state: State, client: Client, reason: str) -> None:
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]
         state.timers.cancel(("parked lease", *key))
+    if state.parked_reads.pop(client.name, None) is not None:
+        state.timers.cancel(("parked read", client.name))
 
 
 def goodbye(state: State, event: Event) -> Ok:
@@ -239,4 +246,4 @@ def is_present(client: Client) -> bool:
 
 def has_everyone_left(state: State) -> bool:
     """True when no worker and no trainer takes part any more."""
-    return not any(is_present(c) for c in state.clients.values() if c.role != "client")
+    return not any(is_present(c) for c in state.clients.values() if c.role in ("rollout", "trainer"))

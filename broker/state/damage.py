@@ -26,6 +26,7 @@ def lose_samples(state: State, group_id: str) -> None:
 
 
 def _choose_anew(state: State, step: int) -> None:
+    state.meta.pace_step, state.meta.pace_version = step, state.version_of(step)  # the version it trains stays what was said
     for later in sorted(s for s, record in state.steps.items() if s >= step and not record.is_committed):
         record = state.steps.pop(later)
         state.changed("steps", later)

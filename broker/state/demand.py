@@ -12,7 +12,7 @@ demand = ceil((room - spare) / g), with a bound above 0 at most needed - present
 import math
 from typing import Any
 
-from broker.state import admission
+from broker.state import admission, prompts
 from broker.state.clients import is_present
 from broker.state.groups import EVAL, QUEUED
 from broker.state.pace import quantile
@@ -67,7 +67,7 @@ def _training_room(state: State) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if admission.has_room(state, version, middle) else (low, middle)
-    return min(low + 1, state.groups.count(QUEUED)) if state.meta.source_ended else low + 1
+    return min(low + 1, state.groups.count(QUEUED) + prompts.num_waiting(state)) if state.meta.source_ended else low + 1
 
 
 def _queued_for_evaluation(state: State) -> dict[str, int]:

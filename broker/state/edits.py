@@ -1,16 +1,20 @@
 """Groups changed by hand: dropped, revived, taken in from a file. Each is counted by reason like any other move."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
-from broker.state import leases, staleness
+from broker.state import leases, prompts, staleness
 from broker.state.effects import Event
-from broker.state.groups import DEAD, DROPPED, EVAL, IMPORTED, LEASED, QUEUED, READY, Group
+from broker.state.groups import DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group
 from broker.state.table import State
-from slimebus.errors import ProtocolError, SlimebusError
-from slimebus.messages import NO_VERSION, Edit, EditReply, Import, Put
+from slimebus.errors import DataError, ProtocolError, SlimebusError
+from slimebus.messages import NO_VERSION, Edit, EditReply, Import, Put, has_failed
+from slimebus.prompt_record import check_record
 
-FIRST = -1
-"""The position of imported prompts: before those of the source."""
+IMPORTED = f"{prompts.IMPORT}/"
+"""How the id of every imported group begins: no source gives such an id, so none of its prompts is trained twice."""
 MAX_ID_BYTES = 256
 REPLAYED = "replayed"
 
@@ -67,7 +71,7 @@ def _replay(state: State, name: str) -> tuple[str, str]:
     if ended is None:
         return "unknown", ""
     if ended.phase == DROPPED:  # its prompt was not kept
-        prompt = state.source.find(name)
+        prompt = None if prompts.comes_once(name) else state.source.find(name)
         if prompt is None:
             return "its prompt was not kept, and the source does not know it", ""
         state.save("prompts", name, prompt.record)
@@ -97,14 +101,14 @@ def _count_ended(state: State, group: Group, phase: str, move: str) -> None:
 def take_in(state: State, event: Event, ask: Import) -> None:
     """Take in a group: ready with its samples where this run could have made them, else queued with its prompt."""
     _check_role(state, event)
-    _check_import(ask, len(event.bulk))
+    _check_import(ask, event.bulk)
     known = state.groups.by_id.get(ask.group) or _ended(state, ask.group)
     if known is not None:
         state.reply(event.to, EditReply(done={ask.group: f"here already: {known.phase}"}))
         return
-    group = Group(id=ask.group, position=FIRST, reason="imported")
+    group = Group(id=ask.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
     state.save("prompts", group.id, bytes(event.bulk[0]))
-    good = [s for s in ask.samples if not leases.has_failed(s)]
+    good = [s for s in ask.samples if not has_failed(s.status, s.reward, s.oldest_version)]
     why = _why_without(state, ask) if good else ""
     if good and not why:
         _add_ready(state, event, group, ask)
@@ -115,12 +119,16 @@ def take_in(state: State, event: Event, ask: Import) -> None:
     state.reply(event.to, EditReply(done={ask.group: f"{group.phase}{f': {why}' if why else ''}"}))
 
 
-def _check_import(ask: Import, num_frames: int) -> None:
+def _check_import(ask: Import, bulk: Sequence[Any]) -> None:
     if not ask.group.startswith(IMPORTED) or len(ask.group.encode()) > MAX_ID_BYTES:
         raise ProtocolError(f"import: group {ask.group[:64]!r}; expected at most {MAX_ID_BYTES} bytes that begin with {IMPORTED!r}")
-    if not num_frames:
+    if not bulk:
         raise ProtocolError(f"import of {ask.group[:64]}: no prompt record in bulk frame 0")
-    leases.check_samples(_as_put(ask), num_frames - 1)
+    leases.check_samples(_as_put(ask), len(bulk) - 1)
+    try:
+        check_record(bulk[0])
+    except DataError as bad:
+        raise ProtocolError(f"import of {ask.group[:64]}: {bad.text}") from None
 
 
 def _why_without(state: State, ask: Import) -> str:
@@ -143,10 +151,12 @@ def _add_ready(state: State, event: Event, group: Group, ask: Import) -> None:
     group.lineage = ask.lineage
     header = msgspec.msgpack.encode(_as_put(ask))
     frames = [header, *event.bulk[1:]]
-    leases.describe(group, ask.samples)
+    leases.describe(group, _as_put(ask))
     group.num_frames, group.size_bytes = len(frames), sum(map(len, frames))
     group.phase = READY
     state.groups.add(group)
+    state.groups.arrive(group, state.meta.next_arrival)
+    state.meta.next_arrival += 1
     state.save("payloads", group.id, frames)
 
 

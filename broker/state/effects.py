@@ -5,11 +5,28 @@ from typing import Any, Literal
 
 import msgspec
 
-from slimebus.messages import Hint, Message
+from slimebus.messages import Field, Hint, Message
 
-Table = Literal["meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "freed", "evaluations"]
+Table = Literal[
+    "meta",
+    "groups",
+    "ended",
+    "prompts",
+    "payloads",
+    "partials",
+    "fields",
+    "clients",
+    "consumers",
+    "steps",
+    "freed",
+    "evaluations",
+    "pushes",
+    "source",
+]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
-by group. clients: epochs. steps: the groups of each step. freed: those of old steps, on disk only. evaluations: targets and results."""
+by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step; freed: those of
+old steps, read only for a trainer that goes far back. evaluations: targets and results. pushes: keys of accepted pushes. source: the
+state of a stateful source."""
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):
@@ -60,9 +77,14 @@ class EvalPrompt(msgspec.Struct, frozen=True):
 
 
 class StoredPayload(msgspec.Struct, frozen=True):
-    """Bulk frames of a reply: the record header of a group's samples, then its fields."""
+    """Bulk frames of a reply: the record header of a group's samples, then its fields.
+
+    late: fields that were put after the samples; only: of all fields beyond the usual three, just these.
+    """
 
     group: str
+    late: tuple[Field, ...] = ()
+    only: tuple[str, ...] | None = None
 
 
 class StoredPartial(msgspec.Struct, frozen=True):

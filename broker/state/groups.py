@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from broker.state.arrivals import Arrivals
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
 
@@ -26,8 +27,6 @@ DROPPED: Phase = "dropped"
 DEAD: Phase = "dead"
 
 TRAIN, EVAL = "train", "eval"
-IMPORTED = "import/"
-"""How the id of every imported group begins: no source gives such an id, so none of its prompts is trained twice."""
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {
     QUEUED: (LEASED, DROPPED),
@@ -40,11 +39,28 @@ ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
+def field_key(group: str, name: str) -> str:
+    """Where a late field is kept."""
+    return f"{group}\n{name}"
+
+
+class LateField(msgspec.Struct, array_like=True, gc=False):
+    """A field that a consumer put after the samples. digest: xxh3_128 of its bytes."""
+
+    name: str
+    by: str
+    dtype: str
+    shapes: list[list[int]]
+    digest: bytes
+    size_bytes: int
+
+
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
     oldest and newest version over their trainable and all tokens. num_frames counts the stored frames, header included.
+    lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; arrival: the position for consumers.
     The partial_ fields say the same of samples that a leaving worker had not finished (broker/state/partials.py).
     """
 
@@ -70,6 +86,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     size_bytes: int = 0
     oldest_version: int = NO_VERSION
     newest_version: int = NO_VERSION
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1
@@ -78,6 +96,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     partial_tokens: int = 0
     partial_oldest: int = NO_VERSION
     partial_newest: int = NO_VERSION
+    arrival: int = 0
+    lengths: list[int] = []
+    fields: list[str] = []
+    late: list[LateField] = []
 
 
 class Groups:
@@ -90,16 +112,24 @@ class Groups:
         self._by_request: dict[tuple[str, int], list[Group]] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
         self.ready: list[tuple[int, str]] = []
+        self.ready_tokens = 0
+        self._tokens: dict[str, int] = {}
         self._queues: dict[str, list[tuple[int, str]]] = {TRAIN: [], EVAL: []}
+        self.arrivals: Arrivals[Group] = Arrivals()
+        self.required: frozenset[str] = frozenset()
+        self.held: dict[str, Group] = {}
 
     def add(self, group: Group) -> None:
         """Take in a group in the state it is in."""
         self.by_id[group.id] = group
         self._enter(group)
+        if group.arrival:
+            self.arrivals.add(group)
 
     def remove(self, group: Group) -> None:
         """Let go of a group."""
         self._leave(group)
+        self.depart(group)
         del self.by_id[group.id]
 
     def move(self, group: Group, phase: Phase) -> None:
@@ -144,6 +174,30 @@ class Groups:
         """The `count` earliest admitted ready groups."""
         return [self.by_id[group_id] for _, group_id in self.ready[:count]]
 
+    def every_ready(self) -> list[Group]:
+        """The ready groups, those that lack a required field too."""
+        return [*self.first_ready(len(self.ready)), *self.held.values()]
+
+    def arrive(self, group: Group, position: int) -> None:
+        """Samples of a group were accepted: consumers find it at this position."""
+        group.arrival = position
+        self.arrivals.add(group)
+
+    def depart(self, group: Group) -> None:
+        """The samples of a group are gone."""
+        if group.arrival:
+            self.arrivals.remove(group)
+            group.arrival = 0
+
+    def completed(self, group: Group) -> None:
+        """A group got more fields: it may be batched once it has all that are required."""
+        if group.id in self.held and not self._lacks(group):
+            del self.held[group.id]
+            self._offer(group)
+
+    def _lacks(self, group: Group) -> bool:
+        return bool(self.required) and not self.required.issubset([*group.fields, *(f.name for f in group.late)])
+
     def _enter(self, group: Group) -> None:
         self.counts[group.kind, group.phase] += 1
         if group.phase == QUEUED:
@@ -152,15 +206,24 @@ class Groups:
             self.by_lease[group.lease] = group
             self._by_worker.setdefault(group.worker, {})[group.lease] = group
             self._by_request.setdefault((group.worker, group.request), []).append(group)
+        elif group.phase == READY and self._lacks(group):
+            self.held[group.id] = group
         elif group.phase == READY:
-            bisect.insort(self.ready, (group.admitted, group.id))
+            self._offer(group)
+
+    def _offer(self, group: Group) -> None:
+        """A ready group may be batched."""
+        bisect.insort(self.ready, (group.admitted, group.id))
+        self._tokens[group.id] = group.num_tokens
+        self.ready_tokens += group.num_tokens
 
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
         if group.phase == LEASED:
             self._leave_lease(group)
-        elif group.phase == READY:
+        elif group.phase == READY and self.held.pop(group.id, None) is None:
             del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
+            self.ready_tokens -= self._tokens.pop(group.id)
 
     def _leave_lease(self, group: Group) -> None:
         del self.by_lease[group.lease]

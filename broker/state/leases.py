@@ -4,12 +4,12 @@ A lease request that nothing can be given for is parked and answered when capaci
 dealt one group at a time around the parked requests, the one that waits longest first.
 """
 
-import math
-
 import msgspec
 
-from broker.state import admission, evaluation, partials, staleness
+from broker.state import admission, evaluation, partials, prompts, staleness
+from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
+from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
 from broker.state.rules import Sampling
@@ -25,9 +25,10 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
-    SampleHeader,
+    has_failed,
 )
 
+NO_SPREAD = "filtered: no reward spread"
 MAX_TOKENS = 1 << 31
 EVAL_SHARE = 0.5
 """Samples of an evaluation that may be made for each training sample."""
@@ -129,7 +130,7 @@ def _next_for(state: State, parked: ParkedLease, refused: Refused) -> Group | No
         return evaluated
     if _is_refused(state, parked, refused):
         return evaluated
-    return state.groups.first_queued(TRAIN) or draw(state) or evaluated
+    return state.groups.first_queued(TRAIN) or prompts.draw(state) or evaluated
 
 
 def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group | None:
@@ -156,20 +157,6 @@ def num_samples_of(state: State, group: Group) -> int:
     if group.kind == EVAL:
         return state.rules.eval_datasets[group.dataset].num_samples
     return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
-
-
-def draw(state: State) -> Group | None:
-    """A group for the next prompt of the source; None when it has ended. Its cursor moves in the same transaction."""
-    prompt = state.source.take(state.meta.cursor)
-    if prompt is None:
-        state.meta.source_ended = True
-        return None
-    state.meta.cursor += 1
-    group = Group(id=prompt.id, position=prompt.position)
-    state.groups.add(group)
-    state.tally(state.meta.moves, "source>queued drawn")
-    state.save("prompts", group.id, prompt.record)
-    return group
 
 
 def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
@@ -276,17 +263,8 @@ def check_samples(done: Put | GiveBack, num_frames: int) -> None:
             raise ProtocolError(f"{where}, sample {i}: no run of its oldest version {sample.oldest_version}")
 
 
-def has_failed(sample: SampleHeader) -> bool:
-    """True for a sample that must not be trained: status failed, or a policy made it and its reward is missing or not finite."""
-    if sample.status == "failed":
-        return True
-    if sample.reward is None:
-        return sample.oldest_version != NO_VERSION
-    return not math.isfinite(sample.reward)
-
-
 def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
-    good = [s for s in done.samples if not has_failed(s)]
+    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
     group.put_attempt = done.attempt
     if group.kind == EVAL:
         evaluation.score(state, group, good, num_failed=len(done.samples) - len(good))
@@ -296,13 +274,20 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     if not good:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
-    describe(group, done.samples)
+    describe(group, done)
+    state.measured(group.num_tokens)
+    if state.rules.needs_spread and group.reward_std == 0.0:
+        _filter_out(state, group)
+        return PutReply(result="accepted", reason=NO_SPREAD)
+    state.meta.filtered_in_a_row = 0
     state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
     state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
     group.num_frames = 1 + len(event.bulk)
     group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
     partials.used(state, group)
     state.move(group, READY, "put")
+    state.groups.arrive(group, state.meta.next_arrival)
+    state.meta.next_arrival += 1
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:
@@ -310,13 +295,23 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     return PutReply(result="accepted")
 
 
-def describe(group: Group, samples: list[SampleHeader]) -> None:
+def describe(group: Group, done: Put) -> None:
     """Note on a group what the broker must know of its samples; failed ones are only counted."""
-    good = [s for s in samples if not has_failed(s)]
-    group.num_samples, group.num_failed = len(good), len(samples) - len(good)
+    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
+    group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
+    group.lengths = [s.num_tokens for s in done.samples]
+    group.fields = [f.name for f in done.fields if f.name not in TOKEN_FIELDS]
     group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
     group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)
+    group.reward_mean, group.reward_std = spread([s.reward or 0.0 for s in good])
+
+
+def _filter_out(state: State, group: Group) -> None:
+    """Drop a group that gives no gradient; admission lets another prompt take its place."""
+    state.wasted(NO_SPREAD, 1, group.num_tokens)
+    state.filtered()
+    state.drop(group, NO_SPREAD)
 
 
 def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
@@ -326,6 +321,8 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
     check_samples(back, len(event.bulk))
     group = state.groups.by_lease.get(back.lease)
     if group is not None and group.id == back.group and group.worker == client.name:
+        if back.num_tokens > 0:
+            state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
         if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
             partials.keep(state, event, group, back)
         _give_back(state, group, back.outcome, f"returned: {back.reason}")
@@ -338,6 +335,7 @@ def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
     elif outcome in ("requeue", "partial"):
         state.requeue(group, reason)
     elif outcome == "drop":
+        state.filtered()
         state.drop(group, reason)
     else:
         state.fail(group, reason)

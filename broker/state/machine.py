@@ -8,11 +8,26 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, clients, damage, edits, evaluation, leases, settings, status, timeline, watchdog
+from broker.state import (
+    batches,
+    choice,
+    clients,
+    consumers,
+    damage,
+    edits,
+    evaluation,
+    leases,
+    pushes,
+    settings,
+    status,
+    timeline,
+    watchdog,
+)
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Evaluation, Meta, PromptSource, Records, State, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, Records, State, StatefulSource, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -33,7 +48,10 @@ from slimebus.messages import (
     Lease,
     Message,
     Publish,
+    Push,
     Put,
+    PutFields,
+    Read,
     Resume,
     Set,
     Status,
@@ -46,6 +64,7 @@ Row = tuple[str, str, bytes]
 class Machine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
+    `buffer_filter` chooses the groups of batches; None: first in, first out.
     `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
     `records`: reads stored records, so that old ones need not be in memory; None keeps them there.
     """
@@ -59,15 +78,17 @@ class Machine:
         hints: str = "",
         max_message_bytes: int = 0,
         first_id: int = 1,
+        buffer_filter: BufferFilter | None = None,
         records: Records | None = None,
     ) -> None:
-        self.state = State(rules, source, run, records)
+        self.state = State(rules, source, run, buffer_filter, records)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
 
     def restore(self, rows: Iterable[Row], now: float) -> None:
         """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
         state = self.state
+        pushed = []
         for table, _, value in rows:
             if table == "meta":
                 self._restore_meta(msgspec.msgpack.decode(value, type=Meta))
@@ -79,9 +100,17 @@ class Machine:
             elif table == "evaluations":
                 kept = msgspec.msgpack.decode(value, type=Evaluation)
                 state.evaluations[kept.key] = kept
+            elif table == "consumers":
+                consumer = msgspec.msgpack.decode(value, type=Consumer)
+                state.consumers[consumer.name] = consumer
             elif table == "clients":
                 client = msgspec.msgpack.decode(value, type=ClientRecord)
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+            elif table == "pushes":
+                pushed.append(value)
+            elif table == "source" and isinstance(state.source, StatefulSource):
+                state.source.restore(value)
+        pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
@@ -130,10 +159,12 @@ class Machine:
 
     def damaged(self, table: str, group: str, now: float) -> list[Effect]:
         """A record of a group was found damaged or missing: it is made again from what is whole."""
-        if table == "payloads":
-            damage.lose_samples(self.state, group)
+        if table in ("payloads", "fields"):
+            damage.lose_samples(self.state, group.partition("\n")[0])  # a late field's key is group, newline, name
         elif table == "prompts":
             damage.lose_prompt(self.state, group)
+        elif table == "fields":
+            damage.lose_samples(self.state, group.partition("\n")[0])
         elif table == "partials":
             damage.lose_partial(self.state, group)
         self._settle(now)
@@ -221,6 +252,12 @@ class Machine:
                 watchdog.fetched(state, message.groups, now)
             case Commit():
                 batches.commit(state, event, message)
+            case Read():
+                consumers.read(state, event, client, message, now)
+            case PutFields():
+                consumers.put_fields(state, event, client, message, self.max_message_bytes)
+            case Push():
+                pushes.push(state, event, message)
             case Finish():
                 timeline.finish(state, event, message, now)
             case _:
@@ -235,10 +272,16 @@ class Machine:
                 leases.give_up(state, name, request)
             case ("parked batch", step):
                 batches.give_up(state, step, now)
+            case ("parked read", name):
+                consumers.give_up(state, name)
             case ("parked evaluation", name, request):
                 evaluation.give_up(state, name, request)
+            case ("stale wait",):
+                choice.stop_waiting(state)
             case ("client", name):
                 clients.silent(state, name, now)
+            case ("source",):
+                pass  # its rest is over: whoever waits is dealt to when the burst is settled
             case ("finish",):
                 timeline.check_finish(state, now)
             case ("watchdog",):
@@ -247,11 +290,13 @@ class Machine:
     def _settle(self, now: float) -> None:
         """Answer whoever waited for what just happened."""
         leases.deal(self.state, now)
-        batches.assign(self.state)
+        batches.assign(self.state, now)
         leases.deal(self.state, now)
+        consumers.serve(self.state)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True
             self.state.notify()
+            consumers.finish(self.state)
 
 
 __all__ = ["Address", "Effect", "Event", "Machine"]

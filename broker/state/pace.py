@@ -1,4 +1,4 @@
-"""What the broker remembers of a run's own pace; in memory only, learned again after a restart from the steps that were kept."""
+"""What the broker remembers of a run's own pace; in memory only but for the times of the last steps (Meta.step_seconds)."""
 
 import math
 from collections import deque

@@ -29,8 +29,12 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     lease_s: a lease lives this long after its last heartbeat. client_timeout_s: silence after which a client counts as gone.
     max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups;
     0 is what the bound can use (`capacity`).
+    batch_tokens: tokens a step instead of batch_size groups, which is then the first guess of how many fill it; 0: by groups.
+    over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. stale_wait_s: with `wait`, the longest
+    that a full batch waits. needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
-    eval_interval: versions between evaluations, 0 for none.
+    max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
+    required_fields: a group is in no batch before it has all of them. eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -44,8 +48,16 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     client_timeout_s: float = 30.0
     max_attempts: int = 5
     buffer_capacity: int = 4096
+    batch_tokens: int = 0
+    over_sampling: int = 0
+    stale_wait_s: float = 600.0
+    needs_spread: bool = False
+    max_filtered: int = 1024
     max_parked: int = 4096
+    max_pushed: int = 1_000_000
+    waits_for_push: bool = False
     stall_min_s: float = 30.0
+    required_fields: list[str] = []
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
@@ -60,10 +72,19 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def capacity(self) -> int:
         """Groups leased, ready or assigned at once: as given, or what the bound can use and two batches for what is out of order."""
+        return self.capacity_for(self.batch_size)
+
+    def capacity_for(self, groups: float) -> int:
+        """The same when a batch has about so many groups."""
         if self.buffer_capacity:
             return self.buffer_capacity
         ahead = UNBOUNDED_BATCHES if self.is_unbounded else int(self.max_staleness) + 1
-        return (ahead * self.publish_interval + 2) * self.batch_size
+        return math.ceil((ahead * self.publish_interval + 2) * groups * self.width)
+
+    @property
+    def width(self) -> float:
+        """Groups started for each group trained: 1 without over-sampling."""
+        return self.over_sampling / self.batch_size if self.over_sampling else 1.0
 
     def __post_init__(self) -> None:
         _at_least("batch_size", self.batch_size, 1)
@@ -77,8 +98,17 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_parked", self.max_parked, 1)
+        _at_least("max_pushed", self.max_pushed, 1)
         _at_least("eval_interval", self.eval_interval, 0)
-        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stall_min_s"):
+        _at_least("batch_tokens", self.batch_tokens, 0)
+        _at_least("max_filtered", self.max_filtered, 1)
+        if self.over_sampling and self.over_sampling < self.batch_size:
+            raise ConfigError(
+                f"over_sampling_batch_size {self.over_sampling} is below the batch of {self.batch_size} groups; expected more, or 0"
+            )
+        if self.needs_spread and self.samples_per_prompt < 2:
+            raise ConfigError("groups of one sample have no reward spread, so the dynamic sampling filter would drop all; sample 2 or more")
+        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stale_wait_s", "stall_min_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0")
         if self.lease_s <= self.heartbeat_s:

@@ -43,6 +43,10 @@ SETTINGS = {
         Setting("rollout.rollout_batch_size", "batch_size", int),
         Setting("rollout.n_samples_per_prompt", "samples_per_prompt", int),
         Setting("weights.update_weights_interval", "publish_interval", int),
+        Setting("rollout.over_sampling_batch_size", "over_sampling", int),
+        Setting("rollout.dynamic_sampling_limit", "max_filtered", int),
+        Setting("broker.batch_tokens", "batch_tokens", int),
+        Setting("broker.stale_wait_s", "stale_wait_s", float),
         Setting("broker.buffer_capacity", "buffer_capacity", int),
         Setting("broker.lease_s", "lease_s", float),
         Setting("broker.max_attempts", "max_attempts", int),
@@ -95,6 +99,7 @@ def _make(state: State, by: str, ask: Set) -> Change:
     put_in_force(state, with_values(state.rules, wanted))
     state.meta.overrides |= {name: [configured[name], new] for name, (_, new) in changed.items()}
     staleness.sweep(state, made.step)
+    staleness.take_back(state, made.step, "too old under a new bound")
     state.note(f"{by[:64]} changed {in_words(made)}")
     state.record({"settings": described(state.rules), "from_step": made.step})
     return made

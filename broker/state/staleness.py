@@ -1,9 +1,9 @@
 """The hard bound: no group is handed out that is staler than `max_staleness`, and what happens to those that grew too old.
 
-With `on_stale: wait` a batch is chosen so that every group in flight can still be trained in time. A group made by version w
-can be trained until the last step whose version is at most w + max_staleness. The earliest of these deadlines go first, and the
-batch waits when what would be left could not all fit in the steps before its deadlines (earliest deadline first is
-optimal for unit jobs: Jackson 1955).
+A group made by version w is fresh enough up to the last step whose version is at most w + max_staleness: its deadline. With
+`on_stale: wait` the earliest deadlines are trained first, and a batch waits for groups in flight while that saves some of them:
+while fewer would miss their deadline if all of them came back now than if the batch went without them. (Unit jobs with
+deadlines: earliest first, leaving out what cannot be in time, loses the fewest; Jackson 1955, Moore 1968.)
 """
 
 from collections.abc import Iterable
@@ -24,40 +24,56 @@ def sweep(state: State, step: int) -> None:
     if state.swept == seen:
         return
     state.swept = seen
-    for group in state.groups.first_ready(len(state.groups.ready)):
+    for group in state.groups.every_ready():
         if is_stale(state, group, step):
             remove_stale(state, group)
 
 
-def remove_stale(state: State, group: Group) -> None:
+def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
     """What `on_stale` says; what is too old in spite of waiting is requeued."""
     if state.rules.on_stale == "drop":
-        state.drop(group, "stale")
+        state.drop(group, reason)
     else:
-        state.requeue(group, "stale")
+        state.requeue(group, reason)
 
 
-def choose(state: State, step: int) -> list[Group]:
-    """The groups for `step`, first in, first out by admission; empty while there are too few, or some must be waited for."""
-    size = state.rules.batch_size
-    if len(state.groups.ready) < size:
-        return []
-    if state.rules.on_stale != "wait" or state.rules.max_staleness == float("inf"):
-        return state.groups.first_ready(size)
-    ready = sorted(state.groups.first_ready(len(state.groups.ready)), key=lambda g: _last_step(state, g.oldest_version))
-    left = [*(g.oldest_version for g in ready[size:]), *(g.lease_version for g in state.groups.leased_for())]
-    return ready[:size] if _can_all_be_trained(state, left, step + 1) else []
+def take_back(state: State, step: int, reason: str) -> None:
+    """End the leases of groups begun by versions too old for `step`: their workers learn it with the next heartbeat."""
+    for group in state.groups.leased_for():
+        if last_step(state, begun_by(group)) < step:
+            remove_stale(state, group, reason)
 
 
-def _can_all_be_trained(state: State, versions: Iterable[int], step: int) -> bool:
-    deadlines = sorted(_last_step(state, version) for version in versions)
-    return all(count <= state.rules.batch_size * (deadline - step + 1) for count, deadline in enumerate(deadlines, 1))
+def begun_by(group: Group) -> int:
+    """The version that made the first tokens of a group in flight: that of its lease, or of the partial that it continues."""
+    return group.lease_version if group.partial_oldest == NO_VERSION else min(group.lease_version, group.partial_oldest)
 
 
-def _last_step(state: State, version: int) -> float:
-    """The last step in which a group made by `version` is fresh enough."""
+def last_step(state: State, version: int) -> float:
+    """The last step in which a group made by `version` is fresh enough: its deadline."""
     if version == NO_VERSION:
         return float("inf")
     interval, meta = state.rules.publish_interval, state.meta
     period = version + state.rules.max_staleness - meta.pace_version + meta.pace_step // interval
     return (period + 1) * interval - 1
+
+
+def saved_by_waiting(state: State, step: int, size: int) -> int:
+    """How many more groups could be trained in time if the batch of `step`, `size` groups, waited for those in flight."""
+    ready = sorted(last_step(state, group.oldest_version) for group in state.groups.first_ready(len(state.groups.ready)))
+    leased = [last_step(state, begun_by(group)) for group in state.groups.leased_for()]
+    leased += [last_step(state, group.oldest_version) for group in state.groups.held.values()]
+    if not leased:
+        return 0
+    return _num_late([*ready[size:], *leased], step + 1, size) - _num_late([*ready, *leased], step, size)
+
+
+def _num_late(deadlines: Iterable[float], step: int, size: int) -> int:
+    """How many of these miss their deadline when `size` of them are trained in each step from `step` on."""
+    trained = late = 0
+    for deadline in sorted(deadlines):
+        if trained < size * (deadline - step + 1):
+            trained += 1
+        else:
+            late += 1
+    return late

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from broker.state import admission, batches, demand, evaluation, settings, watchdog
+from broker.state import admission, batches, consumers, demand, evaluation, prompts, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
-from broker.state.table import Client, ReportingSource, State
+from broker.state.table import FILTERED, Client, ReportingSource, State
 
 MAX_ROWS = 256
 """Clients and waits listed by name; beyond that they are only counted."""
@@ -28,11 +28,17 @@ def status(state: State, now: float) -> dict[str, Any]:
         "lag": lag(meta.lags),
         "waste": {reason: {"groups": g, "tokens": t} for reason, (g, t) in meta.waste.items()},
         "counted": meta.counted,
+        "filter": {
+            "groups": meta.counted.get(FILTERED, 0),
+            "in_a_row": meta.filtered_in_a_row,
+            "limit": state.rules.max_filtered,
+        },
         "source": _source(state),
         "clients": [_client(state, c, now) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state, now),
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
         "steps": list(state.recent),
+        "consumers": consumers.rows(state, now),
         "store": state.store,
         "waiting": waiting(state, now),
         "stalled": watchdog.report(state, now),
@@ -52,14 +58,23 @@ def _state(state: State) -> str:
 
 def _source(state: State) -> dict[str, Any]:
     report = state.source.report() if isinstance(state.source, ReportingSource) else {}
-    return {"position": state.meta.cursor, "ended": state.meta.source_ended, **report}
+    pushed = sum(end for _, end in state.meta.pushed.values())
+    return {
+        "position": state.meta.cursor,
+        "ended": state.meta.source_ended,
+        "pushed": pushed,
+        "waiting": prompts.num_waiting(state),
+        "problem": state.source_problem,
+        **report,
+    }
 
 
 def _groups(state: State) -> dict[str, int]:
+    ready = {"held": len(state.groups.held)} if state.groups.required else {}
     counts: dict[str, int] = {phase: state.groups.count(phase) for phase in (QUEUED, LEASED, READY, ASSIGNED, COMMITTED)}
     ended = {phase: state.meta.ended.get(phase, 0) for phase in ("dropped", "dead")}
     evaluating = {"eval_queued": state.groups.count(QUEUED, EVAL), "eval_leased": state.groups.count(LEASED, EVAL)}
-    return {**counts, **ended, **evaluating}
+    return {**counts, **ready, **ended, **evaluating}
 
 
 def lag(lags: dict[int, int]) -> dict[str, Any]:
@@ -93,7 +108,8 @@ def _parked(state: State, now: float) -> list[dict[str, Any]]:
         for p in list(state.parked_leases.values())[:MAX_ROWS]
     ]
     evaluations = [{"kind": "evaluate", "client": p.client, "key": p.key} for p in list(state.parked_evaluations.values())[:MAX_ROWS]]
-    return [*batch, *leases, *evaluations]
+    reads = [{"kind": "read", "client": name, "reason": consumers.why_parked(state, name)} for name in list(state.parked_reads)[:MAX_ROWS]]
+    return [*batch, *leases, *reads, *evaluations]
 
 
 def _evaluation(running: Any) -> list[dict[str, Any]]:

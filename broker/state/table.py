@@ -6,18 +6,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Delete, Effect, Note, Notify, Record, Reply, Save, Table
-from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase
+from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, TRAIN, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
 from broker.state.rules import Rules
 from broker.state.timers import Timers
-from slimebus.messages import NO_VERSION, Hint, Lease, Message, Scalar
+from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 MAX_ENDED_REASON_CHARS = 512
 """Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
 RECENT_STEPS = 64
+FILTERED = "groups filtered"
+MEAN_OVER = 256
+"""Groups whose mean size says how many fill a batch of tokens."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -42,11 +46,50 @@ class PromptSource(Protocol):
 
 
 @runtime_checkable
+class StatefulSource(PromptSource, Protocol):
+    """A source that changes with what is drawn from it and with what became of that. Its prompts are found again in the store only."""
+
+    def restore(self, state: bytes) -> None:
+        """Take up the state that `saved` gave."""
+
+    def saved(self) -> bytes | None:
+        """The state to keep with what was drawn and told, None when it is as it was. Raises nothing."""
+
+    def tell(self, result: "GroupResult") -> None:
+        """What became of a group. Raises nothing."""
+
+
+@runtime_checkable
 class ReportingSource(PromptSource, Protocol):
     """A source that has something to say in the status."""
 
     def report(self) -> dict[str, Any]:
         """What to show under `source`."""
+
+
+class GroupResult(msgspec.Struct, kw_only=True):
+    """What became of an attempt at a prompt. outcome: trained | dropped | dead | requeued (its samples were thrown away).
+
+    rewards: one for each sample that was put, None for those without; empty when no samples came.
+    """
+
+    id: str
+    attempt: int
+    outcome: str
+    reason: str
+    rewards: list[float | None] = []
+    step: int = -1
+
+
+class PushRecord(msgspec.Struct, kw_only=True):
+    """A push that was accepted: its key, the digest of its records, and the numbers its prompts got."""
+
+    key: str
+    serial: int
+    digest: str
+    lane: str
+    first: int
+    count: int
 
 
 class Change(msgspec.Struct, kw_only=True):
@@ -62,6 +105,7 @@ class Meta(msgspec.Struct, kw_only=True):
     """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
+    step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
     settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
@@ -69,6 +113,8 @@ class Meta(msgspec.Struct, kw_only=True):
     fingerprint: str = ""
     cursor: int = 0
     source_ended: bool = False
+    pushed: dict[str, tuple[int, int]] = msgspec.field(default_factory=lambda: {"front": (0, 0), "push": (0, 0)})
+    num_pushes: int = 0
     lineage: str = ""
     version: int = NO_VERSION
     publishers: list[str] = []
@@ -81,6 +127,8 @@ class Meta(msgspec.Struct, kw_only=True):
     next_lease: int = 1
     next_admitted: int = 1
     next_epoch: int = 1
+    next_arrival: int = 1
+    step_seconds: list[float] = []
     next_evaluation: int = 1
     finishing: bool = False
     moves: dict[str, int] = {}
@@ -88,6 +136,9 @@ class Meta(msgspec.Struct, kw_only=True):
     waste: dict[str, list[int]] = {}
     counted: dict[str, int] = {}
     ended: dict[str, int] = {}
+    num_measured: int = 0
+    mean_tokens: float = 0.0
+    filtered_in_a_row: int = 0
     settings: dict[str, Scalar] = {}
     overrides: dict[str, list[Scalar]] = {}
     changes: list[Change] = []
@@ -126,8 +177,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 class StepRecord(msgspec.Struct, kw_only=True):
     """The groups of a step, in order, the version trained in it and the bound they were chosen under.
 
-    Metrics are the trainer's, kept for the last steps. seconds: since the commit before, as the watchdog counts it; 0 where
-    that is not known.
+    Metrics are the trainer's, kept for the last steps.
     """
 
     step: int
@@ -136,7 +186,6 @@ class StepRecord(msgspec.Struct, kw_only=True):
     max_staleness: float = math.inf
     is_committed: bool = False
     metrics: dict[str, float] = {}
-    seconds: float = 0.0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -188,22 +237,49 @@ class Records(Protocol):
     def __call__(self, table: Table, key: str) -> bytes | None: ...
 
 
+class ParkedRead(msgspec.Struct, kw_only=True):
+    """A consumer's request that waits for groups."""
+
+    to: Address
+    message: Read
+
+
+class Consumer(msgspec.Struct, kw_only=True):
+    """What is kept of a consumer: it has acknowledged every position up to `position`. fields: how many it has put, by name."""
+
+    name: str
+    position: int = 0
+    num_read: int = 0
+    num_skipped: int = 0
+    fields: dict[str, int] = {}
+
+
 class State:
     """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects.
 
     records: None keeps everything in memory.
     """
 
-    def __init__(self, rules: Rules, source: PromptSource, run: str, records: Records | None = None) -> None:
-        self.rules, self.source, self.records = rules, source, records
+    def __init__(
+        self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None, records: Records | None = None
+    ) -> None:
+        self.rules, self.source, self.buffer_filter, self.records = rules, source, buffer_filter, records
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
+        self.groups.required = frozenset(rules.required_fields)
         self.clients: dict[str, Client] = {}
         self.steps: dict[int, StepRecord] = {}
+        self.pushes: dict[str, PushRecord] = {}
+        self.source_problem = ""
+        self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self.parked_reads: dict[str, ParkedRead] = {}
+        self.last_reads: dict[str, tuple[int, int, int]] = {}
+        self.served_changes = 0
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -211,6 +287,7 @@ class State:
         self.pace = Pace()
         self.now = 0.0
         self.swept: tuple[int, float] | None = None
+        self.wait: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
         self.disk_full = ""
@@ -254,6 +331,13 @@ class State:
                 return bytes(effect.value) if isinstance(effect, Save) and isinstance(effect.value, bytes) else None
         return None if self.records is None else self.records(table, key)
 
+    def step_record(self, step: int) -> StepRecord | None:
+        """The record of a step, of one freed long ago too."""
+        if step in self.steps:
+            return self.steps[step]
+        kept = self.read("freed", str(step)) if step >= 0 else None
+        return None if kept is None else msgspec.msgpack.decode(kept, type=StepRecord)
+
     def changed(self, table: Table, key: str | int) -> None:
         """Have a record written when the event is done."""
         self._changed.add((table, str(key)))
@@ -279,6 +363,10 @@ class State:
             return self.steps.get(int(key))
         if table == "evaluations":
             return self.evaluations.get(key)
+        if table == "consumers":
+            return self.consumers.get(key)
+        if table == "pushes":
+            return self.pushes.get(key)
         client = self.clients.get(key)
         return None if client is None else ClientRecord(**{f: getattr(client, f) for f in ClientRecord.__struct_fields__})
 
@@ -361,9 +449,38 @@ class State:
         if group.phase not in (READY, ASSIGNED, COMMITTED):
             return
         self.wasted(reason, 1, group.num_tokens)
-        self.delete("payloads", group.id)
+        self.forget_payload(group)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+
+    def forget_payload(self, group: Group) -> None:
+        """Let go of a group's stored samples and fields."""
+        self.delete("payloads", group.id)
+        for field in group.late:
+            self.delete("fields", field_key(group.id, field.name))
+        self.groups.depart(group)
+        group.lengths, group.fields, group.late = [], [], []
+
+    # --- measuring ---
+
+    def filtered(self) -> None:
+        """A finished group was dropped by the dynamic filter, and none was kept since the last one."""
+        self.tally(self.meta.counted, FILTERED)
+        self.meta.filtered_in_a_row += 1
+        if self.meta.filtered_in_a_row == self.rules.max_filtered:
+            self.note(f"{self.rules.max_filtered} groups in a row were dropped by the dynamic sampling filter", is_warning=True)
+
+    def measured(self, num_tokens: int) -> None:
+        """Take the size of a group into the running mean of the last ones."""
+        meta = self.meta
+        meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
+        meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+    def end_wait(self) -> None:
+        """No batch waits for groups in flight."""
+        if self.wait is not None:
+            self.wait = None
+            self.timers.cancel(("stale wait",))
 
     def forget_partial(self, group: Group) -> None:
         """Let go of what a leaving worker had made of a group."""

@@ -4,12 +4,10 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-import msgspec
-
-from broker.state import evaluation, partials
+from broker.state import evaluation, partials, prompts
 from broker.state.effects import Event
-from broker.state.groups import ASSIGNED, COMMITTED, IMPORTED, READY, Group
-from broker.state.table import Prompt, State, StepRecord
+from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
+from broker.state.table import State, StepRecord
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
 
@@ -50,7 +48,8 @@ def _begin(state: State, ask: Resume) -> None:
     meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
-    state.swept, state.finished_said = None, False
+    state.swept, state.finished_said, meta.filtered_in_a_row = None, False, 0
+    state.end_wait()
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
     state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")
 
@@ -86,12 +85,14 @@ def _rewind(state: State, ask: Resume) -> None:
         state.changed("steps", step)
         for group_id in record.groups:
             group = state.groups.by_id.get(group_id)
-            if group is None:
+            if group is None and prompts.is_forgotten(state, group_id, step):
+                _lose(state, group_id)
+            elif group is None:
                 _restore_freed(state, group_id)
             elif group.step == step and group.phase in (ASSIGNED, COMMITTED):
                 group.step = -1
                 state.move(group, READY, "rewound")
-    for group in state.groups.first_ready(len(state.groups.ready)):
+    for group in state.groups.every_ready():
         if group.newest_version > ask.version:
             state.requeue(group, "made by a version of the abandoned timeline")
 
@@ -99,24 +100,20 @@ def _rewind(state: State, ask: Resume) -> None:
 def _recall(state: State, first: int) -> None:
     """Have the records of steps from `first` on in memory again, those too that were freed long ago."""
     for step in range(first, state.meta.next_step) if state.records else ():
-        if step not in state.steps and (kept := state.read("freed", str(step))) is not None:
-            state.steps[step] = msgspec.msgpack.decode(kept, type=StepRecord)
+        if step not in state.steps and (record := state.step_record(step)) is not None:
+            state.steps[step] = record
             state.delete("freed", str(step))
 
 
 def _restore_freed(state: State, group_id: str) -> None:
     """A group whose samples were freed under a checkpoint that the trainer now goes behind: its prompt is queued again."""
-    kept = state.read("prompts", group_id) if group_id.startswith(IMPORTED) else None
-    prompt = state.source.find(group_id) if kept is None else Prompt(group_id, -1, kept)
-    if prompt is None:
-        state.tally(state.meta.counted, "prompts lost in a rewind")
-        state.note(f"group {group_id} was freed and the source does not know it; it will not be trained again", is_warning=True)
-        return
-    group = Group(id=prompt.id, position=prompt.position, reason="rewound")
-    state.groups.add(group)
-    state.changed("groups", group.id)
-    state.save("prompts", group.id, prompt.record)
-    state.tally(state.meta.moves, "freed>queued rewound")
+    if not prompts.bring_back(state, group_id):
+        _lose(state, group_id)
+
+
+def _lose(state: State, group_id: str) -> None:
+    state.tally(state.meta.counted, "prompts lost in a rewind")
+    state.note(f"group {group_id} was freed and its prompt is known no more; it will not be trained again", is_warning=True)
 
 
 def _revoke_leases(state: State) -> None:

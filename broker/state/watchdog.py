@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from broker.state import admission, batches
+from broker.state import admission, batches, choice, consumers, prompts
 from broker.state.clients import is_present
-from broker.state.groups import READY
 from broker.state.pace import quantile
 from broker.state.table import Client, State
 from slimebus.messages import NO_VERSION
@@ -30,6 +29,8 @@ MIN_LEARNED = 3
 """Intervals before the learned limit may be below that of the first step."""
 MAX_BURST_STEPS = 8
 """Steps committed in one burst count at most so often; so many fetched steps are remembered."""
+KEPT_INTERVALS = 16
+"""So many survive a restart of the broker."""
 MAX_NAMES = 4
 SILENT_BEATS = 3
 
@@ -88,10 +89,7 @@ def _stepped(state: State, now: float) -> None:
         took = min((now - pace.since) / num_steps, MAX_GROWTH * limit_s(state))
         pace.intervals.extend([took] * min(num_steps, MAX_BURST_STEPS))
         pace.train_seconds.append(now - max(pace.fetched.get(pace.next_step, pace.since), pace.since))
-        record = state.steps.get(state.meta.next_step - 1)
-        if record is not None:
-            record.seconds = took
-            state.changed("steps", record.step)
+        state.meta.step_seconds = [round(seconds, 3) for seconds in list(pace.intervals)[-KEPT_INTERVALS:]]
     pace.has_stepped = True
     _restart(state, now, f"step {state.meta.next_step - 1} is committed")
 
@@ -120,9 +118,9 @@ def fetched(state: State, groups: Iterable[str], now: float) -> None:
 
 
 def restored(state: State, now: float) -> None:
-    """After a restart of the broker: the pace is known from the steps that were kept, the watch begins anew."""
+    """After a restart of the broker: the pace of its last steps is known, the watch begins anew."""
     pace = state.pace
-    pace.intervals.extend(record.seconds for _, record in sorted(state.steps.items()) if record.seconds > 0)
+    pace.intervals.extend(state.meta.step_seconds)
     trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
     pace.trainer = (trainer.name, trainer.epoch) if trainer else ("", 0)
     if state.had_members:
@@ -159,7 +157,8 @@ def check(state: State, now: float) -> None:
 def report(state: State, now: float) -> dict[str, Any] | None:
     """The `stalled` section of the status; None while the run moves, and once its trainer has finished."""
     pace = state.pace
-    if pace.stalled_at is None or state.meta.finishing:
+    is_stuck = bool(state.store.get("problem")) and now - pace.since >= limit_s(state)  # while it lasts no timer is looked at
+    if (pace.stalled_at is None and not is_stuck) or state.meta.finishing:
         return None
     found = cause(state, now)
     return {
@@ -177,6 +176,8 @@ def report(state: State, now: float) -> dict[str, Any] | None:
 def cause(state: State, now: float) -> Cause:
     """Who the run waits for now, in one sentence."""
     trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
+    if problem := state.store.get("problem") or state.disk_full:
+        return Cause("broker", ["store"], f"step {state.meta.next_step} waits for the broker's store: {problem}")
     if trainer is None:
         return Cause("trainer", [name] if (name := state.pace.trainer[0]) else [], _no_trainer(state, now))
     if trainer.is_gone or is_silent(state, trainer, now):
@@ -225,19 +226,30 @@ def _doing(state: State, now: float) -> str:
 
 
 def _ready(state: State) -> str:
-    return f"{len(state.groups.ready)} of {state.rules.batch_size} groups ready"
+    return f"{choice.so_far(state, len(state.groups.ready))} ready"
 
 
 def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
     reason = batches.reason_for(state, state.meta.next_step, now)
     leased = state.groups.leased_for()
+    if state.groups.held and len(state.groups.ready) + len(state.groups.held) >= state.rules.batch_size:
+        return _waits_for_fields(state, reason)
     if leased:
         holders = {group.worker for group in leased}
         silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c, now)}
         return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], f"{reason}; {_oldest(state, now)}")
-    if state.meta.source_ended and not state.groups.first_queued() and state.groups.count(READY) < state.rules.batch_size:
+    why_none = prompts.why_none(state)
+    if why_none and not state.groups.first_queued():
+        return Cause("broker", ["source"], reason if why_none in reason else f"{reason}; {why_none}")
+    if batches.can_never_fill(state):
         return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
     return _no_leases(state, trainer, reason)
+
+
+def _waits_for_fields(state: State, reason: str) -> Cause:
+    missing = {n for g in state.groups.held.values() for n in state.rules.required_fields if not consumers.has_fields(g, [n])}
+    names = sorted({who for name in missing for who in consumers.producers(state, name)})
+    return Cause("consumer", names[:MAX_NAMES], reason)
 
 
 def _oldest(state: State, now: float) -> str:
@@ -253,7 +265,7 @@ def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
         return Cause("rollout", names[:MAX_NAMES], f"{reason}{f' ({_names(names)} fell silent)' if names else ''}")
     refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
     unready = [c.name for c in present if admission.unready_weights(state, c)]
-    if state.num_held >= state.rules.capacity:
+    if state.num_held >= admission.capacity(state):
         return Cause("broker", ["buffer"], f"{_waiting_text(state)}; {next(iter(refusals.values()))}")
     if len(unready) == len(present):
         verb = "still pulls" if len(unready) == 1 else "still pull"

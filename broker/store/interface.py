@@ -7,7 +7,22 @@ import msgspec
 
 from slimebus.errors import SlimebusError
 
-TABLES = ("meta", "groups", "ended", "prompts", "payloads", "partials", "clients", "steps", "freed", "evaluations")
+TABLES = (
+    "meta",
+    "groups",
+    "ended",
+    "prompts",
+    "payloads",
+    "partials",
+    "fields",
+    "clients",
+    "consumers",
+    "steps",
+    "freed",
+    "evaluations",
+    "pushes",
+    "source",
+)
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):

@@ -3,12 +3,13 @@
 import math
 
 from slimebus.config.schema import RunConfig
+from slimebus.dynamic_filter import REWARD_SPREAD, is_reward_spread
 from slimebus.errors import ConfigError
 
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the first rule that the config breaks."""
-    for rule in (_staleness, _batches, _parallel, _schedule, _tis, _engine, _eval):
+    for rule in (_staleness, _batches, _sampling, _parallel, _schedule, _tis, _engine, _eval, _weights):
         rule(config)
 
 
@@ -32,6 +33,20 @@ def _batches(config: RunConfig) -> None:
             f"n_samples_per_prompt {r.n_samples_per_prompt} = {samples} "
             f"must equal global_batch_size {r.global_batch_size} x num_steps_per_rollout {r.num_steps_per_rollout} = "
             f"{r.global_batch_size * r.num_steps_per_rollout}"
+        )
+
+
+def _sampling(config: RunConfig) -> None:
+    r = config.rollout
+    if r.over_sampling_batch_size and r.over_sampling_batch_size < r.rollout_batch_size:
+        raise ConfigError(
+            f"rollout.over_sampling_batch_size: {r.over_sampling_batch_size} is below rollout_batch_size {r.rollout_batch_size}; "
+            "a batch would never fill; expected at least as many, or 0"
+        )
+    if is_reward_spread(r.dynamic_sampling_filter_path) and r.n_samples_per_prompt < 2:
+        raise ConfigError(
+            f"rollout.dynamic_sampling_filter_path: {REWARD_SPREAD} drops every group of n_samples_per_prompt "
+            f"{r.n_samples_per_prompt}, as one reward has no spread; sample 2 or more"
         )
 
 
@@ -80,3 +95,8 @@ def _engine(config: RunConfig) -> None:
 def _eval(config: RunConfig) -> None:
     if config.eval.eval_interval and not config.eval.datasets:
         raise ConfigError("eval.eval_interval is set but eval.datasets is empty; name at least one dataset or set it to 0")
+
+
+def _weights(config: RunConfig) -> None:
+    if config.weights.weights_transport == "disk" and not config.weights.weights_dir:
+        raise ConfigError("weights.weights_dir is not set; weights_transport: disk needs a directory that trainer and workers share")

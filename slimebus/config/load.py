@@ -42,6 +42,12 @@ class Resolved(msgspec.Struct, frozen=True):
         return self.path(given)
 
     @property
+    def weights_dir(self) -> Path | None:
+        """Where this run's weights lie for weights_transport: disk; None when workers pull from the trainer."""
+        weights = self.config.weights
+        return self.path(weights.weights_dir) / self.config.name if weights.weights_transport == "disk" else None
+
+    @property
     def run_dir(self) -> Path:
         """Where everything the run makes is kept; relative to the current directory."""
         return Path(self.config.run_dir or f"runs/{self.config.name}")

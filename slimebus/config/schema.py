@@ -33,6 +33,8 @@ class BrokerConfig(Section, frozen=True):
     on_stale: Literal["requeue", "drop", "wait"] = "requeue"
     """[choice] What happens to a finished group that became too stale: sample its prompt again, drop it, or let
     the batch before wait for it (what is too old all the same is sampled again)."""
+    stale_wait_s: Seconds = 600.0
+    """[seconds] With on_stale: wait, the longest that a full batch waits for groups in flight."""
     lease_s: Seconds = 60.0
     """[seconds] A worker that is silent this long loses its groups, and they are queued again."""
     heartbeat_s: Seconds = 2.0
@@ -41,10 +43,19 @@ class BrokerConfig(Section, frozen=True):
     """[attempts] Failed attempts after which a prompt becomes a dead letter."""
     buffer_capacity: Natural = 0
     """[groups] Most groups leased or waiting to be trained; 0: what max_staleness needs, or 4 batches when that is unbounded."""
+    max_pushed: Positive = 1_000_000
+    """[prompts] Most pushed prompts that wait to be sampled; a client that pushes more is told to wait."""
+    batch_tokens: Natural = 0
+    """[tokens] A step is as many groups as hold at most so many tokens (prompts included), instead of rollout_batch_size groups,
+    which is then the first guess of how many that are; 0: by groups."""
+    buffer_filter_path: str = ""
+    """[hook] Chooses the groups of each batch among those that are ready; empty: first in, first out."""
     durability: Literal["fsync", "os", "memory"] = "fsync"
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
     stall_min_s: Seconds = 30.0
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    required_fields: list[str] = []
+    """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
     connect_timeout_s: Seconds = 120.0
     """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
     finish_wait_s: Seconds = 20.0
@@ -71,6 +82,8 @@ class DataConfig(Section, frozen=True):
     """[epochs] Passes over the data; 0: as many as num_rollout needs."""
     apply_chat_template: bool = True
     """[switch] Prompts that are lists of messages go through the tokenizer's chat template."""
+    wait_for_push: bool = False
+    """[switch] The run does not end when no prompt is left: it waits for prompts to be pushed. prompt_data may then be empty."""
     skip_bad_prompts: bool = False
     """[switch] Count and skip malformed lines instead of refusing to start."""
 
@@ -114,7 +127,13 @@ class RolloutConfig(Section, frozen=True):
     custom_generate_function_path: str = ""
     """[hook] Makes one sample (or several that count as one), instead of a call of the engine; called once per sample of a group."""
     dynamic_sampling_filter_path: str = ""
-    """[hook] Keeps or drops a finished group; a dropped one is counted and replaced by another prompt."""
+    """[hook] Keeps or drops a finished group; a dropped one is counted and replaced by another prompt. `check_reward_nonzero_std`
+    is built in: it drops groups whose rewards are all equal."""
+    dynamic_sampling_limit: Positive = 1024
+    """[groups] When so many in a row were dropped by the filter and none was kept, the run ends with a word about it."""
+    over_sampling_batch_size: Natural = 0
+    """[groups] Prompts started for each training step, at least rollout_batch_size, of which the first ones done are trained. The others
+    are trained in the next step while they are fresh enough, else they follow on_stale; 0: as many as are trained."""
     reward_timeout_s: Seconds = 60.0
     """[seconds] A reward that takes longer marks its sample failed."""
     generate_timeout_s: Seconds = 600.0
@@ -149,6 +168,10 @@ class WeightsConfig(Section, frozen=True):
 
     update_weights_interval: Positive = 1
     """[steps] Training steps a version."""
+    weights_transport: Literal["pull", "disk"] = "pull"
+    """[choice] pull: workers fetch from the trainer's weight server; disk: through the files of weights_dir, which all of them see."""
+    weights_dir: str = ""
+    """[path] Directory or mounted bucket for weights_transport: disk; each node may mount it elsewhere. Relative to the run.yaml."""
     weights_bind: str = "tcp://127.0.0.1:0"
     """[address] Where the trainer serves weights; port 0 takes any free one."""
     weights_advertise: str = ""

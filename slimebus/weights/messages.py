@@ -31,10 +31,15 @@ class VersionGone(WeightsError):
 
 
 class ManifestRequest(Message):
-    """What leads to your newest version from the one that I have? have_version NO_BASE: I have none."""
+    """What leads to your newest version from the one that I have? have_version NO_BASE: I have none.
+
+    serves: the address at which I pass payloads on to others, empty: nowhere. avoid: sources that did not do.
+    """
 
     have_lineage: str = ""
     have_version: int = NO_BASE
+    serves: str = ""
+    avoid: list[str] = []
 
 
 class ManifestReply(Message):
@@ -62,9 +67,13 @@ class ChunkRequest(Message):
 
 
 class ChunkReply(Message):
-    """One bulk frame for each piece asked for, in order. gone: indices of pieces that can no longer be had; their frames are empty."""
+    """One bulk frame for each piece asked for, in order. gone: indices of pieces that can no longer be had; their frames are empty.
+
+    later: the server is still pulling some piece itself; there are no frames, ask again.
+    """
 
     gone: list[int] = []
+    later: bool = False
 
 
 class TensorEntry(msgspec.Struct, omit_defaults=True):
@@ -88,7 +97,7 @@ class TensorEntry(msgspec.Struct, omit_defaults=True):
 class Manifest(msgspec.Struct, omit_defaults=True):
     """Every tensor that this server has of a version. base: what `same` and `delta` are relative to, or NO_BASE.
 
-    digest covers these tensors; sources are addresses of others that serve the same.
+    digest covers these tensors. sources: a worker to take the payloads from instead of this server, which has them too.
     """
 
     lineage: str

@@ -39,6 +39,11 @@ class Job:
     hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     hashed_bytes: int = 0
 
+    @property
+    def base_version(self) -> int:
+        """The version that the payload leads from; NO_BASE for the tensor itself."""
+        return self.base.version if self.base else NO_BASE
+
     def put(self, offset: int, frame: memoryview) -> None:
         """Put a piece in its place, hashing it on the way while it is in the cache."""
         self.payload[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)

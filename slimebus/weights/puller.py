@@ -11,8 +11,8 @@ do. Until then nobody sees any of it.
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from slimebus.weights.messages import (
     ManifestRequest,
     Piece,
 )
+from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, Target, WrongDigest
 from slimebus.weights.tensors import NO_BASE, Weights
 
@@ -36,6 +37,10 @@ CHUNK_BYTES = 1 << 20
 """Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
 
 MAX_PIECES = 64
+MAX_SOURCES = 8
+"""Connections to other workers that are kept."""
+MAX_AVOIDED = 16
+"""Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
 MIN_POOLED_BYTES = 1 << 18
 """Smaller tensors are verified sooner than another thread would begin."""
 
@@ -44,13 +49,21 @@ class _Again(Exception):
     """Not an error: the pull goes round once more. The plan no longer holds; what is verified stays."""
 
 
+class _BadSource(_Again):
+    """A worker that payloads were to come from did not do; its publisher has them too."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"worker {source} {why}; its publisher is asked")
+        self.source = source
+
+
 class _NoAnswer(_Again):
     """Time ran out while nobody answered; says less than what was wrong before."""
 
 
 @dataclass
 class PullCounts:
-    """What a puller has done since it was made."""
+    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers."""
 
     pulls: int = 0
     received_bytes: int = 0
@@ -58,6 +71,8 @@ class PullCounts:
     full_tensors: int = 0
     wrong_bytes: int = 0
     rounds: int = 0
+    from_workers: int = 0
+    bad_sources: int = 0
 
 
 class WeightPuller:
@@ -65,7 +80,8 @@ class WeightPuller:
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
-    verified at once while others arrive.
+    verified at once while others arrive. onward, serves: where verified payloads are put to be passed on, and the address of the
+    server that does so.
     """
 
     def __init__(
@@ -78,11 +94,17 @@ class WeightPuller:
         stall_s: float = 3.0,
         max_bytes: int = 1 << 42,
         threads: int = 2,
+        onward: Onward | None = None,
+        serves: str = "",
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
         self._links = [Link(endpoint, name=name, stall_s=stall_s) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
+        self._link_to: Callable[[str], Link] = lambda endpoint: Link(endpoint, name=name, stall_s=stall_s)
+        self._onward, self._serves = onward, serves
+        self._sources: dict[str, Link] = {}
+        self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
@@ -105,6 +127,10 @@ class WeightPuller:
             verified_before = plan.num_verified
             try:
                 return self._round(plan, deadline)
+            except _BadSource as bad:
+                self._give_up_source(bad.source)
+                reason = str(bad)
+                continue
             except _Again as again:
                 reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
             self.counts.rounds += 1
@@ -124,7 +150,7 @@ class WeightPuller:
         """End a pull that another thread waits for (within a second), and close the connections; for good."""
         self._cancelled.set()
         with self._pulling:
-            for link in self._links:
+            for link in (*self._links, *self._sources.values()):
                 link.close()
             if self._pool:
                 self._pool.shutdown()
@@ -145,17 +171,43 @@ class WeightPuller:
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
             return plan.have
         queues = [list(plan.missing(part, self._max_bytes)) for part in manifests]
-        self._fetch(plan, queues, target, deadline)
+        if self._onward is not None:
+            self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
+        try:
+            self._fetch(
+                plan, queues, [self._source_of(part, link) for part, link in zip(manifests, self._links, strict=True)], target, deadline
+            )
+        finally:
+            if self._onward is not None:
+                self._onward.end()
         self.counts.pulls += 1
         try:
             return plan.finish([part[0] for part in manifests], target)
         except WrongDigest as wrong:
             raise _Again(wrong.text) from None
 
+    def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
+        """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
+        source = next((name for name in part[0].sources if name not in self._avoid and name != self._serves), "") if len(part) == 1 else ""
+        if not source:
+            return publisher
+        if source not in self._sources:
+            while len(self._sources) >= MAX_SOURCES:
+                self._sources.pop(next(iter(self._sources))).close()
+            self._sources[source] = self._link_to(source)
+        self.counts.from_workers += 1
+        return self._sources[source]
+
+    def _give_up_source(self, source: str) -> None:
+        self.counts.bad_sources += 1
+        self._avoid.append(source)
+        self._sources.pop(source).close()
+
     def _manifests(self, plan: Plan, deadline: float) -> list[list[Manifest]]:
         """For each part, its manifest relative to each version that is known."""
         bases = sorted({known.version for known in plan.known.values()}) or [NO_BASE]
-        wanted = [ManifestRequest(have_lineage=plan.lineage, have_version=base) for base in bases]
+        avoid = list(self._avoid)
+        wanted = [ManifestRequest(have_lineage=plan.lineage, have_version=base, serves=self._serves, avoid=avoid) for base in bases]
         return [[self._manifest(link, request, deadline) for request in wanted] for link in self._links]
 
     def _manifest(self, link: Link, request: ManifestRequest, deadline: float) -> Manifest:
@@ -171,11 +223,14 @@ class WeightPuller:
                 raise
             raise (_NoAnswer if isinstance(problem, Unreachable) else _Again)(problem.text) from None
 
-    def _fetch(self, plan: Plan, queues: Sequence[Sequence[Job]], target: Target, deadline: float) -> None:
+    def _fetch(self, plan: Plan, queues: Sequence[Sequence[Job]], links: Sequence[Link], target: Target, deadline: float) -> None:
         """Every job of every part, `credits` requests in flight on each link."""
+        workers = {id(link): source for source, link in self._sources.items()}
         streams = [
-            _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits) for link, jobs in zip(self._links, queues, strict=True)
+            _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(id(link), ""))
+            for link, jobs in zip(links, queues, strict=True)
         ]
+        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
         checks = _Checks(self._pool)
         checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
@@ -186,23 +241,29 @@ class WeightPuller:
             for stream in waiting:
                 checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
             for job, is_right in checks.finished():
-                self._accept(plan, job, target, is_right)
+                self._accept(plan, job, target, is_right, source_of[id(job)])
         for job, is_right in checks.finished(wait=True):
-            self._accept(plan, job, target, is_right)
+            self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
+            if stream.gone and stream.source:
+                raise _BadSource(stream.source, f"no longer has {stream.gone!r} of version {target.version}")
             if stream.gone:
                 raise _Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
-    def _accept(self, plan: Plan, job: Job, target: Target, is_right: bool) -> None:
+    def _accept(self, plan: Plan, job: Job, target: Target, is_right: bool, source: str) -> None:
         if job.base is None:
             self.counts.full_tensors += 1
         else:
             self.counts.delta_tensors += 1
         if not is_right:
             self.counts.wrong_bytes += 1
+            if source:
+                raise _BadSource(source, f"sent other bytes of {job.entry.name!r} than its publisher says")
             plan.note_wrong(job.entry, target)
             raise _Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
         plan.learn(job, target)
+        if self._onward is not None:
+            self._onward.add(job.entry.name, job.base_version, job.payload.data)
 
 
 class _Checks:
@@ -266,15 +327,15 @@ def _chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[_
 
 
 def _chunk(places: list[tuple[Job, int, int]], target: Target) -> _Chunk:
-    pieces = [Piece(job.entry.name, job.base.version if job.base else NO_BASE, offset, length) for job, offset, length in places]
+    pieces = [Piece(job.entry.name, job.base_version, offset, length) for job, offset, length in places]
     return _Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
 
 
 class _Stream:
     """The chunks of one part in flight on its link."""
 
-    def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int) -> None:
-        self._link, self._chunks, self._credits = link, chunks, credits
+    def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
+        self._link, self._chunks, self._credits, self.source = link, chunks, credits, source
         self.pending: dict[int, _Chunk] = {}
         self.gone = ""
 
@@ -295,16 +356,26 @@ class _Stream:
             if chunk is None:
                 continue
             if isinstance(message, SlimebusError):
+                if self.source:
+                    raise _BadSource(self.source, message.text)
                 if not message.retryable:
                     raise message
                 raise _Again(message.text)
             if not isinstance(message, ChunkReply):
-                raise _Again(f"{self._link.endpoint} answered a chunk request with {type(message).__name__}")
+                raise self._wrong(f"answered a chunk request with {type(message).__name__}")
+            if message.later:
+                self.pending[self._link.send(chunk.request)] = chunk
+                continue
             complete += self._take(chunk, message, bulk, counts)
         if self.pending and self._link.is_stalled:
+            if self.source:
+                raise _BadSource(self.source, "does not answer")
             self._link.reconnect()
             self.pending = {self._link.send(chunk.request): chunk for chunk in self.pending.values()}
         return complete
+
+    def _wrong(self, what: str) -> _Again:
+        return _BadSource(self.source, what) if self.source else _Again(f"{self._link.endpoint} {what}")
 
     def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
         """Put the pieces where they belong. A job with a piece that is gone never completes."""
@@ -312,7 +383,7 @@ class _Stream:
         gone = set(reply.gone)
         expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
         if [len(frame) for frame in bulk] != expected:
-            raise _Again(f"{self._link.endpoint} answered a chunk request with other pieces than asked for")
+            raise self._wrong("answered a chunk request with other pieces than asked for")
         for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
             if index in gone:
                 self.gone = job.entry.name

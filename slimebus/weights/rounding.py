@@ -19,6 +19,17 @@ def to_bf16(parameter: "torch.Tensor") -> NDArray[np.uint16]:
     return rounded.view(torch.int16).numpy().view(np.uint16)
 
 
+def rounded(tensor: Tensor) -> Tensor:
+    """A float32 tensor as bfloat16, rounded to nearest, ties to even, as the trainer publishes it; others as they are. No torch."""
+    if tensor.dtype != "float32":
+        return tensor
+    bits = tensor.buffer.view(np.uint32)
+    nearest = ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    nearest[is_nan] = ((bits[is_nan] >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)  # rounding must not make it an infinity
+    return Tensor("bfloat16", tensor.shape, nearest.view(np.uint8))
+
+
 def to_tensor(parameter: "torch.Tensor") -> Tensor:
     """Any torch tensor as it is, its bytes on the host (shared where it lies there already)."""
     import torch

@@ -90,7 +90,11 @@ def read_model(path: Path) -> dict[str, Tensor]:
 
 def read_weights(path: Path, *, lineage: str = "", version: int = 0) -> Weights:
     """A model directory or file as a version, its tensors hashed."""
-    tensors = read_model(path)
+    return as_weights(read_model(path), lineage=lineage, version=version)
+
+
+def as_weights(tensors: Mapping[str, Tensor], *, lineage: str = "", version: int = 0) -> Weights:
+    """Tensors as a version, hashed."""
     hashes = {name: hash_bytes(tensor.buffer) for name, tensor in tensors.items()}
     return Weights(lineage, version, version_digest(tensors, hashes), tensors, hashes)
 

@@ -10,8 +10,9 @@ import logging
 import os
 import queue
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import zmq
 from slimebus.envelope import error_reply
 from slimebus.errors import SlimebusError, WeightsError
 from slimebus.transport.server import Request, Server
+from slimebus.weights.fanout import Fanout
 from slimebus.weights.messages import (
     BAD_CHUNK,
     MAX_CHUNK_BYTES,
@@ -33,11 +35,16 @@ from slimebus.weights.messages import (
     ManifestRequest,
     VersionGone,
 )
+from slimebus.weights.onward import NotYet, Onward
 from slimebus.weights.store import slice_payload
 
 log = logging.getLogger("slimebus.weights")
 
 MAX_REQUEST_BYTES = 1 << 20
+MAX_WAITING = 4096
+"""Requests that wait for a payload that is on its way; the credits of some hundred pullers."""
+LATER_S = 1.0
+"""After this long a waiting request is told `later`, so that its puller knows that someone is here."""
 
 
 class Versions(Protocol):
@@ -49,10 +56,14 @@ class Versions(Protocol):
 
 
 class WeightServer:
-    """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port)."""
+    """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port).
 
-    def __init__(self, store: Versions, bind: str = "tcp://127.0.0.1:0", *, sources: Sequence[str] = (), name: str = "weights") -> None:
-        self._store, self._sources = store, list(sources)
+    degree: how many workers pull from this server when they pass on what they have; the others pull from them. 0: all from here.
+    """
+
+    def __init__(self, store: Versions, bind: str = "tcp://127.0.0.1:0", *, degree: int = 0, name: str = "weights") -> None:
+        self._store, self._fanout = store, Fanout(degree) if degree else None
+        self._waiting: deque[tuple[float, Request]] = deque()
         self._server = Server(bind, name=name, types=TYPES, max_message_bytes=MAX_REQUEST_BYTES)
         self.endpoint = self._server.endpoint
         self.sent_bytes = 0
@@ -60,6 +71,8 @@ class WeightServer:
         self._done: queue.SimpleQueue[tuple[Request, Manifest | SlimebusError]] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         self._closing = threading.Event()
+        if isinstance(store, Onward):
+            store.when_more = self._wake
         self._thread = threading.Thread(target=self._serve, name="weights-server", daemon=True)
         self._thread.start()
 
@@ -73,6 +86,8 @@ class WeightServer:
         if self._closing.is_set():
             return
         self._closing.set()
+        if isinstance(self._store, Onward):
+            self._store.when_more = lambda: None
         self._wake()
         self._thread.join(timeout=10.0)
         self._encoder.shutdown(wait=True)
@@ -87,10 +102,11 @@ class WeightServer:
         poller.register(self._server.socket, zmq.POLLIN)
         poller.register(self._wake_r, zmq.POLLIN)
         while not self._closing.is_set():
-            ready = dict(poller.poll(5000))
+            ready = dict(poller.poll(round(1000 * LATER_S / 4) if self._waiting else 5000))
             if self._wake_r in ready:
                 os.read(self._wake_r, 4096)
                 self._send_manifests()
+            self._try_waiting()
             for request in self._server.receive(0):
                 self._answer(request)
         self._server.close()
@@ -101,13 +117,34 @@ class WeightServer:
             if isinstance(message, ManifestRequest):
                 self._encoder.submit(self._make_manifest, message).add_done_callback(self._when_made(request))
             elif isinstance(message, ChunkRequest):
-                frames, gone = self._read(message)
-                self.sent_bytes += sum(len(frame) for frame in frames)
-                self._server.reply(request, ChunkReply(gone=gone), frames)
+                self._send_chunk(request, message)
             else:
                 raise WeightsError(f"a weight server answers no {type(message).__name__}", code="unexpected", retryable=False)
         except SlimebusError as problem:
             self._refuse(request, problem)
+
+    def _send_chunk(self, request: Request, message: ChunkRequest, until: float = 0.0) -> None:
+        """Answer with the pieces; while one of them is on its way here, have the request wait, for LATER_S at most."""
+        try:
+            frames, gone = self._read(message)
+        except NotYet:
+            now = time.monotonic()
+            if len(self._waiting) >= MAX_WAITING or (until and now >= until):
+                self._server.reply(request, ChunkReply(later=True))
+            else:
+                self._waiting.append((until or now + LATER_S, request))
+            return
+        self.sent_bytes += sum(len(frame) for frame in frames)
+        self._server.reply(request, ChunkReply(gone=gone), frames)
+
+    def _try_waiting(self) -> None:
+        for _ in range(len(self._waiting)):
+            until, request = self._waiting.popleft()
+            try:
+                assert isinstance(request.message, ChunkRequest)
+                self._send_chunk(request, request.message, until)
+            except SlimebusError as problem:
+                self._refuse(request, problem)
 
     def _refuse(self, request: Request, problem: SlimebusError) -> None:
         self.refused[problem.code] += 1
@@ -133,7 +170,10 @@ class WeightServer:
 
     def _make_manifest(self, message: ManifestRequest) -> Manifest:
         manifest = self._store.manifest(message.have_lineage, message.have_version)
-        manifest.sources = self._sources
+        if self._fanout is not None and manifest.base != manifest.version:
+            version = (manifest.lineage, manifest.version)
+            source = self._fanout.source(version, manifest.base, message.serves, message.avoid)
+            manifest.sources = [source] if source else []
         return manifest
 
     def _when_made(self, request: Request) -> Callable[["Future[Manifest]"], None]:

@@ -98,7 +98,7 @@ def problem_of(words: list[str]) -> str:
         command = found
     for word in rest:
         option = word.partition("=")[0]
-        if word.startswith("-") and option not in options(command) and not is_foreign(command, option):
+        if word.startswith("-") and word != "-" and option not in options(command) and not is_foreign(command, option):
             return f"no option {option}"
     return ""
 

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from broker.filter_plugin import load_buffer_filter
+from broker.state.buffer_filter import BatchWanted, ReadyGroup
 from rollout import rewards
 from rollout.groups import Dropped, GroupMaker
 from rollout.response import Response, Task
@@ -80,6 +82,33 @@ def test_the_filter_keeps_mixed_groups_only(tmp_path: Path) -> None:
     assert len(make(tmp_path, "dynamic_sampling_filter_path", "keep", Scripted("4", "5"), 2)) == 2
     with pytest.raises(Dropped):
         make(tmp_path, "dynamic_sampling_filter_path", "keep", Scripted("4", "4"), 2)
+
+
+def test_the_buffer_filter_prefers_the_widest_spread(tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text(EXAMPLES["choose"])
+    choose = load_buffer_filter("hook.py:choose", tmp_path)
+    assert choose is not None
+    shown = [
+        ReadyGroup(
+            id=str(i),
+            admitted=i,
+            attempt=1,
+            num_samples=8,
+            num_tokens=80,
+            oldest_version=0,
+            staleness=0,
+            reward_mean=0.5,
+            reward_std=std,
+        )
+        for i, std in enumerate([0.1, 0.5, 0.0, 0.5])
+    ]
+    assert choose(shown, BatchWanted(step=0, version=0, num_groups=3, num_tokens=0)) == ["1", "3", "0"]
+
+
+def test_the_page_names_what_a_buffer_filter_sees() -> None:
+    section = PAGE.split("## buffer_filter_path", 1)[1]
+    for field in (*ReadyGroup.__struct_fields__, *BatchWanted.__struct_fields__):
+        assert f"`{field}`" in section, field
 
 
 def test_every_hook_of_the_config_has_its_section_and_example() -> None:

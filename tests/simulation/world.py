@@ -21,7 +21,7 @@ from slimebus import messages as m
 
 CHECK_EVERY = 5
 """Counting every prompt is the slow part; a lost one stays lost, so each fifth event finds it all the same."""
-TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+TABLES = ("meta", "clients", "steps", "evaluations", "pushes", "source", "groups")
 
 
 class Numbers:

@@ -5,14 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.state.effects import Address, Delete, Event, Notify, Record, Reply, Save
+from broker.state.buffer_filter import BufferFilter
+from broker.state.effects import Address, Delete, Event, Note, Notify, Record, Reply, Save
 from broker.state.machine import Machine
 from broker.state.rules import Rules
 from broker.state.table import Prompt
 from broker.store import MemoryStore, Write
 from slimebus import messages as m
 
-TABLES = ("meta", "clients", "steps", "evaluations", "groups")
+TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
 class Numbers:
@@ -41,10 +42,14 @@ class Desk:
         self.answers: dict[int, m.Message] = {}
         self.hints: list[m.Hint] = []
         self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.buffer_filter: BufferFilter | None = None
         self.machine = self._boot()
 
     def _boot(self) -> Machine:
-        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, records=self.store.get)
+        machine = Machine(
+            self.rules, self.source, run="r", max_message_bytes=10_000, buffer_filter=self.buffer_filter, records=self.store.get
+        )
         machine.restore([(t, k, v) for t in TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 
@@ -70,6 +75,8 @@ class Desk:
                 self.answers[effect.to.request] = effect.message
             elif isinstance(effect, Notify):
                 self.hints.append(effect.hint)
+            elif isinstance(effect, Note):
+                self.notes.append(effect.text)
             elif isinstance(effect, Record):
                 self.rows.append(effect.row)
 

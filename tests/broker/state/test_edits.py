@@ -8,6 +8,9 @@ import pytest
 from slimebus import messages as m
 
 
+PROMPT = msgspec.msgpack.encode({"prompt": "1+1=", "label": "2", "metadata": {}})
+
+
 def edit(desk: Any, action: str, *groups: str, name: str = "person", **more: Any) -> m.EditReply:
     reply = desk.ask(name, m.Edit(action=action, groups=list(groups), **more), run="")
     assert isinstance(reply, m.EditReply | m.Error), reply
@@ -18,7 +21,7 @@ def take_in(desk: Any, version: int = m.NO_VERSION, lineage: str = "L", group: s
     samples = [
         m.SampleHeader(num_tokens=4, num_trainable=4, versions=[(version, 4)], oldest_version=version, reward=reward) for reward in rewards
     ]
-    reply = desk.ask("person", m.Import(group=group, lineage=lineage, samples=samples), bulk=[b"imported prompt"], run="")
+    reply = desk.ask("person", m.Import(group=group, lineage=lineage, samples=samples), bulk=[PROMPT], run="")
     assert isinstance(reply, m.EditReply), reply
     return reply.done[group]
 
@@ -119,7 +122,7 @@ def test_samples_that_this_run_could_not_have_made_are_sampled_again(desk: Any, 
     assert why in result
     [group] = desk.lease(1)
     assert group.group == "import/x", "before the prompts of the source"
-    assert desk.store.get("prompts", "import/x") == b"imported prompt"
+    assert desk.store.get("prompts", "import/x") == PROMPT
 
 
 def test_samples_of_this_run_count_for_the_bound(desk: Any) -> None:
@@ -142,5 +145,5 @@ def test_an_imported_prompt_survives_a_rewind_behind_the_checkpoint(desk: Any) -
 
 
 def test_an_import_without_a_prompt_or_of_another_name_is_refused(desk: Any) -> None:
-    for message, bulk in ((m.Import(group="import/x"), []), (m.Import(group="0/1"), [b"p"]), (m.Import(group="import/x"), [b"p", b"q"])):
+    for message, bulk in ((m.Import(group="import/x"), []), (m.Import(group="0/1"), [PROMPT]), (m.Import(group="import/x"), [PROMPT, b"q"])):
         assert desk.ask("person", message, bulk=bulk, run="").code == "protocol"

@@ -319,3 +319,20 @@ def test_a_worker_that_could_work_and_asks_for_nothing(running: Any) -> None:
     found = stalled(running)
     assert (found["role"], found["who"]) == ("rollout", ["w"])
     assert found["reason"].endswith("w could work and asks for nothing")
+
+
+def test_a_full_disk_is_named(running: Any) -> None:
+    running.state.disk_full = "the disk of /run has 0 bytes free; 64 MiB are kept for what frees room"
+    ask_batch(running, 5)
+    wait(running, 100)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("broker", ["store"])
+    assert "the disk of /run has 0 bytes free" in found["reason"]
+
+
+def test_a_store_that_takes_nothing_is_named_although_no_time_passes_for_the_machine(running: Any) -> None:
+    running.state.store = {"problem": "the broker's store cannot be written", "unwritten_s": 90.0}
+    running.now += 70
+    assert running.status["stalled"] is None
+    running.now += 20
+    assert stalled(running)["who"] == ["store"]

@@ -1,0 +1,228 @@
+"""How fast the broker is, as ratios measured in one run: `bin/bench broker`.
+
+A real broker process, load from processes of their own; what it is compared with takes turns with it, and medians count. A group is
+8 samples of 35 kB (bin/bench_load.py).
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+from bench_load import GROUP_BYTES, SAMPLES
+from bench_process import ROOT, BrokerProcess, load, scratch, write_prompts
+from bench_row import Row, row, within
+
+PUTS = {"kind": "put", "workers": 4, "window": 8}
+"""32 puts in flight."""
+WORKERS = 256
+BURST_LEAST = 1
+
+
+def rows(quick: bool) -> list[Row]:
+    """All measurements; quick: fewer turns, a tenth of the 10 GB, no peers that take long to start."""
+    folder = scratch()
+    try:
+        prompts = write_prompts(folder / "prompts.jsonl", 100_000)
+        turns, groups = (2, 256) if quick else (5, 512)
+        return [
+            *memory_rows(folder, prompts, turns, groups),
+            *durable_rows(folder, prompts, turns, groups),
+            *control_rows(folder, prompts, 3_000 if quick else 12_000, turns),
+            *worker_rows(folder, prompts, turns, groups, 3.0 if quick else 10.0),
+            *size_rows(folder, prompts, 1 if quick else 10),
+            *bench_peers.rows(folder, prompts, turns, groups, quick=quick),
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def median_of(turns: int, measures: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """The median of each measure, taken in turns after one that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for turn in range(turns + 1):
+        for name, measure in measures.items():
+            value = measure()
+            if turn:
+                found[name].append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def rate(measured: dict[str, Any]) -> float:
+    """Groups or messages a second."""
+    count = measured.get("groups", measured.get("messages", 0))
+    return float(count / measured["seconds"])
+
+
+# --- puts ---
+
+
+def memory_rows(folder: Path, prompts: Path, turns: int, groups: int) -> list[Row]:
+    """Puts into a broker in memory beside a ROUTER that sends the same bytes back, and one that only says ok."""
+    broker = BrokerProcess(folder / "memory", "memory", prompts=prompts).train()
+    bare = {kind: _bare(kind) for kind in ("echo", "acknowledge")}
+
+    def put() -> float:
+        found = rate(broker.load(**PUTS, groups=groups))
+        broker.free(groups)
+        return found
+
+    try:
+        found = median_of(turns, {"put": put} | {kind: _bare_put(address, groups) for kind, (_, address) in bare.items()})
+    finally:
+        broker.close()
+        for process, _ in bare.values():
+            process.kill()
+            process.wait()
+    return [
+        row("put_memory_ratio", found["put"], "groups/s", found["echo"], ">= 0.7"),
+        row("put_memory_vs_acknowledge", found["put"], "groups/s", found["acknowledge"], ""),
+    ]
+
+
+def _bare_put(address: str, groups: int) -> Callable[[], float]:
+    return lambda: rate(load({**PUTS, "address": address, "bare": True, "groups": groups}))
+
+
+def _bare(kind: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(_bare_command(kind), stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def _bare_command(*words: object) -> list[str]:
+    return [sys.executable, str(Path(__file__).with_name("bench_bare.py")), *map(str, words)]
+
+
+def durable_rows(folder: Path, prompts: Path, turns: int, groups: int) -> list[Row]:
+    """Puts into a broker with fsync beside LMDB alone, which appends as many groups a transaction; both stores grow."""
+    broker = BrokerProcess(folder / "fsync", "fsync", prompts=prompts).train()
+    bursts: list[float] = []
+
+    def put() -> float:
+        before = broker.commits()
+        measured = broker.load(**PUTS, groups=groups)
+        bursts.append(groups / max(1, broker.commits() - before - groups // WORKERS))  # leasing them took commits too
+        return rate(measured)
+
+    def append() -> float:
+        command = _bare_command("lmdb", folder / "bare", groups, max(BURST_LEAST, round(bursts[-1])), "fsync")
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        return rate(json.loads(done.stdout))
+
+    try:
+        found = median_of(turns, {"put": put, "append": append})
+    finally:
+        broker.close()
+        shutil.rmtree(folder / "bare", ignore_errors=True)
+    return [
+        row("put_durable_ratio", found["put"], "groups/s", found["append"], ">= 0.5"),
+        within("put_durable_samples_per_s", SAMPLES * found["put"], "samples/s", ">=", 2000),
+        row("put_durable_burst", statistics.median(bursts), "groups a commit", 1.0, ""),
+    ]
+
+
+# --- control ---
+
+
+def control_rows(folder: Path, prompts: Path, messages: int, turns: int) -> list[Row]:
+    """Leases and heartbeats of 16 workers in turn, with the whole broker on one core."""
+    made = []
+    for durability, name in (("fsync", "control_per_s"), ("memory", "control_memory_per_s")):
+        broker = BrokerProcess(folder / f"control-{durability}", durability, prompts=prompts, core=0).train()
+        try:
+            measures = {only: _control(broker, messages, only) for only in ("", "lease", "heartbeat")}
+            found = median_of(min(turns, 3), measures if durability == "fsync" else {"": measures[""]})
+        finally:
+            broker.close()
+        made.append(within(name, found[""], "messages/s", ">=", 10_000) if durability == "fsync" else _plain(name, found[""], "messages/s"))
+        made += [_plain(f"{kind}s_per_s", found[kind], "messages/s") for kind in found if kind]
+    return made
+
+
+def _control(broker: BrokerProcess, messages: int, only: str) -> Callable[[], float]:
+    other = max(1, (os.cpu_count() or 2) - 1)
+    return lambda: rate(broker.load(kind="control", workers=16, window=16, messages=messages, only=only, core=other))
+
+
+def _plain(name: str, value: float, unit: str) -> Row:
+    return row(name, value, unit, value, "")
+
+
+# --- many workers ---
+
+
+def worker_rows(folder: Path, prompts: Path, turns: int, groups: int, seconds: float) -> list[Row]:
+    """256 workers: what a lease waits while each makes a group a second with fsync, and throughput against one worker's."""
+    broker = BrokerProcess(folder / "workers", "fsync", prompts=prompts).train()
+    try:
+        taken = broker.load(kind="paced", workers=WORKERS, period_s=1.0, seconds=seconds)["latencies_s"]
+    finally:
+        broker.close()
+    p99_ms = {kind: 1000 * _percentile(values, 99) for kind, values in taken.items()}
+    broker = BrokerProcess(folder / "scale", "memory", prompts=prompts).train()
+
+    def cycle(workers: int) -> Callable[[], float]:
+        def measure() -> float:
+            found = rate(broker.load(kind="cycle", workers=workers, window=WORKERS // workers, groups=groups))
+            broker.free(groups)
+            return found
+
+        return measure
+
+    try:
+        found = median_of(turns, {"one": cycle(1), "many": cycle(WORKERS)})
+    finally:
+        broker.close()
+    return [
+        within("lease_p99_ms", p99_ms["lease"], "ms", "<=", 20),
+        _plain("put_p99_ms", p99_ms["put"], "ms"),
+        _plain("heartbeat_p99_ms", p99_ms["beat"], "ms"),
+        row("scale_256_ratio", found["many"], "groups/s", found["one"], ">= 0.9"),
+    ]
+
+
+def _percentile(values: Iterable[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+# --- size ---
+
+
+def size_rows(folder: Path, prompts: Path, gigabytes: int) -> list[Row]:
+    """A million prompts; a restart after kill -9 with gigabytes of samples in the buffer, none of it in the page cache."""
+    million = write_prompts(folder / "million.jsonl", 1_000_000)
+    broker = BrokerProcess(folder / "million", "fsync", prompts=million)
+    start_s, rss_mib = broker.start_s, broker.rss_mib()
+    broker.close()
+    groups = 64 * round(gigabytes * 1e9 / GROUP_BYTES / 64)
+    broker = BrokerProcess(folder / "restart", "os", prompts=prompts).train()
+    try:
+        broker.load(**PUTS, groups=groups)
+        broker.stop()
+        forget_pages(folder / "restart" / "run" / "broker" / "data.mdb")
+        broker.start()
+        held = broker.status()["groups"]["ready"]
+        assert held == groups, f"{held} of {groups} groups are there after the restart"
+    finally:
+        broker.close()
+    return [
+        within("rss_1m_prompts_mib", rss_mib, "MiB", "<=", 1024),
+        within("start_1m_prompts_s", start_s, "s", "<=", 10),
+        within(f"restart_{gigabytes}gb_s", broker.start_s, "s", "<=", 5),
+    ]
+
+
+def forget_pages(path: Path) -> None:
+    """Have the system write a file out and drop it from its cache."""
+    file = os.open(path, os.O_RDWR)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)

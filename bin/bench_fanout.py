@@ -1,0 +1,112 @@
+"""32 workers pull one version from a trainer, over links that all have one rate.
+
+Each weight server, the trainer's and every worker's, stands behind a relay that lets a common number of bytes a second through.
+"""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+from bench_row import Row, row
+
+from slimebus.weights.onward import Onward
+from slimebus.weights.puller import WeightPuller
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionStore
+
+WORKERS, DEGREE = 32, 2
+NUM_TENSORS, TENSOR_VALUES = 64, 1 << 15  # 4 MiB
+RATE = 4 << 20
+CHUNK_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 14
+
+
+def rows() -> list[Row]:
+    """Time of 32 workers over the time of one."""
+    model = np.random.default_rng(0)
+    tensors = {f"t{i:02d}": model.integers(0, 65536, TENSOR_VALUES).astype(np.uint16) for i in range(NUM_TENSORS)}
+    with Relays() as relays:
+        one_s, many_s = seconds(relays, tensors, 1), seconds(relays, tensors, WORKERS)
+    return [row("fanout32_ratio", many_s, "s", one_s, "<= 2.5")]
+
+
+def seconds(relays: "Relays", tensors: dict[str, np.ndarray], count: int) -> float:
+    """From the moment that all workers ask until the last one has a verified version."""
+    store = VersionStore()
+    store.publish(tensors)
+    publisher = WeightServer(store, degree=DEGREE)
+    address = relays.in_front_of(publisher.endpoint)
+    servers, pullers = [], []
+    for _ in range(count):
+        onward = Onward()
+        servers.append(WeightServer(onward))
+        serves = relays.in_front_of(servers[-1].endpoint)
+        pullers.append(WeightPuller([address], onward=onward, serves=serves, chunk_bytes=CHUNK_BYTES, threads=1))
+    threads = [threading.Thread(target=puller.pull, kwargs={"deadline_s": 120.0}) for puller in pullers]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed = time.perf_counter() - started
+    for closable in (*pullers, *servers, publisher):
+        closable.close()
+    return elapsed
+
+
+class Relays:
+    """TCP relays on one event loop; what a server sends passes at RATE bytes a second in all, what it receives is not limited."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> "Relays":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+
+    def in_front_of(self, endpoint: str) -> str:
+        """The address of a new relay to a server."""
+        return asyncio.run_coroutine_threadsafe(self._open(endpoint), self._loop).result(5.0)
+
+    async def _open(self, endpoint: str) -> str:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        bucket = Bucket()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            upstream, downstream = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(pump(reader, downstream, None), pump(upstream, writer, bucket))
+
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class Bucket:
+    """Lets RATE bytes a second through; who comes waits its turn."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    async def take(self, size: int) -> None:
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + size / RATE
+        await asyncio.sleep(self._free_at - now)
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bucket: Bucket | None) -> None:
+    """Copy until one side closes."""
+    try:
+        while data := await reader.read(BLOCK_BYTES):
+            if bucket is not None:
+                await bucket.take(len(data))
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()

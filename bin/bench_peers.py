@@ -1,0 +1,144 @@
+"""The broker beside TransferQueue and Redis streams: the same groups, as many in flight, at the same durability, in turns.
+
+Memory is private memory with the groups of one turn held. Where a peer cannot be installed its rows say so.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench_process import ROOT, BrokerProcess
+from bench_redis import RedisProcess
+from bench_row import Row, absent, row
+
+Round = dict[str, float]
+CHUNK_GROUPS = 16
+
+
+def rows(folder: Path, prompts: Path, turns: int, groups: int, *, quick: bool) -> list[Row]:
+    """Every peer; quick leaves TransferQueue out, which takes half a minute to start."""
+    made: list[Row] = []
+    if quick:
+        made.append(absent("vs_transferqueue", "not measured by --quick"))
+    else:
+        made += transferqueue_rows(folder, prompts, min(3, turns), groups)
+    for durability, name in (("fsync", "vs_redis"), ("os", "vs_redis_os")):
+        made += redis_rows(folder, prompts, turns, groups, durability, name)
+    return made
+
+
+def compare(name: str, turns: int, ours: Callable[[], Round], theirs: Callable[[], Round]) -> list[Row]:
+    """Medians of both, taken in turns after one that does not count. Above 1 we are ahead, of latency and memory too."""
+    rounds: list[tuple[Round, Round]] = [(ours(), theirs()) for _ in range(turns + 1)][1:]
+    made = []
+    for key, suffix, unit in (
+        ("puts_per_s", "", "puts/s"),
+        ("gets_per_s", "_gets", "gets/s"),
+        ("p99_ms", "_put_p99", "ms"),
+        ("memory_mib", "_memory", "MiB"),
+    ):
+        mine, other = (statistics.median(pair[side][key] for pair in rounds) for side in (0, 1))
+        is_rate = unit.endswith("/s")
+        made.append(row(f"{name}{suffix}", mine, unit, other, ">= 1", ratio=mine / other if is_rate else other / mine))
+    return made
+
+
+def our_round(broker: BrokerProcess, groups: int, workers: int, window: int) -> Round:
+    """Put groups, look at the memory, fetch and commit them."""
+    put = broker.load(kind="put", workers=workers, window=window, groups=groups)
+    memory = broker.rss_mib()
+    got = broker.free(groups, chunk=CHUNK_GROUPS)
+    return {
+        "puts_per_s": put["groups"] / put["seconds"],
+        "gets_per_s": got["groups"] / got["seconds"],
+        "p99_ms": put["p99_ms"],
+        "memory_mib": memory,
+    }
+
+
+# --- TransferQueue ---
+
+
+class TransferQueue:
+    """bin/bench_transferqueue.py as a process. Raises RuntimeError where it cannot be installed or started."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("bench_transferqueue.py")), "8"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+        if self._line() != "ready":
+            self.close()
+            raise RuntimeError("TransferQueue cannot be installed here")
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def round(self, groups: int) -> Round:
+        """What it measured."""
+        assert self.process.stdin is not None
+        print(groups, file=self.process.stdin, flush=True)
+        found: Round = json.loads(self._line())
+        return found
+
+    def close(self) -> None:
+        """End it and what it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+
+
+def transferqueue_rows(folder: Path, prompts: Path, turns: int, groups: int) -> list[Row]:
+    """A broker in memory beside TransferQueue's simple backend, 8 puts in flight each."""
+    try:
+        peer = TransferQueue()
+    except RuntimeError as why:
+        return [absent("vs_transferqueue", str(why))]
+    broker = BrokerProcess(folder / "transferqueue", "memory", prompts=prompts).train()
+    try:
+        return compare("vs_transferqueue", turns, lambda: our_round(broker, groups, 1, 8), lambda: peer.round(groups))
+    finally:
+        broker.close()
+        peer.close()
+
+
+# --- Redis ---
+
+
+def redis_rows(folder: Path, prompts: Path, turns: int, groups: int, durability: str, name: str) -> list[Row]:
+    """A broker beside Redis streams of the same durability, 32 puts in flight each."""
+    files = folder / f"redis-{durability}"
+    files.mkdir()
+    try:
+        peer = RedisProcess(files, durability)
+    except FileNotFoundError as why:
+        return [absent(name, f"{why}: apt-get install redis-server")]
+    broker = BrokerProcess(folder / f"beside-redis-{durability}", durability, prompts=prompts).train()
+    try:
+        return compare(name, turns, lambda: our_round(broker, groups, 4, 8), lambda: _redis_round(peer, groups))
+    finally:
+        broker.close()
+        peer.close()
+
+
+def _redis_round(peer: RedisProcess, groups: int) -> Round:
+    put = _redis({"kind": "put", "port": peer.port, "groups": groups, "workers": 4, "window": 8})
+    memory = peer.rss_mib()
+    return {**put, **_redis({"kind": "get", "port": peer.port, "groups": groups}), "memory_mib": memory}
+
+
+def _redis(spec: dict[str, Any]) -> Round:
+    command = [sys.executable, str(Path(__file__).with_name("bench_redis.py")), json.dumps(spec)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    found: Round = json.loads(done.stdout.splitlines()[-1])
+    return found

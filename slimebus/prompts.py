@@ -1,0 +1,139 @@
+"""Push prompts into a run while it goes on.
+
+with PromptClient("tcp://broker1:5555") as client:
+    client.push([{"prompt": "2+2=", "label": "4"}, "a prompt may be text alone"])
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from slimebus.errors import DataError, SlimebusError
+from slimebus.joining import process_name
+from slimebus.messages import Push, PushReply
+from slimebus.prompt_record import PromptKeys, check_fields, record_of
+from slimebus.transport.client import Client
+
+log = logging.getLogger("slimebus")
+
+BATCH_PROMPTS = 512
+BATCH_BYTES = 4 * 1024 * 1024
+PATIENCE_S = 5.0
+
+
+class Pushed(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a push. accepted and duplicate: prompts that were new, and that a push of the same key brought before.
+
+    ids: the group id of each prompt, in order. waiting: pushed prompts that are not sampled yet.
+    """
+
+    accepted: int = 0
+    duplicate: int = 0
+    ids: list[str] = []
+    waiting: int = 0
+
+    def __add__(self, later: "Pushed") -> "Pushed":
+        return Pushed(
+            accepted=self.accepted + later.accepted,
+            duplicate=self.duplicate + later.duplicate,
+            ids=self.ids + later.ids,
+            waiting=later.waiting,
+        )
+
+
+class PromptClient:
+    """A client that pushes prompts to the broker at an address. Each prompt is taken once, whatever is lost or restarted meanwhile.
+
+    timeout_s: how long one batch may take, the time included in which the broker has no room (`broker.max_pushed`).
+    """
+
+    def __init__(self, broker: str, *, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self._client = Client(broker, name=process_name("prompts"))
+
+    def push(self, prompts: Iterable[str | Mapping[str, Any]], *, key: str = "", front: bool = False) -> Pushed:
+        """Push prompts: text, or maps of prompt, label, metadata and tools. Returns once all are as durable as the broker promises.
+
+        key: the same key and prompts again add nothing, so a push that failed half-way can be repeated; empty: a random one.
+        front: before the prompts that were pushed without it. Raises DataError for a prompt that is none (nothing of its batch is
+        pushed), Unreachable, or SlimebusError `busy`, `push_key`, `finished`.
+        """
+        records = (_record(number, prompt) for number, prompt in enumerate(prompts))
+        return self.push_records(records, key=key, front=front)
+
+    def push_records(self, records: Iterable[bytes], *, key: str = "", front: bool = False) -> Pushed:
+        """Push prompts that are records already (slimebus/prompt_record.py). Like `push`."""
+        key, done = key or secrets.token_hex(8), Pushed()
+        for number, batch in enumerate(batches_of(records)):
+            done += self.push_batch(batch, key=f"{key}/{number}", front=front)
+        return done
+
+    def push_batch(self, records: list[bytes], *, key: str, front: bool = False) -> Pushed:
+        """One push of at most 4096 records, sent until it is answered."""
+        deadline = time.monotonic() + self.timeout_s
+        said = False
+        while True:
+            patience = min(PATIENCE_S, max(0.1, deadline - time.monotonic()))
+            try:
+                return self._call(Push(key=key, front=front), records, patience)
+            except SlimebusError as problem:
+                is_forgotten = problem.code == "not_joined"  # silent for a while, or the broker was restarted
+                if not (problem.retryable or is_forgotten) or time.monotonic() >= deadline:
+                    raise
+                if is_forgotten:
+                    self._client.epoch = 0
+                elif not said:
+                    said = True
+                    log.warning("waiting up to %.0f s: %s", self.timeout_s, problem.text)
+
+    def _call(self, push: Push, records: list[bytes], timeout_s: float) -> Pushed:
+        if not self._client.epoch:
+            self._client.join("client", timeout_s=timeout_s)
+        reply = self._client.call(push, records, timeout_s=timeout_s).message
+        if not isinstance(reply, PushReply):
+            raise SlimebusError(f"broker answered push with {type(reply).__name__}", code="protocol")
+        lane, _, first = reply.first.partition("/")
+        ids = [f"{lane}/{int(first) + offset}" for offset in range(len(records))]
+        return Pushed(accepted=reply.accepted, duplicate=reply.duplicate, ids=ids, waiting=reply.waiting)
+
+    def close(self) -> None:
+        """Leave."""
+        self._client.close()
+
+    def __enter__(self) -> "PromptClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def batches_of(records: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """The records in batches that depend on nothing but them: at most 512 prompts and, but for a single one, 4 MiB."""
+    batch: list[bytes] = []
+    size = 0
+    for record in records:
+        if batch and (len(batch) >= BATCH_PROMPTS or size + len(record) > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(record)
+        size += len(record)
+    if batch:
+        yield batch
+
+
+def _record(number: int, prompt: str | Mapping[str, Any]) -> bytes:
+    keys = PromptKeys(tools="tools")
+    fields = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    try:
+        unknown = [name for name in fields if name not in ("prompt", "label", "metadata", "tools")]
+        if unknown:
+            raise DataError(f"unknown key {unknown[0]!r}; expected prompt, label, metadata, tools")
+        check_fields(fields, keys)
+        return record_of(fields, keys)
+    except DataError as bad:
+        raise DataError(f"prompt {number}: {bad.text}") from None

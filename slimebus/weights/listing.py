@@ -1,0 +1,112 @@
+"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain; and whether every byte is right."""
+
+from pathlib import Path
+from typing import Any
+
+from slimebus.errors import WeightsError
+from slimebus.weights import delta_file, disk_chain
+from slimebus.weights.messages import DELTA, FULL
+from slimebus.weights.safetensors_file import read_model, read_weights
+from slimebus.weights.tensors import Weights, hash_bytes
+
+FILE_SUFFIXES = (".delta", ".full")
+
+
+def is_chain(path: Path) -> bool:
+    """True for the folder of a lineage."""
+    return path.is_dir() and (path / disk_chain.LATEST).is_file()
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
+    if is_chain(path):
+        return [_version_row(file) for file in _files(path)]
+    if path.suffix in FILE_SUFFIXES:
+        entries = delta_file.read(path).manifest.tensors
+        return [
+            {
+                "name": e.name,
+                "dtype": e.dtype,
+                "shape": list(e.shape),
+                "kind": e.kind,
+                "bytes": e.size,
+                "changed": e.num_changed,
+                "hash": e.hash,
+            }
+            for e in entries
+        ]
+    tensors = read_model(path)
+    return [
+        {"name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": len(t.buffer), "hash": hash_bytes(t.buffer)}
+        for name, t in sorted(tensors.items())
+    ]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((f for f in folder.iterdir() if f.suffix in FILE_SUFFIXES and f.stem.isdigit()), key=lambda f: (int(f.stem), f.suffix))
+
+
+def _version_row(file: Path) -> dict[str, Any]:
+    manifest = delta_file.read(file).manifest
+    return {
+        "version": manifest.version,
+        "kind": file.suffix[1:],
+        "lineage": manifest.lineage,
+        "base": manifest.base,
+        "bytes": file.stat().st_size,
+        "tensors": len(manifest.tensors),
+        "changed": sum(entry.num_changed for entry in manifest.tensors),
+        "digest": manifest.digest,
+    }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row for a person."""
+    if "version" in row:
+        what = (
+            f"{row['kind']:<5} {row['bytes']:>12} bytes  {row['changed']:>10} values changed"
+            if row["kind"] == "delta"
+            else (f"{row['kind']:<5} {row['bytes']:>12} bytes  {row['tensors']:>10} tensors")
+        )
+        return f"{row['version']:>8}  {what}  digest {row['digest']}"
+    shape = "x".join(map(str, row["shape"])) or "scalar"
+    kind = f"{row['kind']:<6}" if "kind" in row else ""
+    return f"{row['name']:<56} {row['dtype']:<9} {shape:<14} {kind}{row['bytes']:>12} bytes  {row['hash']}"
+
+
+def verify(path: Path, base: Weights | None) -> tuple[str, list[str]]:
+    """The digest of what lies there, and what is wrong with it, one line each; every byte is read."""
+    try:
+        if is_chain(path):
+            return _verify_chain(path)
+        if path.suffix in FILE_SUFFIXES:
+            return _verify_file(path, base)
+        return read_weights(path).digest, []
+    except WeightsError as bad:
+        return "", [bad.text]
+
+
+def _verify_file(path: Path, base: Weights | None) -> tuple[str, list[str]]:
+    found = delta_file.read(path)
+    if base is not None or path.suffix == ".full":
+        return delta_file.apply(found, base).digest, []
+    wanted = {e.name: e.payload_hash if e.kind == DELTA else e.hash for e in found.manifest.tensors if e.kind in (DELTA, FULL)}
+    wrong = [name for name, payload in found.payloads.items() if hash_bytes(payload) != wanted[name]]
+    return found.manifest.digest, [f"tensor {name!r} does not have the bytes that its manifest says" for name in wrong]
+
+
+def _verify_chain(folder: Path) -> tuple[str, list[str]]:
+    """From the newest full copy delta by delta to the newest version, and each older delta for itself."""
+    latest = disk_chain.read_latest(folder)
+    problems = [] if latest else [f"no {disk_chain.LATEST}"]
+    for file in _files(folder):
+        if latest is None or int(file.stem) > latest.version:
+            continue
+        _, wrong = _verify_file(file, None)
+        problems += [f"{file.name}: {text}" for text in wrong]
+    if latest is not None:
+        needed = [disk_chain.delta_path(folder, version) for version in range(latest.full + 1, latest.version + 1)]
+        problems += [f"{path.name} is missing" for path in [disk_chain.full_path(folder, latest.full), *needed] if not path.is_file()]
+    if latest is None or problems:
+        return "", problems
+    return disk_chain.DiskPuller(folder).pull(None, 1.0).digest, []

@@ -1,0 +1,288 @@
+"""Which groups a batch gets: by tokens, with a surplus, by a plug-in, filtered; and that none of it wedges a run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from broker.state.buffer_filter import BatchWanted, ReadyGroup, spread
+from slimebus import messages as m
+from slimebus.errors import HookError
+
+
+def put_sized(desk: Any, group: m.LeasedGroup, num_tokens: int, version: int = 0) -> m.PutReply:
+    header = m.SampleHeader(
+        num_tokens=num_tokens, num_trainable=num_tokens, versions=[(version, num_tokens)], oldest_version=version, reward=1.0
+    )
+    reply: m.PutReply = desk.ask(
+        "w", m.Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="L", samples=[header], fields=[])
+    )
+    return reply
+
+
+# --- by tokens ---
+
+
+def test_a_batch_of_tokens_is_the_first_groups_that_fit(new_desk: Any) -> None:
+    desk = new_desk(batch_tokens=100, batch_size=4, max_staleness=3)
+    desk.begin()
+    for group, size in zip(desk.lease(5), (40, 40, 30, 10, 60), strict=True):
+        put_sized(desk, group, size)
+    assert desk.batch(0) == ["0/0", "0/1"], "0/2 does not fit, and none is put before it"
+    assert desk.batch(1) == ["0/2", "0/3", "0/4"]
+
+
+def test_a_group_larger_than_a_batch_is_one(new_desk: Any) -> None:
+    desk = new_desk(batch_tokens=100, batch_size=4)
+    desk.begin()
+    put_sized(desk, desk.lease(1)[0], 500)
+    assert desk.batch(0) == ["0/0"]
+
+
+def test_admission_counts_in_tokens_of_the_last_groups(new_desk: Any) -> None:
+    desk = new_desk(batch_tokens=100, batch_size=4, max_staleness=0)
+    desk.begin()
+    first = desk.lease(99)
+    assert len(first) == 4, "before anything is known, four groups are taken to fill a batch"
+    for group in first:
+        put_sized(desk, group, 10)
+    assert len(desk.lease(99)) == 6, "40 of 100 tokens are ready, and 10 a group is what is known now"
+
+
+def test_small_groups_fill_the_buffer_and_go_rather_than_wait_for_ever(new_desk: Any) -> None:
+    desk = new_desk(batch_tokens=1000, batch_size=2, buffer_capacity=3, max_staleness=0)
+    desk.begin()
+    for group in desk.lease(99) + desk.lease(99):
+        put_sized(desk, group, 10)
+    for group in desk.lease(99):
+        put_sized(desk, group, 10)
+    assert desk.status["groups"]["ready"] == 3
+    assert len(desk.batch(0)) == 3, "there is no room for more"
+
+
+def test_the_wait_for_a_batch_of_tokens_says_how_many_there_are(new_desk: Any) -> None:
+    desk = new_desk(batch_tokens=100, batch_size=4)
+    desk.begin()
+    put_sized(desk, desk.lease(1)[0], 30)
+    assert "1 groups of 30 of 100 tokens ready" in desk.ask("t", m.Batch(step=0, wait_s=0.0)).reason
+
+
+# --- over-sampling ---
+
+
+def test_over_sampling_trains_the_first_that_are_done_and_keeps_the_surplus_while_it_is_fresh(new_desk: Any) -> None:
+    desk = new_desk(over_sampling=3, max_staleness=1)
+    desk.begin()
+    groups = desk.lease(99)
+    assert len(groups) == 6
+    for group in groups[1:4]:
+        desk.put(group)
+    assert desk.train(0) == ["0/1", "0/2"]
+    assert desk.status["groups"]["ready"] == 1
+    desk.put(groups[4])
+    assert desk.batch(1) == ["0/3", "0/4"]
+
+
+def test_on_policy_over_sampling_cuts_off_the_slowest_and_their_prompts_come_back(new_desk: Any) -> None:
+    desk = new_desk(over_sampling=4, max_staleness=0)
+    desk.begin()
+    groups = desk.lease(99)
+    assert len(groups) == 4
+    for group in groups[1:4]:
+        desk.put(group)
+    desk.train(0)
+    assert desk.status["groups"]["leased"] == 0, "what was begun with version 0 can be in no step any more"
+    assert desk.status["moves"]["leased>queued surplus"] == 1
+    assert desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[groups[0].lease])).lost == [groups[0].lease]
+    assert desk.batch(1) == []
+    assert desk.status["waste"]["stale"] == {"groups": 1, "tokens": 4}, "the one that was ready and not chosen"
+    assert [g.group for g in desk.lease(99, serving=1)] == ["0/0", "0/3", "0/4", "0/5"]
+
+
+# --- the dynamic filter ---
+
+
+def test_a_group_without_spread_is_dropped_counted_and_replaced(new_desk: Any) -> None:
+    desk = new_desk(needs_spread=True, samples_per_prompt=2, max_staleness=0)
+    desk.begin()
+    flat, mixed = desk.lease(99)
+    assert desk.put(flat, rewards=(1.0, 1.0)).reason == "filtered: no reward spread"
+    assert desk.put(mixed, rewards=(0.0, 1.0)) == m.PutReply(result="accepted")
+    status = desk.status
+    assert (status["groups"]["dropped"], status["groups"]["ready"]) == (1, 1)
+    assert status["waste"]["filtered: no reward spread"] == {"groups": 1, "tokens": 8}
+    assert status["filter"] == {"groups": 1, "in_a_row": 0, "limit": 1024}
+    assert [g.group for g in desk.lease(99)] == ["0/2"], "another prompt takes its place"
+    assert desk.store.get("payloads", flat.group) is None
+
+
+def test_what_a_worker_filtered_out_counts_as_waste_too(desk: Any) -> None:
+    group = desk.lease(1)[0]
+    desk.ask("w", m.GiveBack(group=group.group, lease=group.lease, outcome="drop", reason="filtered", num_tokens=64))
+    assert desk.status["waste"]["returned: filtered"] == {"groups": 1, "tokens": 64}
+    assert desk.status["filter"]["in_a_row"] == 1
+
+
+def test_when_everything_is_filtered_the_trainer_is_told_and_no_worker_goes_on(new_desk: Any) -> None:
+    desk = new_desk(prompts=10**9, needs_spread=True, samples_per_prompt=2, max_filtered=5)
+    desk.begin()
+    waiting = desk.send("t", m.Batch(step=0, wait_s=60.0))
+    while groups := desk.lease(1):
+        desk.put(groups[0], rewards=(0.0, 0.0))
+    assert desk.status["filter"]["groups"] == 5
+    assert desk.answers[waiting].code == "all_filtered"
+    assert "every prompt is too easy or too hard" in desk.answers[waiting].text
+    assert desk.ask("t", m.Batch(step=0, wait_s=0.0)).code == "all_filtered"
+    assert "dropped by the dynamic sampling filter" in desk.ask("w", m.Lease(want=1, wait_s=0.0, lineage="L", serving=0)).reason
+    desk.restart()
+    assert desk.lease(1) == [], "nor after a restart of the broker"
+    desk.begin(lineage="M")
+    assert len(desk.lease(1, lineage="M")) == 1, "a trainer that is started again tries again"
+
+
+def test_a_finite_source_that_is_filtered_away_says_so(new_desk: Any) -> None:
+    desk = new_desk(prompts=3, needs_spread=True, samples_per_prompt=2)
+    desk.begin()
+    while groups := desk.lease(1):
+        desk.put(groups[0], rewards=(1.0, 1.0))
+    refused = desk.ask("t", m.Batch(step=0, wait_s=0.0))
+    assert refused.code == "source_ended"
+    assert "3 groups were dropped by the dynamic sampling filter" in refused.text
+
+
+def test_spread_is_mean_and_population_deviation() -> None:
+    assert spread([1.0, 0.0, 1.0, 0.0]) == (0.5, 0.5)
+    assert spread([]) == (0.0, 0.0)
+    assert all(spread([0.1 * k] * n)[1] == 0.0 for k in range(20) for n in range(1, 20)), "whatever rounding makes of the mean"
+
+
+# --- a plug-in ---
+
+
+def desk_with(new_desk: Any, choose: Callable[[Sequence[ReadyGroup], BatchWanted], Any], **rules: Any) -> Any:
+    desk = new_desk(**({"max_staleness": 2} | rules))
+    desk.buffer_filter = choose
+    desk.restart()
+    desk.begin()
+    return desk
+
+
+def test_a_buffer_filter_chooses_and_its_choice_is_kept(new_desk: Any) -> None:
+    seen: list[tuple[Sequence[ReadyGroup], BatchWanted]] = []
+
+    def newest(groups: Sequence[ReadyGroup], batch: BatchWanted) -> list[str]:
+        seen.append((groups, batch))
+        return [g.id for g in reversed(groups)][: batch.num_groups]
+
+    desk = desk_with(new_desk, newest)
+    for group, rewards in zip(desk.lease(3), [(1.0, 0.0), (1.0,), (0.5, 0.5)], strict=True):
+        desk.put(group, rewards=rewards)
+    assert desk.batch(0) == ["0/2", "0/1"]
+    desk.restart()
+    assert desk.batch(0) == ["0/2", "0/1"]
+    assert len(seen) == 1
+    groups, wanted = seen[0]
+    assert wanted == BatchWanted(step=0, version=0, num_groups=2, num_tokens=0)
+    assert groups[0] == ReadyGroup(
+        id="0/0", admitted=1, attempt=1, num_samples=2, num_tokens=8, oldest_version=0, staleness=0, reward_mean=0.5, reward_std=0.5
+    )
+
+
+def test_a_buffer_filter_is_offered_only_what_is_fresh_enough(new_desk: Any) -> None:
+    offered: list[list[int]] = []
+
+    def first(groups: Sequence[ReadyGroup], batch: BatchWanted) -> list[str]:
+        offered.append([g.staleness for g in groups])
+        return [g.id for g in groups][-batch.num_groups :]
+
+    desk = desk_with(new_desk, first, max_staleness=1)
+    desk.fill(4)
+    for step in range(3):
+        desk.train(step)
+        desk.fill(2, version=step + 1)
+    assert offered == [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0]], "in step 2 the two of version 0 are gone"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (["0/0"], "1 groups for a batch of 2"),
+        (["0/0", "0/1", "0/2"], "3 groups for a batch of 2"),
+        (["0/0", "0/0"], "named twice"),
+        (["0/0", "9/9"], "'9/9' is not one of the 3 groups offered"),
+        ([], "0 groups for a batch of 2"),
+        (None, "gave NoneType; expected a list of group ids"),
+        ("0/0", "gave str; expected a list"),
+        ([0, 1], "expected a list of group ids"),
+        (HookError("buffer filter f.py:f: KeyError: 'x'"), "KeyError"),
+    ],
+)
+def test_a_bad_answer_of_a_buffer_filter_is_refused_counted_and_the_run_goes_on(new_desk: Any, answer: Any, text: str) -> None:
+    def bad(groups: Sequence[ReadyGroup], batch: BatchWanted) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    desk = desk_with(new_desk, bad)
+    desk.fill(3)
+    assert desk.batch(0) == ["0/0", "0/1"]
+    assert desk.status["counted"]["buffer filter answers refused"] == 1
+    assert any(text in note for note in desk.notes), desk.notes
+
+
+def test_a_buffer_filter_for_batches_of_tokens_may_not_overfill_them(new_desk: Any) -> None:
+    desk = desk_with(new_desk, lambda groups, batch: [g.id for g in groups], batch_tokens=10, batch_size=2)
+    for group in desk.lease(3):
+        put_sized(desk, group, 5)
+    assert desk.batch(0) == ["0/0", "0/1"]
+    assert any("3 groups of 15 tokens; at most 10 fit a batch" in note for note in desk.notes)
+
+
+# --- waiting ---
+
+
+def test_waiting_for_a_group_that_never_comes_back_has_an_end(new_desk: Any) -> None:
+    desk = new_desk(on_stale="wait", max_staleness=1, stale_wait_s=50.0)
+    desk.begin()
+    slow = desk.lease(1)[0]
+    desk.fill(2)
+    desk.train(0)
+    desk.fill(2, version=1)
+    waiting = desk.send("t", m.Batch(step=1, wait_s=600.0))
+    for _ in range(9):
+        desk.pass_time(5.0)
+        desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[slow.lease]))
+    assert "it is full and waits 5 s more" in desk.status["waiting"][0]
+    assert waiting not in desk.answers
+    desk.pass_time(5.0)
+    assert len(desk.answers[waiting].groups) == 2
+    assert desk.status["counted"]["batches that waited in vain"] == 1
+    desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[slow.lease]))
+    desk.put(slow, version=0)
+    assert desk.status["moves"]["ready>queued stale"] == 1
+
+
+def test_waiting_that_saves_nothing_is_not_done(new_desk: Any) -> None:
+    desk = new_desk(on_stale="wait", max_staleness=3)
+    desk.begin()
+    slow = desk.lease(3)
+    desk.fill(5)
+    desk.ask("op", m.Set(key="k", settings={"max_staleness": 0}), run="")
+    assert len(desk.batch(0)) == 2, "three are in flight and five ready for this step alone: six are late whether it waits or not"
+    assert desk.put(slow[0]).result in ("accepted", "discarded")
+
+
+@pytest.mark.parametrize("on_stale", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_on_policy_with_a_slow_pace_of_versions_trains_only_the_current_one(new_desk: Any, on_stale: str, interval: int) -> None:
+    desk = new_desk(max_staleness=0, publish_interval=interval, on_stale=on_stale, prompts=1000)
+    desk.begin()
+    for step in range(9):
+        serving = desk.state.meta.version
+        while groups := desk.lease(1, serving=serving):
+            desk.put(groups[0], version=serving)
+        reply = desk.ask("t", m.Batch(step=step, wait_s=0.0))
+        assert [g.oldest_version for g in reply.groups] == [reply.version] * 2
+        desk.publish(desk.state.version_of(step + 1))
+        assert desk.ask("t", m.Commit(step=step, checkpoint=step)) == m.Ok()
+    assert desk.status["lag"]["max"] == 0

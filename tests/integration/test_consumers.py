@@ -1,0 +1,174 @@
+"""Consumers of a live broker: the example of the document, a critic behind it, kill -9 of both sides."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import yaml
+
+from slimebus.consumer import Consumer
+from slimebus.errors import SlimebusError
+from slimebus.launch import free_port
+from slimebus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Goodbye, Lease, LeaseReply, Publish, Put, Resume
+from slimebus.samples import Sample, decode_group, encode_group
+from slimebus.transport.client import Client
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+BATCH = 2
+
+
+class Bench:
+    """A broker that holds groups until they have `teacher_logprobs`, a trainer and a worker at hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, f"tcp://127.0.0.1:{free_port()}"
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(100)))
+        config = {
+            "name": "consumed",
+            "run_dir": str(folder / "run"),
+            "broker": {"bind": self.address, "heartbeat_s": 0.3, "max_staleness": 4, "required_fields": ["teacher_logprobs"]},
+            "data": {"prompt_data": [str(folder / "prompts.jsonl")]},
+            "rollout": {"rollout_batch_size": BATCH, "n_samples_per_prompt": 2, "num_rollout": 20},
+        }
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        self.log = (folder / "log").open("wb")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.broker = self.start_broker()
+        self.trainer, self.worker = Client(self.address, name="t", resend_s=0.5), Client(self.address, name="w", resend_s=0.5)
+        self.trainer.join("trainer", timeout_s=60)
+        self.worker.join("rollout", timeout_s=60)
+        self.trainer.call(Resume(step=0, version=0, lineage="L"))
+        self.trainer.call(Publish(lineage="L", version=0, publishers=["tcp://t"]))
+
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, *command], stdout=self.log, stderr=self.log, cwd=ROOT)
+        self.processes.append(process)
+        return process
+
+    def start_broker(self) -> subprocess.Popen[bytes]:
+        return self.start(["-m", "slimebus", "broker", str(self.folder / "run.yaml")])
+
+    def close(self) -> None:
+        self.trainer.close(goodbye=False)
+        self.worker.close(goodbye=False)
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+        self.log.close()
+
+    def make(self, count: int, version: int) -> list[str]:
+        reply = self.worker.call(Lease(want=count, wait_s=20, lineage="L", serving=version), timeout_s=60).message
+        assert isinstance(reply, LeaseReply)
+        for group in reply.groups:
+            headers, fields, frames = encode_group([sample(version, 3 + i) for i in range(group.num_samples)])
+            put = Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="L", samples=headers, fields=fields)
+            self.worker.call(put, frames, timeout_s=60)
+        return [group.group for group in reply.groups]
+
+    def train(self, step: int) -> dict[str, list[Sample]]:
+        reply = self.trainer.call(Batch(step=step, wait_s=60), timeout_s=90).message
+        assert isinstance(reply, BatchReply)
+        names = [g.group for g in reply.groups]
+        assert names, reply.reason
+        fetched = self.trainer.call(Fetch(groups=names), timeout_s=60)
+        assert isinstance(fetched.message, FetchReply)
+        found, frames = {}, list(fetched.bulk)
+        for name, count in zip(names, fetched.message.num_frames, strict=True):
+            record = msgspec.msgpack.decode(frames[0], type=Put)
+            found[name] = decode_group(record.samples, record.fields, frames[1:count])
+            frames = frames[count:]
+        self.trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"]))
+        self.trainer.call(Commit(step=step, checkpoint=step))
+        return found
+
+
+def sample(version: int, length: int) -> Sample:
+    return Sample(
+        tokens=np.arange(length, dtype=np.int32),
+        loss_mask=np.ones(length, np.uint8),
+        rollout_logprobs=np.zeros(length, np.float32),
+        versions=[(version, length)],
+        reward=1.0,
+    )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    found = Bench(tmp_path)
+    yield found
+    found.close()
+
+
+def example(folder: Path) -> str:
+    """The program of docs/consumers.md."""
+    code = re.search(r"<!-- run: teacher -->\n```python\n(.*?)```", (ROOT / "docs" / "consumers.md").read_text(), re.DOTALL)
+    assert code
+    (folder / "teacher.py").write_text(code[1])
+    return str(folder / "teacher.py")
+
+
+def test_the_teacher_of_the_document_gives_every_trained_sample_its_field(bench: Bench, tmp_path: Path) -> None:
+    teacher = bench.start([example(tmp_path), bench.address])
+    for step in range(4):
+        bench.make(BATCH, step)
+        for samples in bench.train(step).values():
+            for one in samples:
+                assert one.extras["teacher_logprobs"].tolist() == [-0.5] * len(one.tokens)
+        if step == 1:  # it goes on where it was
+            teacher.kill()
+            teacher.wait(10)
+            teacher = bench.start([example(tmp_path), bench.address])
+        if step == 2:
+            bench.broker.kill()
+            bench.broker.wait(10)
+            bench.broker = bench.start_broker()
+    bench.trainer.call(Finish())
+    bench.worker.call(Goodbye())
+    assert teacher.wait(30) == 0
+    bench.trainer.call(Goodbye())
+    assert bench.broker.wait(30) == 0
+
+
+def test_a_critic_stands_behind_a_teacher(bench: Bench) -> None:
+    with Consumer(bench.address, name="teacher") as teacher, Consumer(bench.address, name="critic") as critic:
+        made = bench.make(BATCH, 0)
+        assert critic.read(needs=["teacher_logprobs"], wait_s=0) == []
+        read = teacher.read(wait_s=20)
+        while len(read) < BATCH:
+            read += teacher.read(wait_s=20)
+        assert [g.id for g in read] == made
+        for group in read:
+            logprobs = [np.full(len(s.tokens), -1.0, np.float32) for s in group.samples]
+            assert teacher.put_fields(group, {"teacher_logprobs": logprobs})
+            assert teacher.put_fields(group, {"teacher_logprobs": logprobs}), "a repeat"
+        behind = critic.read(needs=["teacher_logprobs"], wait_s=20)
+        for group in behind:
+            assert group.samples[0].extras["teacher_logprobs"][0] == -1.0
+            critic.put_fields(
+                group, {"values": [np.zeros(len(s.tokens), np.float32) for s in group.samples], "baseline": [np.float32(1)] * 2}
+            )
+            with pytest.raises(SlimebusError, match="from consumer teacher") as refused:
+                critic.put_fields(group, {"teacher_logprobs": [np.zeros(len(s.tokens), np.float32) for s in group.samples]})
+            assert refused.value.code == "field_exists"
+        assert critic.read(extras=["values"], wait_s=0) == []
+        trained = bench.train(0)
+        assert sorted(trained) == sorted(made)
+        assert sorted(trained[made[0]][0].extras) == ["baseline", "teacher_logprobs", "values"]
+        bench.trainer.call(Commit(step=0, checkpoint=1))
+        assert not teacher.put_fields(read[0], {"more": [np.zeros(1, np.int8)] * 2})
+
+
+def test_a_consumer_that_does_not_know_the_broker_says_so_in_time() -> None:
+    started = time.monotonic()
+    with pytest.raises(SlimebusError, match="no broker answered"):
+        Consumer(f"tcp://127.0.0.1:{free_port()}", name="lost", timeout_s=1.0)
+    assert time.monotonic() - started < 10

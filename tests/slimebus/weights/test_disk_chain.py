@@ -1,0 +1,159 @@
+"""Versions through a shared directory."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimebus.errors import WeightsError
+from slimebus.weights.disk_chain import DiskChain, DiskPuller, chain_dir, read_latest
+from slimebus.weights.store import VersionStore
+
+KEEP = 3
+
+
+class Trainer:
+    """A store and the chain it is written to; `models` is what each version must be."""
+
+    def __init__(self, root: Path, model: Any, after: Any, lineage: str = "L") -> None:
+        self.store, self.chain = VersionStore(keep=KEEP, lineage=lineage), DiskChain(root, lineage, keep=KEEP)
+        self.next, self.after, self.models = model, after, []
+
+    def publish(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.store.publish(self.next)
+            self.chain.publish(self.store)
+            self.models.append(self.next)
+            self.next = self.after(self.next, len(self.models))
+
+    def files(self, suffix: str) -> list[int]:
+        return sorted(int(path.stem) for path in self.chain.folder.glob(f"*{suffix}"))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, model: Any, after: Any) -> Trainer:
+    return Trainer(tmp_path, model, after)
+
+
+def test_readers_near_and_far_behind_get_the_newest_version(trainer: Trainer, check: Any) -> None:
+    puller, have, behind = DiskPuller(trainer.chain.folder), None, None
+    for number in range(9):
+        trainer.publish()
+        have = puller.pull(have, 1.0)
+        check(have, trainer.models[number])
+        if number % 4 == 0:
+            behind = puller.pull(behind, 1.0)
+            check(behind, trainer.models[number])
+        check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[number])
+    assert puller.pull(have, 1.0) is have
+
+
+def test_what_no_reader_needs_is_deleted(trainer: Trainer) -> None:
+    trainer.publish(12)
+    assert len(trainer.files(".full")) == 1
+    assert len(trainer.files(".delta")) <= 2 * KEEP
+    oldest = trainer.files(".delta")[0]
+    assert oldest <= trainer.files(".full")[0] + 1
+
+
+def test_a_version_is_seen_only_when_all_of_it_is_there(trainer: Trainer, check: Any) -> None:
+    trainer.publish(2)
+    latest = trainer.chain.folder / "latest.json"
+    before = latest.read_bytes()
+    trainer.publish()
+    latest.write_bytes(before)
+    check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[1])
+
+
+def test_publishing_again_after_a_failure_changes_nothing(trainer: Trainer, check: Any) -> None:
+    trainer.publish(2)
+    before = {path: path.stat().st_mtime_ns for path in trainer.chain.folder.iterdir()}
+    trainer.chain.publish(trainer.store)
+    assert {path: path.stat().st_mtime_ns for path in trainer.chain.folder.iterdir()} == before
+    (trainer.chain.folder / "latest.json").unlink()
+    trainer.chain.publish(trainer.store)
+    check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[1])
+
+
+def test_a_damaged_delta_is_gone_around_by_a_full_copy_and_a_damaged_chain_is_an_error(trainer: Trainer, check: Any) -> None:
+    trainer.publish(2)
+    puller = DiskPuller(trainer.chain.folder)
+    have = puller.pull(None, 1.0)
+    trainer.publish(2)
+    (full,) = trainer.files(".full")
+    damaged = trainer.chain.folder / f"{full:06d}.delta"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    check(puller.pull(have, 1.0), trainer.models[3])
+    assert puller.counts.wrong_bytes == 1
+    whole = trainer.chain.folder / f"{full:06d}.full"
+    whole.write_bytes(whole.read_bytes()[:-1] + b"!")
+    with pytest.raises(WeightsError, match="no verified version within 0 s"):
+        DiskPuller(trainer.chain.folder).pull(None, 0.1)
+
+
+def test_a_new_lineage_has_a_folder_of_its_own_and_takes_the_old_ones_place(
+    trainer: Trainer, tmp_path: Path, model: Any, after: Any, check: Any
+) -> None:
+    trainer.publish(3)
+    have = DiskPuller(trainer.chain.folder).pull(None, 1.0)
+    restarted = Trainer(tmp_path, trainer.models[1], after, "M")
+    restarted.publish()
+    new = DiskPuller(restarted.chain.folder).pull(have, 1.0)
+    check(new, trainer.models[1])
+    assert new.lineage == "M"
+    assert not trainer.chain.folder.exists()
+
+
+def test_files_of_another_lineage_are_refused(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.publish()
+    trainer.chain.folder.rename(tmp_path / "M")
+    with pytest.raises(WeightsError, match="is of lineage L, its folder of M"):
+        DiskPuller(tmp_path / "M").pull(None, 0.1)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 200, "a b"])
+def test_a_lineage_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WeightsError, match="cannot name a folder"):
+        chain_dir(tmp_path, name)
+
+
+def test_a_reader_waits_for_the_first_version_and_can_be_told_to_stop(trainer: Trainer) -> None:
+    puller = DiskPuller(trainer.chain.folder)
+    threading.Timer(0.1, puller.cancel).start()
+    with pytest.raises(WeightsError, match="cancelled"):
+        puller.pull(None, 30.0)
+
+
+def test_readers_beside_a_writer_only_ever_see_whole_versions(trainer: Trainer) -> None:
+    trainer.publish()
+    digests, stop = set(), threading.Event()
+
+    def read() -> None:
+        puller, have = DiskPuller(trainer.chain.folder), None
+        while not stop.is_set():
+            have = puller.pull(have, 5.0)
+            digests.add(have.digest)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    made = {trainer.store.newest.digest}
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        trainer.publish()
+        made.add(trainer.store.newest.digest)
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(digests) > 2
+    assert digests <= made
+
+
+def test_a_torn_latest_is_an_error(trainer: Trainer) -> None:
+    trainer.publish()
+    latest = trainer.chain.folder / "latest.json"
+    latest.write_bytes(latest.read_bytes().replace(b'"version":0', b'"version":7'))
+    with pytest.raises(WeightsError, match="its check does not fit"):
+        read_latest(trainer.chain.folder)

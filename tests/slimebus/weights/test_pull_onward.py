@@ -1,0 +1,134 @@
+"""Workers that pull from each other: the publisher's link carries few copies, and no peer is trusted."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from slimebus.weights.link import Link
+from slimebus.weights.messages import ManifestRequest
+from slimebus.weights.onward import Onward
+from slimebus.weights.plan import Target
+from slimebus.weights.puller import WeightPuller
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionStore
+from slimebus.weights.tensors import Weights
+
+
+class Worker:
+    """A puller with a server beside it that passes on what it pulls."""
+
+    def __init__(self, publisher: str, onward: Onward | None = None, stall_s: float = 0.3) -> None:
+        self.onward = onward or Onward()
+        self.server = WeightServer(self.onward)
+        self.puller = WeightPuller([publisher], onward=self.onward, serves=self.server.endpoint, stall_s=stall_s)
+        self.weights: Weights | None = None
+
+    def pull(self) -> Weights:
+        self.weights = self.puller.pull(self.weights, 10.0)
+        return self.weights
+
+    def close(self) -> None:
+        self.puller.close()
+        self.server.close()
+
+
+class Crowd:
+    """A publisher of degree 1 or 2 and workers that pull at once."""
+
+    def __init__(self, model: Any, degree: int, count: int, stall_s: float = 0.3) -> None:
+        self.store = VersionStore(keep=4)
+        self.store.publish(model)
+        self.publisher = WeightServer(self.store, degree=degree)
+        self.workers = [Worker(self.publisher.endpoint, stall_s=stall_s) for _ in range(count)]
+
+    def pull(self) -> None:
+        threads = [threading.Thread(target=worker.pull) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+    def __enter__(self) -> "Crowd":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.publisher.close()
+
+
+def test_the_publisher_sends_each_version_as_often_as_its_degree(model: Any, after: Any, check: Any) -> None:
+    with Crowd(model, degree=2, count=9) as crowd:
+        for seed in range(3):
+            before = crowd.publisher.sent_bytes
+            crowd.pull()
+            for worker in crowd.workers:
+                check(worker.weights, model)
+            size = crowd.store.newest.delta_bytes if seed else crowd.store.newest.total_bytes
+            assert crowd.publisher.sent_bytes - before == 2 * size
+            model = after(model, seed)
+            crowd.store.publish(model)
+        assert sum(worker.puller.counts.from_workers for worker in crowd.workers) >= 3 * 7
+
+
+def test_a_worker_that_dies_is_gone_around(model: Any, after: Any, check: Any) -> None:
+    with Crowd(model, degree=1, count=3) as crowd:
+        for worker in crowd.workers:
+            worker.pull()
+        newer = after(model, 1)
+        crowd.store.publish(newer)
+        first, second, third = crowd.workers
+        first.pull()
+        first.server.close()
+        check(second.pull(), newer)
+        assert second.puller.counts.bad_sources == 1
+        check(third.pull(), newer)
+
+
+class Liar(Onward):
+    """Passes on other bytes than it pulled."""
+
+    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
+        right = bytearray(super().read(lineage, version, name, base))
+        right[-1:] = bytes([right[-1] ^ 1]) if right else b""
+        return memoryview(right)
+
+
+def test_a_worker_that_lies_is_found_out_and_the_publisher_asked(model: Any, check: Any) -> None:
+    with Crowd(model, degree=1, count=0) as crowd:
+        crowd.workers = [Worker(crowd.publisher.endpoint, Liar()), Worker(crowd.publisher.endpoint)]
+        for worker in crowd.workers:
+            check(worker.pull(), model)
+        assert crowd.workers[1].puller.counts.bad_sources == 1
+        assert crowd.workers[1].puller.counts.wrong_bytes == 1
+
+
+def test_a_payload_that_is_on_its_way_is_waited_for(model: Any, check: Any) -> None:
+    with Crowd(model, degree=1, count=2, stall_s=3.0) as crowd:
+        first, second = crowd.workers
+        version = crowd.store.newest
+        names = [(name, -1) for name in version.hashes]
+        link = Link(crowd.publisher.endpoint, name="first", stall_s=3.0)
+        link.ask(ManifestRequest(serves=first.server.endpoint), time.monotonic() + 5, threading.Event())
+        link.close()
+        first.onward.begin(Target(version.lineage, version.version), names)
+        waiting = threading.Thread(target=second.pull)
+        waiting.start()
+        waiting.join(1.5)
+        assert waiting.is_alive(), "it did not wait for the worker above it"
+        for name, base in names:
+            first.onward.add(name, base, crowd.store.read(version.lineage, version.version, name, base))
+        waiting.join(10)
+        check(second.weights, model)
+        assert second.puller.counts.bad_sources == 0
+
+
+@pytest.mark.parametrize("degree", [0, 2])
+def test_a_worker_that_passes_nothing_on_pulls_all_the_same(model: Any, check: Any, degree: int) -> None:
+    with Crowd(model, degree=degree, count=2) as crowd:
+        crowd.pull()
+        plain = WeightPuller([crowd.publisher.endpoint])
+        check(plain.pull(deadline_s=10.0), model)
+        plain.close()
