@@ -88,8 +88,8 @@ def test_modules_do_not_import_in_circles() -> None:
 
 
 def commands() -> list[list[str]]:
-    own = ["buffer", "buffer ls", "buffer import"]
-    own += ["broker", "config", "config check", "config show", "eval", "export", "init", "rollout", "status", "trainer", "up"]
+    own = ["broker", "config", "config check", "config show", "eval", "export", "init", "rollout", "status", "trainer", "up"]
+    own += ["keys", "keys add", "keys init", "keys ls", "keys revoke", "keys rotate", "buffer", "buffer ls", "buffer import"]
     return [[], *(words.split() for words in own)]
 
 

@@ -10,7 +10,7 @@ from broker.buffer.reader import live_endpoint
 from slimebus.commands.status import ask_status
 from slimebus.config import Resolved
 from slimebus.errors import SlimebusError, UsageError
-from slimebus.joining import broker_address, process_name
+from slimebus.joining import client_of, process_name
 from slimebus.messages import Edit, EditReply, Message
 from slimebus.transport.client import Client
 
@@ -34,14 +34,14 @@ def asking(resolved: Resolved, file: Path | None, address: str | None, timeout_s
     """
     endpoint = address or live_endpoint(resolved.run_dir / "broker")
     if endpoint is not None:
-        with _client(_reachable(endpoint) or broker_address(resolved, None)) as client:
+        with _client(resolved, _reachable(endpoint) or None) as client:
             yield Asking(lambda message, bulk: _asked(client, message, bulk, timeout_s), client)
         return
     if file is None:
         raise UsageError(
             f"no broker has the store under {resolved.run_dir} open; give the RUN.yaml, so that it can be changed without one, or --broker"
         )
-    with _momentary_broker(resolved) as endpoint, _client(endpoint) as client:
+    with _momentary_broker(resolved) as alone, _client(resolved, alone) as client:
         yield Asking(lambda message, bulk: _asked(client, message, bulk, timeout_s), client)
 
 
@@ -50,8 +50,8 @@ def _reachable(endpoint: str) -> str:
 
 
 @contextlib.contextmanager
-def _client(endpoint: str) -> Iterator[Client]:
-    client = Client(endpoint, name=process_name("buffer"))
+def _client(resolved: Resolved, endpoint: str | None) -> Iterator[Client]:
+    client = client_of(resolved, endpoint, role="client", name=process_name("buffer"))
     try:
         yield client
     finally:

@@ -22,6 +22,8 @@ WORDS = click.argument("words", nargs=-1, metavar="[RUN.yaml] [GROUP]...")
 RUN_YAML = click.argument("words", nargs=-1, metavar="[RUN.yaml]")
 RUN_DIR = click.option("--run-dir", help="[path] Of the run, or of a backup; default: that of the RUN.yaml.")
 BROKER = click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: the one that has the run's store open.")
+KEYS = click.option("--keys", help="[path] Folder of keys, or one key file; default: security.keys of the config.")
+KEY_NAME = click.option("--key-name", help="[name] Which key of that folder; default: the only one of role client.")
 STATE = click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="[choice] Groups in this state; may be repeated.")
 REASON = click.option("--reason", "containing", default="", help="[text] Groups whose last reason contains this.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -88,7 +90,7 @@ def show(words: tuple[str, ...], run_dir: str | None, as_json: bool, as_ids: boo
     file, names = _split(words)
     if not names:
         raise UsageError("show: no GROUP given; `slimebus buffer ls` lists them")
-    resolved = _resolved(file, run_dir)
+    resolved = _resolved(file, _given(run_dir))
     decode = None if as_ids or as_json else text_of(resolved)
     with _moment(words, run_dir) as moment:
         for name in names:
@@ -204,6 +206,8 @@ def restore(words: tuple[str, ...], run_dir: str | None, source: Path, as_json: 
 @WORDS
 @RUN_DIR
 @BROKER
+@KEYS
+@KEY_NAME
 @STATE
 @REASON
 @click.option("--why", default="", help="[text] Kept and counted as the reason.")
@@ -213,6 +217,8 @@ def drop(
     words: tuple[str, ...],
     run_dir: str | None,
     broker: str | None,
+    keys: str | None,
+    key_name: str | None,
     states: tuple[str, ...],
     containing: str,
     why: str,
@@ -223,13 +229,16 @@ def drop(
 
     Queued, leased, ready and dead groups can be dropped; one that is part of a batch belongs to the trainer.
     """
-    _edit("drop", words, run_dir, broker, states, containing, why, as_json=as_json, timeout_s=timeout_s)
+    given = _given(run_dir, keys, key_name)
+    _edit("drop", words, given, broker, states, containing, why, as_json=as_json, timeout_s=timeout_s)
 
 
 @buffer.command()
 @WORDS
 @RUN_DIR
 @BROKER
+@KEYS
+@KEY_NAME
 @click.option("--state", "states", multiple=True, type=click.Choice(["dead", "dropped"]), help="[choice] All groups that ended so.")
 @REASON
 @JSON
@@ -238,19 +247,24 @@ def replay(
     words: tuple[str, ...],
     run_dir: str | None,
     broker: str | None,
+    keys: str | None,
+    key_name: str | None,
     states: tuple[str, ...],
     containing: str,
     as_json: bool,
     timeout_s: float,
 ) -> None:
     """Try dead or dropped groups again: their prompts are queued, their failed attempts forgotten."""
-    _edit("replay", words, run_dir, broker, states, containing, "", as_json=as_json, timeout_s=timeout_s)
+    given = _given(run_dir, keys, key_name)
+    _edit("replay", words, given, broker, states, containing, "", as_json=as_json, timeout_s=timeout_s)
 
 
 @buffer.command("import")
 @click.argument("words", nargs=-1, metavar="[RUN.yaml] FILE...")
 @RUN_DIR
 @BROKER
+@KEYS
+@KEY_NAME
 @click.option("--prompts-only", is_flag=True, help="Leave the samples out: the prompts are sampled by this run.")
 @click.option("--as-version", type=click.IntRange(min=0), help="[version] Count the samples as made by this version of the run.")
 @JSON
@@ -259,6 +273,8 @@ def import_(
     words: tuple[str, ...],
     run_dir: str | None,
     broker: str | None,
+    keys: str | None,
+    key_name: str | None,
     prompts_only: bool,
     as_version: int | None,
     as_json: bool,
@@ -276,7 +292,7 @@ def import_(
     file, names = _split(words)
     if not names:
         raise UsageError("import: no FILE given; expected what `slimebus buffer export` wrote, or a jsonl file of prompts")
-    resolved = _resolved(file, run_dir)
+    resolved = _resolved(file, _given(run_dir, keys, key_name))
     done: dict[str, str] = {}
     with asking(resolved, file, broker, timeout_s) as ask:
         lineage = "" if as_version is None else lineage_of(ask)
@@ -294,7 +310,7 @@ def import_(
 def _edit(
     action: str,
     words: tuple[str, ...],
-    run_dir: str | None,
+    given: dict[str, str],
     broker: str | None,
     states: tuple[str, ...],
     containing: str,
@@ -311,11 +327,11 @@ def _edit(
     wanted = list(names)
     if states or containing or (names and broker is None):
         able = {"replay": ("dead", "dropped"), "drop": ("queued", "leased", "ready", "dead")}[action]
-        with _moment(words, run_dir) as moment:
+        with _moment(words, given.get("run_dir")) as moment:
             for name in names:
                 moment.group(name)  # a wrong name is told with the nearest ones before anything changes
             wanted += [g.id for g in _chosen(moment, (), states or able, containing)] if states or containing else []
-    with asking(_resolved(file, run_dir), file, broker, timeout_s) as ask:
+    with asking(_resolved(file, given), file, broker, timeout_s) as ask:
         reply = edit_all(ask.edit, action, wanted, why)
     _say(reply.done, reply.refused, as_json=as_json)
 
@@ -339,23 +355,29 @@ def _split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     return None, words
 
 
-def _resolved(file: Path | None, run_dir: str | None) -> Resolved:
+def _given(run_dir: str | None, keys: str | None = None, key_name: str | None = None) -> dict[str, str]:
+    """The options that are config fields."""
+    fields = {"run_dir": run_dir, "security.keys": keys, "security.key_name": key_name}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _resolved(file: Path | None, given: dict[str, str]) -> Resolved:
     from slimebus.config import resolve
 
-    return resolve(file, {"run_dir": run_dir} if run_dir else {})
+    return resolve(file, given)
 
 
 def _run_dir(words: tuple[str, ...], run_dir: str | None) -> Path:
     file, others = _split(words)
     if others:
         raise UsageError(f"{others[0]!r} is not a RUN.yaml; this command takes no other word")
-    return _resolved(file, run_dir).run_dir
+    return _resolved(file, _given(run_dir)).run_dir
 
 
 def _moment(words: tuple[str, ...], run_dir: str | None) -> Any:
     from broker.buffer.reader import moment_of
 
-    return moment_of(_resolved(_split(words)[0], run_dir).run_dir)
+    return moment_of(_resolved(_split(words)[0], _given(run_dir)).run_dir)
 
 
 def _chosen(moment: Moment, names: tuple[str, ...], states: tuple[str, ...], containing: str, *, every: bool = False) -> Iterator[Group]:

@@ -7,7 +7,6 @@ import pytest
 
 from slimebus import messages as m
 
-
 PROMPT = msgspec.msgpack.encode({"prompt": "1+1=", "label": "2", "metadata": {}})
 
 
@@ -145,5 +144,6 @@ def test_an_imported_prompt_survives_a_rewind_behind_the_checkpoint(desk: Any) -
 
 
 def test_an_import_without_a_prompt_or_of_another_name_is_refused(desk: Any) -> None:
-    for message, bulk in ((m.Import(group="import/x"), []), (m.Import(group="0/1"), [PROMPT]), (m.Import(group="import/x"), [PROMPT, b"q"])):
+    for name, bulk in (("import/x", []), ("0/1", [PROMPT]), ("import/x", [PROMPT, b"q"]), ("import/x", [b"p"])):
+        message = m.Import(group=name)
         assert desk.ask("person", message, bulk=bulk, run="").code == "protocol"
