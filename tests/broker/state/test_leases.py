@@ -159,3 +159,16 @@ def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(new_desk:
     assert {name for name, _ in desk.state.parked_leases} == {"w", "w3"}
     desk.pass_time(5.5)
     assert "more than 0 ahead of the served version 0" in desk.answers[numbers["w"]].reason
+
+
+def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(new_desk: Any) -> None:
+    desk = new_desk(max_parked=1, max_staleness=4)
+    desk.begin()
+    for name in ("w2", "w3"):
+        desk.join(name, "rollout")
+    numbers = {name: 700 + i for i, name in enumerate(("w", "w2", "w3"))}
+    ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
+    events = [Event(to=Address(n.encode(), i), sender=n, epoch=desk.epochs[n], run="r", message=ask) for n, i in numbers.items()]
+    desk.perform(desk.machine.apply(events, desk.now))
+    assert [len(desk.answers[number].groups) for number in numbers.values()] == [1, 1, 1]
+    assert not desk.state.parked_leases
