@@ -1,6 +1,7 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
 import ctypes
+import functools
 import gc
 import json
 import logging
@@ -10,7 +11,7 @@ from types import FrameType
 
 from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
-from broker.source import FileRows, FileSource, NoPrompts
+from broker.source import FileRows, FileSource, HookSource, NoPrompts, load_source
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.state.table import PromptSource
 from broker.store import open_store
@@ -19,6 +20,8 @@ from slimebus.config import Resolved, RunConfig
 from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
+from slimebus.security.exposure import check_bind, insecure_note
+from slimebus.security.keyring import FolderKeyring
 
 log = logging.getLogger("broker")
 
@@ -63,30 +66,53 @@ def _settle_memory() -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
+    keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
     resolved.run_dir.mkdir(parents=True, exist_ok=True)
+    store = open_store(config.broker.durability, resolved.run_dir / "broker")
+    if isinstance(source, HookSource):
+        source.record_of = functools.partial(store.get, "prompts")
     return Broker(
         rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}),
         source,
-        open_store(config.broker.durability, resolved.run_dir / "broker"),
+        store,
         run=config.name,
         bind=config.broker.bind,
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
         eval_rows=eval_rows,
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
+        keyring=keyring,
+        max_message_bytes=config.broker.max_message_mib << 20,
+        max_connections=config.broker.max_connections,
         buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
     )
 
 
+def keyring_of(resolved: Resolved) -> FolderKeyring | None:
+    """The broker's keys, None without. Raises UsageError for an address beyond this machine that would be served without keys."""
+    config, folder = resolved.config, resolved.keys_path
+    for field in ("bind", "hints_bind"):
+        address = getattr(config.broker, field)
+        if address:
+            check_bind(address, f"broker.{field}", has_keys=folder is not None, insecure=config.security.insecure)
+    if folder is not None:
+        return FolderKeyring(folder)
+    if warning := insecure_note(config.broker.bind):
+        log.warning("%s", warning)
+    return None
+
+
 def _source(resolved: Resolved) -> PromptSource:
     data = resolved.config.data
-    if data.prompt_data:
-        rows = _rows(resolved, data.prompt_data)
+    rows = _rows(resolved, data.prompt_data) if data.prompt_data else None
+    if data.source_path:
+        return load_source(data.source_path, base=resolved.base, seed=resolved.config.seed, rows=rows)
+    if rows is not None:
         return FileSource(rows, shuffle=data.rollout_shuffle, seed=resolved.config.seed, num_epochs=data.num_epoch or None)
     if data.wait_for_push:
         return NoPrompts()
-    raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, or set data.wait_for_push")
+    raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, a data.source_path, or set data.wait_for_push")
 
 
 def _rows(resolved: Resolved, specs: list[str]) -> FileRows:

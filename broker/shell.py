@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from broker.guard import Guard, security
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
 from broker.payload import assembled
@@ -46,7 +47,16 @@ from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
 from slimebus.errors import UsageError
 from slimebus.messages import Error, Field, Hint, Status
-from slimebus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Request, Server, bind_socket, has_input
+from slimebus.security.keyring import Keyring
+from slimebus.transport.server import (
+    DEFAULT_MAX_CONNECTIONS,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    REBIND_S,
+    Request,
+    Server,
+    bind_socket,
+    has_input,
+)
 
 log = logging.getLogger("slimebus.broker")
 
@@ -78,21 +88,25 @@ class Broker:
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        keyring: Keyring | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics = MetricsFile(metrics_path, self.clock)
         self._held: Held | None = None
-        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes)
+        self.server = Server(
+            bind, run=run, name="broker", max_message_bytes=max_message_bytes, max_connections=max_connections, keyring=keyring
+        )
+        self.guard = Guard(self.server, keyring) if keyring is not None else None
         self.endpoint = self.server.endpoint
-        self.hints = self.server.context.socket(zmq.XPUB)
-        self.hints.linger = 200
         try:
-            self.hints_endpoint = bind_socket(self.hints, hints_bind)
+            self._open_hints(hints_bind)
             self.machine = self._restored(rules, source, run, max_message_bytes, buffer_filter)
         except UsageError:
             self.close()
             raise
+        self.machine.outside = self._outside
         if isinstance(store, LmdbStore):
             store.announce(self.endpoint)
         meta = self.machine.state.meta
@@ -133,6 +147,9 @@ class Broker:
         now = self.clock.monotonic()
         deadline = self.machine.next_deadline()
         effects = self.machine.tick(now) if not requests or (deadline is not None and deadline <= now) else []
+        if self.guard is not None:
+            requests = self.guard.tell(requests)
+            effects += self._mind_keys(self.guard, now)
         if requests:
             effects += self.machine.apply([event_of(request) for request in requests], now)
         self._perform(effects)
@@ -144,7 +161,7 @@ class Broker:
         if self._held is not None:
             log.error("stopped with a store that cannot be written: what was not acknowledged will be asked again")
         self.metrics.flush()
-        self.hints.close()
+        self._close_hints()
         self.server.close()
         self.store.close()
 
@@ -273,7 +290,36 @@ class Broker:
             raise Damaged(table, key, f"{table} of group {key} are gone; ask again", code="gone")
         return value
 
+    # --- keys ---
+
+    def _mind_keys(self, guard: Guard, now: float) -> list[Effect]:
+        """Act on what changed in the keys: who was let in before the change must not stay in."""
+        change = guard.change()
+        if change is None:
+            return []
+        if change.is_renewed:
+            log.info("the broker has a new key; connections that are open stay, new ones must expect it")
+            self.server.renew_key()
+        if change.is_renewed or change.is_narrower:
+            self._close_hints()
+            self._open_hints(self.hints_endpoint, patience_s=REBIND_S)
+        return self.machine.expel(change.revoked, now) if change.revoked else []
+
+    def _outside(self) -> dict[str, Any]:
+        """What the status says of this process's sockets."""
+        return {"security": security(self.endpoint, self.guard.keyring if self.guard else None)}
+
     # --- hints ---
+
+    def _open_hints(self, address: str, *, patience_s: float = 0.0) -> None:
+        self.hints = self.server.context.socket(zmq.XPUB)
+        self.hints.linger = 200
+        self.server.doorman.guard(self.hints)
+        self.hints_endpoint = bind_socket(self.hints, address, patience_s=patience_s)
+
+    def _close_hints(self) -> None:
+        self.server.doorman.unguard(self.hints)
+        self.hints.close()
 
     def _hint(self, hint: Hint) -> None:
         self._last_hint = hint
@@ -302,4 +348,5 @@ def event_of(request: Request) -> Event:
         message=request.message,
         body=bytes(header.body),
         bulk=request.bulk,
+        key=request.key,
     )

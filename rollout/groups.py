@@ -28,9 +28,9 @@ HOOK_ARGUMENTS = ("task", "engines", "tokenizer")
 class Dropped(Exception):
     """The dynamic filter wants this group replaced; the text is the reason, num_tokens what was made for nothing."""
 
-    def __init__(self, text: str, num_tokens: int) -> None:
+    def __init__(self, text: str, num_tokens: int, rewards: list[float | None]) -> None:
         super().__init__(text)
-        self.num_tokens = num_tokens
+        self.num_tokens, self.rewards = num_tokens, rewards
 
 
 class GroupMaker:
@@ -62,7 +62,7 @@ class GroupMaker:
             log.warning("group %s: %s", leased.group, problem.text)
         samples = [to_sample(r, failed=p is not None) for r, p in zip(responses, problems, strict=True)]
         if leased.kind == "train" and not self._is_kept(samples):
-            raise Dropped("filtered", sum(len(sample.tokens) for sample in samples))
+            raise Dropped("filtered", sum(len(sample.tokens) for sample in samples), [sample.reward for sample in samples])
         return samples
 
     def _is_kept(self, samples: list[Sample]) -> bool:

@@ -23,7 +23,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     logs.set_up("rollout", debug=debug)
     interrupt_on_sigterm()
     model_dir = resolved.model_dir
-    client = Client(joining.broker_address(resolved, broker), name=name or joining.process_name("worker"))
+    client = joining.client_of(resolved, broker, role="rollout", name=name or joining.process_name("worker"))
     client.rejoins = True
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.

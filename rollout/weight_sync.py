@@ -18,6 +18,7 @@ from typing import Any
 from rollout.engines import Engines
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
+from slimebus.security.key_file import KeyPair
 
 log = logging.getLogger("rollout")
 
@@ -56,10 +57,12 @@ class WeightSync:
         shm: str,
         pull_timeout_s: float,
         on_change: Callable[[], None],
+        pair: Callable[[], KeyPair | None] = lambda: None,
         disk: Path | None = None,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
         self.disk = disk
+        self._pair, self._pair_used = pair, pair()
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
@@ -121,9 +124,11 @@ class WeightSync:
         self.on_change()
 
     def _pull(self, lineage: str, publishers: tuple[str, ...]) -> Any:
-        if self._puller is None or self._publishers != publishers:
+        pair = self._pair()
+        if self._puller is None or (self._publishers, self._pair_used) != (publishers, pair):
             self._close_puller()
-            self._puller, self._publishers = self._make_puller(lineage, publishers), publishers
+            self._publishers, self._pair_used = publishers, pair
+            self._puller = self._make_puller(lineage, publishers)
         if publishers != self._target[2]:  # announced before there was a puller to cancel
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
@@ -135,7 +140,7 @@ class WeightSync:
         from slimebus.weights.puller import WeightPuller
 
         if not publishers[0].startswith(SCHEME):
-            return WeightPuller(publishers)
+            return WeightPuller(publishers, pair=self._pair_used)
         if self.disk is None:
             raise SlimebusError(
                 f"the trainer writes its weights to {publishers[0]}; "

@@ -12,6 +12,7 @@ OWN = {
     "config": "slimebus.commands.config:config",
     "eval": "slimebus.commands.evaluate:evaluate",
     "init": "slimebus.commands.init:init",
+    "keys": "slimebus.commands.keys:keys",
     "set": "slimebus.commands.set:set_",
     "push": "slimebus.commands.push:push",
     "status": "slimebus.commands.status:status",

@@ -7,6 +7,7 @@ the same name. docs/consumers.md has an example.
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from slimebus.errors import SlimebusError, Unreachable
 from slimebus.joining import join
 from slimebus.messages import Heartbeat, HeartbeatReply, Put, PutFields, PutFieldsReply, Read, ReadGroup, ReadReply
 from slimebus.samples import Sample, decode_group, encode_field
+from slimebus.security.credentials import credentials_at
 from slimebus.transport.client import Client, Reply
 
 log = logging.getLogger("slimebus.consumer")
@@ -35,11 +37,12 @@ class ConsumedGroup(msgspec.Struct):
 class Consumer:
     """A consumer named `name` of the broker at an address. As a context manager it leaves in good order.
 
+    keys: folder of keys, or one key file; key_name: which key of that folder, empty: the only one of role consumer.
     Raises Unreachable when no broker answers within `timeout_s`. num_skipped: groups that were gone before they were read.
     """
 
-    def __init__(self, broker: str, *, name: str, timeout_s: float = 120.0) -> None:
-        self.client = Client(broker, name=name)
+    def __init__(self, broker: str, *, name: str, timeout_s: float = 120.0, keys: str | Path = "", key_name: str = "") -> None:
+        self.client = Client(broker, name=name, credentials=credentials_at(Path(keys), "consumer", key_name) if keys else None)
         self.client.rejoins = True
         self.num_skipped = 0
         self._position = 0

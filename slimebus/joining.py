@@ -8,6 +8,7 @@ import socket
 from slimebus.config import Resolved
 from slimebus.errors import Unreachable
 from slimebus.messages import Welcome
+from slimebus.security.credentials import credentials_of
 from slimebus.transport.client import Client
 
 log = logging.getLogger("slimebus")
@@ -18,6 +19,11 @@ PATIENCE_S = 5.0
 def broker_address(resolved: Resolved, given: str | None) -> str:
     """The broker's address: the --broker option, else the config's bind address as seen from this machine."""
     return given or resolved.config.broker.bind.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
+
+
+def client_of(resolved: Resolved, given: str | None, *, role: str, name: str, resend_s: float = 5.0) -> Client:
+    """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
+    return Client(broker_address(resolved, given), name=name, resend_s=resend_s, credentials=credentials_of(resolved, role))
 
 
 def process_name(role: str) -> str:
@@ -35,8 +41,7 @@ def join(client: Client, role: str, timeout_s: float) -> Welcome:
         except Unreachable:
             waited += patience
             if waited >= timeout_s:
-                raise Unreachable(
-                    f"{role} {client.name}: no broker answered at {client.address} in {timeout_s:.0f} s; "
-                    "start one with `slimebus broker RUN.yaml`, or give its address with --broker"
-                ) from None
-            log.info("waiting for the broker at %s (%.0f of %.0f s)", client.address, waited, timeout_s)
+                remedy = client.refusal or "start one with `slimebus broker RUN.yaml`, or give its address with --broker"
+                raise Unreachable(f"{role} {client.name}: no broker answered at {client.address} in {timeout_s:.0f} s; {remedy}") from None
+            why = f": {client.refusal}" if client.refusal else ""
+            log.info("waiting for the broker at %s (%.0f of %.0f s)%s", client.address, waited, timeout_s, why)

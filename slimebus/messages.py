@@ -226,7 +226,7 @@ class GiveBack(Message):
     | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
     Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a
-    drop makes waste.
+    drop makes waste. rewards: of its samples, None for those that failed; a source of prompts may want to know them.
     """
 
     group: str
@@ -234,6 +234,7 @@ class GiveBack(Message):
     outcome: str
     reason: str
     num_tokens: int = 0
+    rewards: list[float | None] = []
     lineage: str = ""
     samples: list[SampleHeader] = []
     fields: list[Field] = []
@@ -396,6 +397,18 @@ class StatusReply(Message):
     """Bulk frame 0: the status, JSON."""
 
 
+class Keys(Message):
+    """Ask for the allow-list: whose keys may pull weights. `have`: the generation that the asker knows; it is not sent again."""
+
+    have: int = 0
+
+
+class KeysReply(Message):
+    """Bulk frame 0, when the list is another than `have`: JSON, one [public key, name, role] for each key. generation 0: no keys."""
+
+    generation: int = 0
+
+
 class Evaluate(Message):
     """Queue an evaluation of the newest version on `datasets` (empty: all). Repeating the same `key` starts nothing new."""
 
@@ -461,39 +474,11 @@ def wire_name(cls: type[Message]) -> str:
 
 
 REQUESTS = (
-    Hello,
-    Heartbeat,
-    Goodbye,
-    Lease,
-    Put,
-    GiveBack,
-    Resume,
-    Publish,
-    Batch,
-    Fetch,
-    Commit,
-    Finish,
-    Read,
-    PutFields,
-    Status,
-    Evaluate,
-    Set,
-    Push,
+    *(Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish),
+    *(Read, PutFields, Status, Keys, Evaluate, Set, Push),
 )
 REPLIES = (
-    Ok,
-    Error,
-    Welcome,
-    HeartbeatReply,
-    LeaseReply,
-    PutReply,
-    BatchReply,
-    FetchReply,
-    ReadReply,
-    PutFieldsReply,
-    StatusReply,
-    EvaluateReply,
-    SetReply,
-    PushReply,
+    *(Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply),
+    *(ReadReply, PutFieldsReply, StatusReply, KeysReply, EvaluateReply, SetReply, PushReply),
 )
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from slimebus.errors import DataError, SlimebusError
 from slimebus.joining import process_name
 from slimebus.messages import Push, PushReply
 from slimebus.prompt_record import PromptKeys, check_fields, record_of
+from slimebus.security.credentials import credentials_at
 from slimebus.transport.client import Client
 
 log = logging.getLogger("slimebus")
@@ -50,11 +52,13 @@ class PromptClient:
     """A client that pushes prompts to the broker at an address. Each prompt is taken once, whatever is lost or restarted meanwhile.
 
     timeout_s: how long one batch may take, the time included in which the broker has no room (`broker.max_pushed`).
+    keys: folder of keys, or one key file; key_name: which key of that folder, empty: the only one of role client.
     """
 
-    def __init__(self, broker: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, broker: str, *, timeout_s: float = 60.0, keys: str | Path = "", key_name: str = "") -> None:
         self.timeout_s = timeout_s
-        self._client = Client(broker, name=process_name("prompts"))
+        credentials = credentials_at(Path(keys), "client", key_name) if keys else None
+        self._client = Client(broker, name=process_name("prompts"), credentials=credentials)
 
     def push(self, prompts: Iterable[str | Mapping[str, Any]], *, key: str = "", front: bool = False) -> Pushed:
         """Push prompts: text, or maps of prompt, label, metadata and tools. Returns once all are as durable as the broker promises.

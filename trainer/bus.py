@@ -150,6 +150,8 @@ class Bus:
         return Heartbeat(state="training", lineage=lineage, metrics=self._metrics)
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
+        if self.publisher is not None:
+            self.publisher.learn_pullers()
         if reply.finished:
             self._finished.set()
 

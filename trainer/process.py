@@ -10,6 +10,7 @@ from slimebus import joining, logs
 from slimebus.config import Resolved
 from slimebus.errors import UsageError
 from slimebus.launch import end_with_parent, interrupt_on_sigterm
+from slimebus.security.exposure import check_bind
 from slimebus.transport.client import Client
 from trainer.from_config import settings_from
 from trainer.settings import TrainerSettings
@@ -39,9 +40,14 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
         end_with_parent(signal.SIGKILL)
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
     settings = settings_of(resolved)
+    check_bind(
+        *(resolved.config.weights.weights_bind, "weights.weights_bind"),
+        has_keys=resolved.keys_path is not None,
+        insecure=resolved.config.security.insecure,
+    )
     client = welcome = None
     if int(os.environ.get("RANK", "0")) == 0:
-        client = Client(joining.broker_address(resolved, broker), name="trainer")
+        client = joining.client_of(resolved, broker, role="trainer", name="trainer")
         welcome = joining.join(client, "trainer", resolved.config.broker.connect_timeout_s)
     try:
         _train(resolved, settings, client, welcome)

@@ -4,6 +4,8 @@ Each joining process gets an epoch that rises over the whole run. A request with
 name is refused as `fenced`; so is every trainer but the newest, whatever its name.
 """
 
+from collections.abc import Collection
+
 from broker.state.effects import Event
 from broker.state.table import Client, State
 from slimebus import protocol
@@ -66,6 +68,8 @@ def sender_of(state: State, event: Event, now: float) -> Client:
     client = state.clients.get(event.sender)
     if client is None or event.epoch > client.epoch:
         raise SlimebusError(f"{event.sender[:64]!r} has not joined this broker; say hello first", code="not_joined")
+    if event.key != client.key:
+        _refuse_other_key(event, client)
     if event.epoch < client.epoch or client.is_fenced:
         raise Fenced(f"a newer {client.role} has taken the place of {event.sender!r} (epoch {event.epoch}); stop this process")
     needed = NEEDS_ROLE.get(type(event.message))
@@ -103,8 +107,9 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
     known = state.clients.get(event.sender)
     if known is not None and (hello.instance in known.former or (known.is_fenced and known.instance == hello.instance)):
         raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
+    _check_key(state, event, hello, known)
     _check_born(state, hello, known)
-    if known is not None and known.instance == hello.instance and known.role == hello.role:
+    if known is not None and known.instance == hello.instance and known.role == hello.role and known.key == event.key:
         heard(state, known, now)
         return known
     former = [] if known is None else [*known.former, known.instance][-MAX_FORMER:]
@@ -112,7 +117,13 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         state.note(f"{event.sender} was restarted; its older process is fenced")
         leave(state, known, "its worker was restarted")
     client = Client(
-        name=event.sender, role=hello.role, epoch=state.meta.next_epoch, instance=hello.instance, former=former, born=hello.born
+        name=event.sender,
+        role=hello.role,
+        epoch=state.meta.next_epoch,
+        instance=hello.instance,
+        former=former,
+        born=hello.born,
+        key=event.key,
     )
     state.meta.next_epoch += 1
     state.clients[client.name] = client
@@ -125,6 +136,37 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)
     return client
+
+
+def _refuse_other_key(event: Event, client: Client) -> None:
+    if not event.key or not client.key:
+        raise SlimebusError(f"{event.sender!r} joined before this broker had its keys; say hello again", code="not_joined")
+    raise SlimebusError(
+        f"{event.sender!r} joined with another key than {event.key!r}; say hello under a name of your own", code="forbidden"
+    )
+
+
+def _check_key(state: State, event: Event, hello: Hello, known: Client | None) -> None:
+    """A name belongs to the key that joined under it while it is heard. Among trainers the newest takes over, whatever its key."""
+    if known is None or known.key == event.key or known.is_gone or known.is_fenced or known.role == hello.role == "trainer":
+        return
+    if not known.key or not event.key:  # one of both is from a time when the broker had no keys
+        return
+    raise SlimebusError(
+        f"the name {event.sender!r} belongs to the key {known.key!r} while its process is alive; choose another name (--worker-name)",
+        code="forbidden",
+    )
+
+
+def expel(state: State, keys: Collection[str]) -> None:
+    """Take out everyone who joined with one of these keys: they may speak no more."""
+    for client in [c for c in state.clients.values() if c.key in keys]:
+        leave(state, client, "its key was revoked")
+        for step in [step for step, parked in state.parked_batches.items() if parked.client == client.name]:
+            del state.parked_batches[step]
+            state.timers.cancel(("parked batch", step))
+        _forget(state, client)
+        state.note(f"{client.role} {client.name} is out: its key {client.key} was revoked", is_warning=True)
 
 
 def _check_born(state: State, hello: Hello, known: Client | None) -> None:
@@ -206,7 +248,8 @@ def leave(state: State, client: Client, reason: str) -> None:
 def goodbye(state: State, event: Event) -> Ok:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
-    if isinstance(event.message, Goodbye) and client is not None and client.epoch == event.epoch and not client.is_fenced:
+    is_theirs = client is not None and client.epoch == event.epoch and client.key == event.key
+    if isinstance(event.message, Goodbye) and client is not None and is_theirs and not client.is_fenced:
         leave(state, client, "its worker left")
         _forget(state, client)
         if client.role != "client":

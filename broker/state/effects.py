@@ -35,7 +35,7 @@ class Address(msgspec.Struct, frozen=True, gc=False):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request. `body` is the message as it was encoded, `bulk` its opaque frames."""
+    """One request. `body` is the message as it was encoded, `bulk` its opaque frames, `key` the name of the key it came under."""
 
     to: Address
     sender: str
@@ -44,6 +44,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     message: Message
     body: Any = b""
     bulk: Sequence[Any] = ()
+    key: str = ""
 
 
 class Save(msgspec.Struct, frozen=True, gc=False):

@@ -88,6 +88,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     newest_version: int = NO_VERSION
     reward_mean: float = 0.0
     reward_std: float = 0.0
+    rewards: list[float | None] = []
+    told_attempt: int = 0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1

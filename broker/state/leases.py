@@ -4,6 +4,8 @@ A lease request that nothing can be given for is parked and answered when capaci
 dealt one group at a time around the parked requests, the one that waits longest first.
 """
 
+import math
+
 import msgspec
 
 from broker.state import admission, evaluation, partials, prompts, staleness
@@ -31,6 +33,7 @@ from slimebus.messages import (
 
 NO_SPREAD = "filtered: no reward spread"
 MAX_TOKENS = 1 << 31
+MAX_REWARDS = 4096
 EVAL_SHARE = 0.5
 """Samples of an evaluation that may be made for each training sample."""
 REPLY_BYTES = 48 * 1024
@@ -276,6 +279,8 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         return PutReply(result="accepted")
     state.tally(state.meta.counted, "samples put", len(done.samples))
     state.tally(state.meta.counted, "samples failed", len(done.samples) - len(good))
+    if state.stateful is not None:
+        group.rewards = [s.reward if s.reward is not None and math.isfinite(s.reward) else None for s in done.samples]
     if not good:
         state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
@@ -328,6 +333,8 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
             state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
         if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
             partials.keep(state, event, group, back)
+        if state.stateful is not None and back.outcome in ("drop", "fail"):
+            group.rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
         _give_back(state, group, back.outcome, f"returned: {back.reason}")
     state.reply(event.to, Ok())
 

@@ -3,7 +3,7 @@
 The caller writes every Save and Delete before it sends any Reply or Notify, and calls `tick` when `next_deadline` has come.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -29,6 +29,8 @@ from slimebus.messages import (
     HeartbeatReply,
     Hello,
     Hint,
+    Keys,
+    KeysReply,
     Lease,
     Message,
     Publish,
@@ -66,6 +68,7 @@ class Machine:
         self.state = State(rules, source, run, buffer_filter)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
+        self.outside: Callable[[], dict[str, Any]] = dict
 
     def restore(self, rows: Iterable[Row], now: float) -> None:
         """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
@@ -90,8 +93,8 @@ class Machine:
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
             elif table == "pushes":
                 pushed.append(value)
-            elif table == "source" and isinstance(state.source, StatefulSource):
-                state.source.restore(value)
+            elif table == "source" and state.stateful is not None:
+                state.stateful.restore(value)
         pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)
@@ -139,6 +142,12 @@ class Machine:
         watchdog.look(self.state, now)
         return self.state.flush()
 
+    def expel(self, keys: Collection[str], now: float) -> list[Effect]:
+        """The holders of these keys may speak no more: what they hold is queued again at once."""
+        clients.expel(self.state, keys)
+        self._settle(now)
+        return self.state.flush()
+
     def damaged(self, table: str, group: str, now: float) -> list[Effect]:
         """A record of a group was found damaged or missing: it is made again from what is whole."""
         if table == "payloads":
@@ -180,8 +189,8 @@ class Machine:
         return self.state.timers.next()
 
     def status(self, now: float) -> dict[str, Any]:
-        """The whole picture."""
-        return status.status(self.state, now)
+        """The whole picture, with what the process around this machine adds to it."""
+        return status.status(self.state, now) | self.outside()
 
     @property
     def is_over(self) -> bool:
@@ -238,6 +247,8 @@ class Machine:
                 pushes.push(state, event, message)
             case Finish():
                 timeline.finish(state, event, message, now)
+            case Keys():  # a broker with keys answers this before it comes here
+                state.reply(event.to, KeysReply())
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a request", code="unknown_type")
 

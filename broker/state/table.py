@@ -69,7 +69,7 @@ class ReportingSource(PromptSource, Protocol):
 class GroupResult(msgspec.Struct, kw_only=True):
     """What became of an attempt at a prompt. outcome: trained | dropped | dead | requeued (its samples were thrown away).
 
-    rewards: one for each sample that was put, None for those without; empty when no samples came.
+    rewards: one for each sample, None for those that failed; empty when no samples came. step: that trained it. metadata: the prompt's.
     """
 
     id: str
@@ -78,6 +78,7 @@ class GroupResult(msgspec.Struct, kw_only=True):
     reason: str
     rewards: list[float | None] = []
     step: int = -1
+    metadata: dict[str, Any] = {}
 
 
 class PushRecord(msgspec.Struct, kw_only=True):
@@ -144,7 +145,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
 
 class Client(msgspec.Struct, kw_only=True):
-    """Who takes part. The first seven fields survive a restart; the rest is learned again."""
+    """Who takes part. `key`: the name of the key it joined with. What is in ClientRecord too survives a restart, the rest is learned."""
 
     name: str
     role: str
@@ -153,6 +154,7 @@ class Client(msgspec.Struct, kw_only=True):
     former: list[str] = []
     is_fenced: bool = False
     born: float = 0.0
+    key: str = ""
     heard_at: float = 0.0
     is_gone: bool = False
     state: str = ""
@@ -171,6 +173,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
     former: list[str] = []
     is_fenced: bool = False
     born: float = 0.0
+    key: str = ""
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
@@ -258,6 +261,7 @@ class State:
         self.clients: dict[str, Client] = {}
         self.steps: dict[int, StepRecord] = {}
         self.pushes: dict[str, PushRecord] = {}
+        self.stateful = source if isinstance(source, StatefulSource) else None
         self.source_problem = ""
         self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
@@ -324,6 +328,8 @@ class State:
         if meta != self._saved_meta:
             self._saved_meta = meta
             writes.append(Save("meta", "meta", meta))
+        if self.stateful is not None and (saved := self.stateful.saved()) is not None:
+            writes.append(Save("source", "state", saved))
         for table, key in sorted(self._changed):
             record = self._record(table, key)
             writes.append(Delete(table, key) if record is None else Save(table, key, _encode(record)))
@@ -378,6 +384,9 @@ class State:
 
     def requeue(self, group: Group, reason: str) -> None:
         """Have the prompt tried again; samples it had are wasted."""
+        if group.phase in (READY, ASSIGNED, COMMITTED):
+            self.tell(group, "requeued", reason)
+        group.rewards = []
         self._forget_samples(group, reason)
         self.move(group, QUEUED, reason)
         group.lease = group.request = 0
@@ -397,6 +406,7 @@ class State:
 
     def end(self, group: Group, phase: Phase, reason: str) -> None:
         """Take a group out of play, dropped or dead; its record is kept."""
+        self.tell(group, phase, reason)
         self._forget_samples(group, reason)
         if group.partial_frames:
             self.wasted(reason, 0, group.partial_tokens)
@@ -426,6 +436,19 @@ class State:
         self.forget_payload(group)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+
+    def tell(self, group: Group, outcome: str, reason: str, step: int = -1) -> None:
+        """Have a stateful source know what became of a group that it gave: each attempt once, and each end."""
+        if self.stateful is None or not group.id.startswith("hook/"):
+            return
+        if group.told_attempt == group.attempt and outcome in ("trained", "requeued"):
+            return
+        group.told_attempt = group.attempt
+        result = GroupResult(
+            id=group.id, attempt=group.attempt, outcome=outcome, reason=reason[:MAX_REASON_CHARS], rewards=group.rewards, step=step
+        )
+        self.stateful.tell(result)
+        self.meta.source_ended, self.source_rests_until = False, 0.0  # it may have something now
 
     def forget_payload(self, group: Group) -> None:
         """Let go of a group's stored samples and fields."""

@@ -55,6 +55,7 @@ def check_pages(path: Path) -> None:
         return
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            view.madvise(mmap.MADV_RANDOM)  # or each page would bring 30 neighbours along that are not looked at
             Checker(view).check()
     except BadPage as bad:
         raise damaged_store(f"at {path}", bad) from None
@@ -145,11 +146,20 @@ class Checker:
         nodes = self._nodes(number, name, lower, upper, is_leaf=wanted == LEAF)
         self._counts[1 if wanted == LEAF else 0] += 1
         if wanted == BRANCH:
+            self._read_ahead(nodes)
             for child in nodes:
                 self._walk(child, name, depth + 1, deepest, found)
         else:
             self._counts[3] += len(nodes)
             self._leaf(start, name, nodes, found)
+
+    def _read_ahead(self, numbers: list[int]) -> None:
+        """Have the system read these pages side by side: one after the other they take seconds in a store that is not in its cache."""
+        for number in numbers:
+            if 0 < number < self.num_pages:
+                start = number * self.page_bytes
+                start -= start % mmap.PAGESIZE
+                self.view.madvise(mmap.MADV_WILLNEED, start, self.page_bytes)
 
     def _nodes(self, number: int, name: str, lower: int, upper: int, *, is_leaf: bool) -> list[int]:
         """Children of a branch, or offsets of a leaf's nodes; bounds, sizes and the order of keys are checked."""

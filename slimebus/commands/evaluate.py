@@ -9,7 +9,7 @@ import click
 
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
 from slimebus.errors import SlimebusError
-from slimebus.joining import broker_address, process_name
+from slimebus.joining import client_of, process_name
 from slimebus.messages import Evaluate, EvaluateReply
 from slimebus.transport.client import Client
 
@@ -24,7 +24,7 @@ WAIT_S = 10.0
 @click.pass_context
 def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: tuple[str, ...], as_json: bool) -> None:
     """Evaluate the newest published version on the run's own workers; training goes on meanwhile."""
-    client = Client(broker_address(from_context(ctx, run_yaml), broker), name=process_name("eval"))
+    client = client_of(from_context(ctx, run_yaml), broker, role="client", name=process_name("eval"))
     try:
         results = _await_results(client, secrets.token_hex(8), list(datasets))
     finally:

@@ -39,7 +39,8 @@ def push(ctx: click.Context, words: tuple[str, ...], broker: str | None, front: 
     """
     config, files = parse(words)
     resolved = from_context(ctx, config)
-    with PromptClient(broker_address(resolved, broker), timeout_s=timeout_s) as client:
+    keys, key_name = resolved.keys_path or "", resolved.config.security.key_name
+    with PromptClient(broker_address(resolved, broker), timeout_s=timeout_s, keys=keys, key_name=key_name) as client:
         for number, file in enumerate(files):
             done = _push_file(client, resolved, file, f"{key}/{number}" if key else "", front=front)
             click.echo(json.dumps({"file": file, **msgspec.structs.asdict(done)}) if as_json else _sentence(file, done))

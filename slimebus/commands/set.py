@@ -8,9 +8,8 @@ import click
 
 from slimebus.config import resolve
 from slimebus.errors import SlimebusError, UsageError
-from slimebus.joining import broker_address, process_name
+from slimebus.joining import client_of, process_name
 from slimebus.messages import Scalar, Set, SetReply
-from slimebus.transport.client import Client
 
 INFINITE = ("inf", ".inf", "unbounded")
 
@@ -20,14 +19,17 @@ INFINITE = ("inf", ".inf", "unbounded")
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
 @click.option("--timeout-s", default=10.0, show_default=True, help="[seconds] How long to wait for the broker.")
-def set_(words: tuple[str, ...], broker: str | None, as_json: bool, timeout_s: float) -> None:
+@click.option("--keys", help="[path] Folder of keys, or one key file; default: security.keys of the config.")
+@click.option("--key-name", help="[name] Which key of that folder; default: the only one of role client.")
+def set_(words: tuple[str, ...], broker: str | None, as_json: bool, timeout_s: float, keys: str | None, key_name: str | None) -> None:
     """Change settings of a run while it goes on; without a NAME, show those that can be changed and their values.
 
     NAME is a config field with or without its section, as in `max-staleness 4` or `broker.max_staleness=4`. All are changed or none.
     They hold from the first step on whose batch is not chosen yet, and over restarts of the broker.
     """
     file, settings = parse(words)
-    client = Client(broker_address(resolve(file), broker), name=process_name("set"))
+    given = {f"security.{name}": value for name, value in (("keys", keys), ("key_name", key_name)) if value}
+    client = client_of(resolve(file, given), broker, role="client", name=process_name("set"))
     try:
         answer = client.call(Set(key=secrets.token_hex(8), settings=settings), timeout_s=timeout_s).message
     finally:

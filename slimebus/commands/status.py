@@ -9,7 +9,7 @@ import click
 
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
 from slimebus.errors import SlimebusError, Unreachable
-from slimebus.joining import broker_address, process_name
+from slimebus.joining import client_of, process_name
 from slimebus.messages import Status, StatusReply
 from slimebus.transport.client import Client
 
@@ -38,7 +38,7 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
     Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
     4 when no broker answers.
     """
-    client = Client(broker_address(from_context(ctx, run_yaml), broker), name=process_name("status"))
+    client = client_of(from_context(ctx, run_yaml), broker, role="viewer", name=process_name("status"))
     try:
         found = ask_status(client, timeout_s)
     except Unreachable as silent:

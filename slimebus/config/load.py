@@ -29,6 +29,15 @@ class Resolved(msgspec.Struct, frozen=True):
         return Path(os.path.expanduser(value)) if os.path.isabs(os.path.expanduser(value)) else self.base / value
 
     @property
+    def keys_path(self) -> Path | None:
+        """The folder or file of security.keys, None when there is none; from the file relative to it, from a flag to where we are."""
+        given = os.path.expanduser(self.config.security.keys)
+        if not given:
+            return None
+        is_typed = self.origin.get("security.keys", "").startswith(("--", "SLIMEBUS_"))
+        return Path(given) if os.path.isabs(given) or is_typed else self.base / given
+
+    @property
     def model_dir(self) -> Path:
         """The directory of model.hf_checkpoint. Raises ConfigError when it is not set or holds no model."""
         given = self.config.model.hf_checkpoint

@@ -54,6 +54,22 @@ class BrokerConfig(Section, frozen=True):
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
     stall_min_s: Seconds = 30.0
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    max_message_mib: Annotated[int, Meta(ge=1, le=2048)] = 256
+    """[MiB] The largest frame that is taken from the network; a larger one ends the connection that sends it."""
+    max_connections: Positive = 2048
+    """[connections] Most of them open at once; one more is refused. A process has two: requests and hints."""
+    max_clients: Positive = 4096
+    """[processes] Most names joined at once; one more is answered `busy`."""
+    max_parked: Positive = 4096
+    """[requests] Most lease requests that wait for an answer; one more is answered `busy`."""
+    max_parked_per_client: Positive = 64
+    """[requests] The same, of one process."""
+    max_queued_per_client: Positive = 128
+    """[messages] Received from one connection and not looked at yet; beyond that its sender waits (TCP back-pressure)."""
+    burst_mib: Positive = 64
+    """[MiB] Most taken from the network before it is stored and answered: what one burst may hold in memory, and one message more."""
+    unsent_mib: Positive = 1024
+    """[MiB] Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
     required_fields: list[str] = []
     """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
     connect_timeout_s: Seconds = 120.0
@@ -68,6 +84,8 @@ class DataConfig(Section, frozen=True):
     prompt_data: list[str] = []
     """[paths] Files of prompts, relative to the run.yaml: jsonl (also .gz) or parquet; `path@[a:b]` takes a slice. `path*2` gives the
     file a weight: files then take turns in these shares; without weights they follow one another."""
+    source_path: str = ""
+    """[hook] A stateful source that gives the prompts, and is told what became of each group; prompt_data is handed to it."""
     input_key: str = "prompt"
     """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
@@ -297,6 +315,18 @@ class TrainerConfig(Section, frozen=True):
     """[switch] Write TensorBoard files beside the JSONL metrics."""
 
 
+class SecurityConfig(Section, frozen=True):
+    """Keys (docs/security.md)."""
+
+    keys: str = ""
+    """[path] Folder of keys made by `slimebus keys init`, or one key file; in a file relative to the run.yaml. Empty: no keys,
+    and nothing listens beyond this machine."""
+    key_name: str = ""
+    """[name] Which key of that folder is ours; empty: the only one of our role."""
+    insecure: bool = False
+    """[switch] Listen beyond this machine without keys: whoever reaches the ports can read everything and take part."""
+
+
 class RunConfig(Section, frozen=True):
     """One run."""
 
@@ -326,6 +356,8 @@ class RunConfig(Section, frozen=True):
     """[section] """
     trainer: TrainerConfig = TrainerConfig()
     """[section] """
+    security: SecurityConfig = SecurityConfig()
+    """[section] """
     megatron: dict[str, Any] = {}
     """[map] Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, as it is."""
     sglang: dict[str, Any] = {}
@@ -343,6 +375,7 @@ SECTIONS: dict[str, type[Section]] = {
     "algorithm": AlgorithmConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
+    "security": SecurityConfig,
 }
 OPEN_MAPS = ("megatron", "sglang")
 """Sections whose keys belong to another project."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import queue
+import random
 import secrets
 import socket as host_socket
 import threading
@@ -26,6 +27,8 @@ from slimebus import envelope
 from slimebus.errors import ProtocolError, SlimebusError, Unreachable
 from slimebus.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
 from slimebus.protocol import release
+from slimebus.security.credentials import Credentials
+from slimebus.transport.curve import connect_curve, end_watch, handshakes, is_vague, refusal, watch_handshakes
 
 log = logging.getLogger("slimebus.transport")
 
@@ -61,12 +64,24 @@ class Client:
 
     `run` stays empty until a welcome names it. Requests that are not answered by their deadline raise Unreachable; error
     replies raise SlimebusError with the server's code.
+
+    credentials: the key to connect with, encrypted; None connects in the clear. refusal: why the server did not take us in, when
+    the last handshake failed; empty otherwise.
     """
 
     def __init__(
-        self, address: str, *, name: str, peer: str = "broker", types: Mapping[str, type[Message]] = TYPES, resend_s: float = 5.0
+        self,
+        address: str,
+        *,
+        name: str,
+        peer: str = "broker",
+        types: Mapping[str, type[Message]] = TYPES,
+        resend_s: float = 5.0,
+        credentials: Credentials | None = None,
     ) -> None:
         self.address, self.name, self.peer, self.types, self.resend_s = address, name, peer, types, resend_s
+        self.credentials = credentials
+        self.refusal = ""
         self.run, self.epoch, self.protocol = "", 0, OLDEST_PROTOCOL
         self.instance, self.born = secrets.token_hex(8), time.time()
         self.rejoins = False
@@ -182,18 +197,64 @@ class Client:
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.sndhwm = socket.rcvhwm = 4096
+        self._secure(socket)
+        self._monitor = watch_handshakes(socket)
         socket.connect(self.address.replace("localhost", "127.0.0.1"))
         return socket
 
+    def _secure(self, socket: Any) -> None:
+        if "[" in self.address:
+            socket.ipv6 = True
+        if self.credentials is not None:
+            connect_curve(socket, self.credentials.pair, self.credentials.server)
+
+    def _mind_handshakes(self, socket: Any, poller: zmq.Poller) -> Any:
+        """The socket, or after a refusal and a pause a fresh one: libzmq does not try again by itself."""
+        for event, value in handshakes(self._monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.refusal, self._reconnect_at, self._refusals = "", float("inf"), 0
+            elif self._reconnect_at == float("inf"):
+                self._note_refusal(event, value)
+        if time.monotonic() < self._reconnect_at:
+            return socket
+        self._reconnect_at = float("inf")
+        if self.credentials is not None:
+            self.credentials.after_refusal()
+        poller.unregister(socket)
+        poller.unregister(self._monitor)
+        end_watch(socket, self._monitor)
+        socket.close()
+        socket = self._connect()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        for pending in self._pending.values():
+            pending.resend_at = 0.0
+        return socket
+
+    def _note_refusal(self, event: int, value: int) -> None:
+        self._refusals += 1
+        pause_s = RETRY_S * (1 if self._refusals < 4 else 4)
+        key = str(self.credentials.path) if self.credentials else ""
+        text = refusal(event, value, server=self.peer, key=key)
+        if self.refusal and is_vague(event):
+            text = self.refusal
+        if text != self.refusal:
+            log.log(logging.WARNING if self._refusals > 1 else logging.DEBUG, "%s: %s", self.address, text)
+        self.refusal = text
+        self._reconnect_at = time.monotonic() + random.uniform(0.5, 1.0) * pause_s
+
     def _loop(self) -> None:
+        self._reconnect_at, self._refusals = float("inf"), 0
         socket = self._connect()
         poller = zmq.Poller()
         poller.register(self._wake_r, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         hints = None
         while not self._closing.is_set():
             poller.poll(self._poll_ms())
             self._drain_wake()
+            socket = self._mind_handshakes(socket, poller)
             if self._hints_address and hints is None:
                 hints = self._subscribe()
                 poller.register(hints, zmq.POLLIN)
@@ -209,6 +270,7 @@ class Client:
             pending.future.cancel()
         if hints is not None:
             hints.close()
+        end_watch(socket, self._monitor)
         socket.close()
         self._context.term()
 
@@ -216,6 +278,7 @@ class Client:
         socket = self._context.socket(zmq.SUB)
         socket.linger = 0
         socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._secure(socket)
         socket.connect(reachable(self._hints_address, self.address))
         return socket
 
@@ -231,7 +294,7 @@ class Client:
 
     def _poll_ms(self) -> int:
         soonest = min((min(p.deadline, p.resend_at) for p in self._pending.values()), default=float("inf"))
-        wait_s = min(soonest, self._next_beat) - time.monotonic()
+        wait_s = min(soonest, self._next_beat, self._reconnect_at) - time.monotonic()
         return 5000 if wait_s > 5 else max(0, int(wait_s * 1000) + 1)
 
     def _drain_wake(self) -> None:
@@ -295,7 +358,11 @@ class Client:
             is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, Goodbye)
             if is_forgotten:
                 self._rejoin()
-            if (problem.retryable or is_forgotten) and time.monotonic() + RETRY_S < pending.deadline:
+            if problem.code == "forbidden" and self.credentials is not None and self.credentials.is_replaced():
+                log.info("the %s takes our older key no more; connecting with the new one of %s", self.peer, self.credentials.path)
+                self._reconnect_at = 0.0
+                self._pending[got.header.id] = pending
+            elif (problem.retryable or is_forgotten) and time.monotonic() + RETRY_S < pending.deadline:
                 pending.resend_at = time.monotonic() + RETRY_S
                 self._pending[got.header.id] = pending
             else:
@@ -344,7 +411,8 @@ class Client:
                     pending,
                     Unreachable(
                         f"no answer from the {self.peer} at {self.address} to {what!r} in {pending.timeout_s:.0f} s; "
-                        f"is it running and is the address right? (asked by {self.name} on {host_socket.gethostname()})"
+                        f"{self.refusal or 'is it running and is the address right?'} "
+                        f"(asked by {self.name} on {host_socket.gethostname()})"
                     ),
                 )
             elif now >= pending.resend_at:

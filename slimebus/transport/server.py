@@ -5,6 +5,7 @@ process. The owner decides when to reply, so it can make a whole burst durable f
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,13 @@ import zmq
 
 from slimebus import envelope
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
-from slimebus.messages import TYPES, Error, Message
+from slimebus.messages import TYPES, Error, Hello, Message
+from slimebus.security.allow_list import Grant
+from slimebus.security.keyring import Keyring
+from slimebus.security.roles import JOINS_AS, PULL
+from slimebus.transport.curve import serve_curve
+from slimebus.transport.doorman import Doorman
+from slimebus.transport.patience import LIMIT, Patience
 
 log = logging.getLogger("slimebus.transport")
 
@@ -23,20 +30,32 @@ ZERO_COPY_BYTES = 16 * 1024
 kept holds no more than the frame."""
 DONTWAIT, MORE, POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
+MAX_JUNK = 4
+"""Messages of a burst that may turn out to be nothing, once there is a request that waits for its answer."""
+DEFAULT_MAX_QUEUED = 4096
+"""Replies that wait for a peer that does not read. Of its requests a sixteenth of that waits here, the rest on its own side."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+DEFAULT_MAX_CONNECTIONS = 2048
+HANDSHAKE_MS = 10_000
+"""A connection that has not said by then who it is, is closed."""
+REBIND_S = 5.0
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One message as it came: `peer` is the socket identity to answer to."""
+    """One message as it came: `peer` is the socket identity to answer to, `key` the name of the key it came under (empty: no keys)."""
 
     peer: bytes
     header: envelope.Header
     message: Message
     bulk: Sequence[Any]
+    key: str = ""
 
 
 class Server:
-    """A bound ROUTER socket. `endpoint` is the address it got (port 0 binds any free port)."""
+    """A bound ROUTER socket. `endpoint` is the address it got (port 0 binds any free port).
+
+    keyring: whose keys may connect and what they may ask for, encrypted; None lets everyone in, in the clear.
+    """
 
     def __init__(
         self,
@@ -47,25 +66,33 @@ class Server:
         types: Mapping[str, type[Message]] = TYPES,
         burst: int = 256,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_queued: int = 4096,
+        max_queued: int = DEFAULT_MAX_QUEUED,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        keyring: Keyring | None = None,
     ) -> None:
-        self.run, self.name, self.types, self.burst = run, name, types, burst
+        self.run, self.name, self.types, self.burst, self.keyring = run, name, types, burst, keyring
+        self._user = ""  # the public key of the connection that the message in hand came through
         self.refused: Counter[str] = Counter()
+        self.patience = Patience()
         self.context = zmq.Context()
+        self.doorman = Doorman(self.context, keyring, max_connections=max_connections, refused=self.refused)
         self.socket = self.context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self.socket.linger = 200
         self.socket.maxmsgsize = max_message_bytes
-        self.socket.rcvhwm = self.socket.sndhwm = max_queued
+        self.socket.rcvhwm, self.socket.sndhwm = max(1, max_queued // 16), max_queued
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.doorman.guard(self.socket)
         try:
             self.endpoint = bind_socket(self.socket, bind)
         except UsageError:
             self.close()
             raise
+        self.doorman.start()
 
     def wait(self, timeout_s: float) -> bool:
         """True once something can be received, False after `timeout_s`."""
@@ -74,11 +101,13 @@ class Server:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests; waits at most `timeout_s` for the first."""
+        """Up to `burst` requests; waits at most `timeout_s` for the first. Nonsense beside them does not make them wait."""
         requests: list[Request] = []
         if not self.wait(timeout_s):
             return requests
-        for _ in range(self.burst):
+        for taken in range(self.burst):
+            if requests and taken - len(requests) >= MAX_JUNK:
+                break
             try:
                 frames = self._receive_frames()
             except zmq.Again:
@@ -92,14 +121,20 @@ class Server:
         """One message: bytes, and views of what is too large to copy. Raises zmq.Again when there is none."""
         frames: list[Any] = [self.socket.recv(DONTWAIT)]
         has_more = bool(self.socket.getsockopt(zmq.RCVMORE))
+        self._user = ""
         while has_more:  # a message is there as a whole or not at all, so none of these waits
             frame = self.socket.recv(0, copy=False)
+            if self.keyring is not None and len(frames) == 1:
+                self._user = _user_of(frame)
             frames.append(frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer)
             has_more = frame.more
         return frames
 
     def _parse(self, frames: list[Any]) -> Request | None:
         peer, frames = frames[0], frames[1:]
+        if self.patience.is_lost_with(peer):
+            self.refused["unread"] += 1
+            return None
         request_id = 0
         try:
             if not frames:
@@ -108,10 +143,15 @@ class Server:
                 raise ProtocolError(f"{len(frames)} frames, at most {envelope.MAX_FRAMES}")
             header = envelope.decode_header(frames[0])
             request_id = header.id
-            return Request(peer, header, envelope.decode_body(header, self.types), frames[1:])
+            held = None if self.keyring is None else _held(self.keyring, self._user)
+            message = envelope.decode_body(header, self.types)
+            if held is not None:
+                _check_may(held, header, message)
+            return Request(peer, header, message, frames[1:], "" if held is None else held.name)
         except SlimebusError as bad:
             self.refused[bad.code] += 1
-            log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
+            if self.patience.is_worth_a_line(peer):
+                log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
             self.answer(peer, request_id, envelope.error_reply(bad))
             return None
 
@@ -121,6 +161,8 @@ class Server:
 
     def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Answer request `request_id` of `peer`, however long ago it came."""
+        if isinstance(message, Error) and not message.retryable and self.patience.refused(peer):
+            log.warning("peer %s was refused %d times, the last: %s; it is not listened to for a while", peer.hex(), LIMIT, message.text)
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:
@@ -133,6 +175,14 @@ class Server:
             self.refused["reply_unsent"] += 1
             log.warning("reply to peer %s not sent: %s", peer.hex(), bad)
 
+    def renew_key(self) -> None:
+        """Listen anew under the keyring's newest pair. Connections that are open stay; new ones must expect the new key."""
+        if self.keyring is None:
+            return
+        serve_curve(self.socket, self.keyring.pair)
+        self.socket.unbind(self.endpoint)
+        bind_socket(self.socket, self.endpoint, patience_s=REBIND_S)
+
     def _send(self, frames: list[Any]) -> None:
         """Send without waiting. Only the first frame can be refused; the others go where it went."""
         for frame in frames[:-1]:
@@ -141,6 +191,7 @@ class Server:
 
     def close(self) -> None:
         """Release the address."""
+        self.doorman.close()
         self.socket.close()
         self.context.term()
 
@@ -150,9 +201,54 @@ def has_input(socket: Any) -> bool:
     return bool(socket.getsockopt(zmq.EVENTS) & POLLIN)
 
 
-def bind_socket(socket: Any, address: str) -> str:
-    """Bind and return the address that others can use. Raises UsageError naming the address and the way out."""
+def _user_of(frame: Any) -> str:
     try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:  # the frame has none
+        return ""
+
+
+def _held(keyring: Keyring, user: str) -> Grant:
+    """What the key of a connection may do now: the list may have changed since it was let in."""
+    held = keyring.grants.get(user)
+    if held is None:
+        raise SlimebusError(
+            "the key of this connection is revoked or was replaced; `slimebus keys ls` on the broker's machine shows the list",
+            code="forbidden",
+        )
+    return held
+
+
+def _check_may(held: Grant, header: envelope.Header, message: Message) -> None:
+    if header.type not in held.may:
+        raise SlimebusError(f"key {held.name!r} has the role {held.role}, which may not send {header.type!r}", code="forbidden")
+    if held.client and header.sender != held.client and header.type not in PULL:
+        raise SlimebusError(
+            f"key {held.name!r} may speak as {held.client!r} only, not as {header.sender[:64]!r} (--worker-name)", code="forbidden"
+        )
+    if isinstance(message, Hello) and message.role not in JOINS_AS[held.role]:
+        raise SlimebusError(f"key {held.name!r} has the role {held.role}, which may not join as {message.role[:64]!r}", code="forbidden")
+
+
+def bind_socket(socket: Any, address: str, *, patience_s: float = 0.0) -> str:
+    """Bind and return the address that others can use. Raises UsageError naming the address and the way out.
+
+    patience_s: how long to wait for an address that this process has just released.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _bind(socket, address)
+        except UsageError as bad:
+            if bad.code != "address_in_use" or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _bind(socket: Any, address: str) -> str:
+    try:
+        if "[" in address:
+            socket.ipv6 = True
         socket.bind(address.replace("localhost", "127.0.0.1"))
     except zmq.ZMQError as bad:
         if bad.errno == zmq.EADDRINUSE:

@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 import zmq
 
 from slimebus import envelope
-from slimebus.errors import SlimebusError, Unreachable
+from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.messages import Message
+from slimebus.security.key_file import KeyPair
+from slimebus.transport.curve import connect_curve, end_watch, handshakes, refusal, watch_handshakes
 from slimebus.weights.messages import TYPES
 
 MAX_BURST = 64
+KEY_MARK = "?key="
 MANIFEST_STALLS = 3
 """A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
+
+
+def with_key(address: str, public: str) -> str:
+    """The address of a weight server as it is announced: with its public key, where it has one."""
+    return f"{address}{KEY_MARK}{public}" if public else address
 
 
 class Answer(NamedTuple):
@@ -28,10 +36,20 @@ class Answer(NamedTuple):
 
 
 class Link:
-    """Requests to one endpoint, used by one thread. What does not parse is counted in `refused` and otherwise ignored."""
+    """Requests to one endpoint, used by one thread. What does not parse is counted in `refused` and otherwise ignored.
 
-    def __init__(self, endpoint: str, *, name: str, stall_s: float) -> None:
-        self.endpoint, self._name, self._stall_s = endpoint, name, stall_s
+    endpoint: tcp://HOST:PORT, with `?key=` and the server's public key where it has one; then `pair` is the key to show there.
+    refusal: why the server did not take us in, when the last handshake failed.
+    """
+
+    def __init__(self, endpoint: str, *, name: str, stall_s: float, pair: KeyPair | None = None) -> None:
+        self.endpoint, _, self._server_key = endpoint.partition(KEY_MARK)
+        if self._server_key and pair is None:
+            raise WeightsError(
+                f"the weight server at {self.endpoint} takes nobody without a key; give the folder of keys with --keys", retryable=False
+            )
+        self._name, self._stall_s, self._pair = name, stall_s, pair
+        self.refusal = ""
         self.refused: Counter[str] = Counter()
         self._context = zmq.Context()
         self._next_id = 0
@@ -76,7 +94,8 @@ class Link:
                 self.reconnect()
                 wanted = self.send(message)
         raise Unreachable(
-            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; is the trainer running?"
+            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; "
+            f"{self.refusal or 'is the trainer running?'}"
         )
 
     @property
@@ -90,13 +109,21 @@ class Link:
 
     def reconnect(self) -> None:
         """A new connection; requests that were under way are lost."""
-        self._socket.close(linger=0)
+        self._disconnect()
         self._socket = self._connect()
 
     def close(self) -> None:
         """Closing again does nothing."""
-        self._socket.close(linger=0)
+        if not self._socket.closed:
+            self._disconnect()
         self._context.term()
+
+    def _disconnect(self) -> None:
+        for event, value in handshakes(self._monitor):
+            key = f"({self._pair.public})" if self._server_key and self._pair else ""
+            self.refusal = refusal(event, value, server="weight server", key=key)
+        end_watch(self._socket, self._monitor)
+        self._socket.close(linger=0)
 
     def _connect(self) -> Any:
         socket = self._context.socket(zmq.DEALER)
@@ -104,6 +131,11 @@ class Link:
         socket.rcvhwm = socket.sndhwm = 1000
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if "[" in self.endpoint:
+            socket.ipv6 = True
+        if self._server_key and self._pair is not None:
+            connect_curve(socket, self._pair, self._server_key)
+        self._monitor = watch_handshakes(socket)
         socket.connect(self.endpoint.replace("localhost", "127.0.0.1"))
         self._heard_at = time.monotonic()
         self._jitter = random.uniform(0.8, 1.2)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
+from slimebus.security.key_file import KeyPair
 from slimebus.weights.link import Link
 from slimebus.weights.messages import (
     ChunkReply,
@@ -80,8 +81,8 @@ class WeightPuller:
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
-    verified at once while others arrive. onward, serves: where verified payloads are put to be passed on, and the address of the
-    server that does so.
+    verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
+    verified payloads are put to be passed on, and the address of the server that does so.
     """
 
     def __init__(
@@ -94,14 +95,15 @@ class WeightPuller:
         stall_s: float = 3.0,
         max_bytes: int = 1 << 42,
         threads: int = 2,
+        pair: KeyPair | None = None,
         onward: Onward | None = None,
         serves: str = "",
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
-        self._links = [Link(endpoint, name=name, stall_s=stall_s) for endpoint in endpoints]
+        self._links = [Link(endpoint, name=name, stall_s=stall_s, pair=pair) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
-        self._link_to: Callable[[str], Link] = lambda endpoint: Link(endpoint, name=name, stall_s=stall_s)
+        self._link_to: Callable[[str], Link] = lambda endpoint: Link(endpoint, name=name, stall_s=stall_s, pair=pair)
         self._onward, self._serves = onward, serves
         self._sources: dict[str, Link] = {}
         self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)

@@ -21,6 +21,7 @@ import zmq
 
 from slimebus.envelope import error_reply
 from slimebus.errors import SlimebusError, WeightsError
+from slimebus.security.keyring import Keyring
 from slimebus.transport.server import Request, Server
 from slimebus.weights.fanout import Fanout
 from slimebus.weights.messages import (
@@ -59,12 +60,21 @@ class WeightServer:
     """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port).
 
     degree: how many workers pull from this server when they pass on what they have; the others pull from them. 0: all from here.
+    keyring: whose keys may pull; None: anyone.
     """
 
-    def __init__(self, store: Versions, bind: str = "tcp://127.0.0.1:0", *, degree: int = 0, name: str = "weights") -> None:
+    def __init__(
+        self,
+        store: Versions,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        degree: int = 0,
+        name: str = "weights",
+        keyring: Keyring | None = None,
+    ) -> None:
         self._store, self._fanout = store, Fanout(degree) if degree else None
         self._waiting: deque[tuple[float, Request]] = deque()
-        self._server = Server(bind, name=name, types=TYPES, max_message_bytes=MAX_REQUEST_BYTES)
+        self._server = Server(bind, name=name, types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring)
         self.endpoint = self._server.endpoint
         self.sent_bytes = 0
         self._encoder = ThreadPoolExecutor(1, "weights-manifest")

@@ -18,6 +18,7 @@ import yaml
 from slimebus.commands.status import ask_status
 from slimebus.errors import SlimebusError
 from slimebus.launch import free_port
+from slimebus.security.credentials import Credentials
 from slimebus.transport.client import Client
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,7 @@ class Run:
         self.file = folder / "run.yaml"
         self.write(tiny_config(folder / "run", task, self.address), changes)
         self.run_dir = folder / "run"
+        self.keys: Path | None = None
         self._client: Client | None = None
 
     def write(self, tree: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -146,7 +148,8 @@ class Run:
     def status(self) -> dict[str, Any]:
         """The broker's status; empty while it does not answer."""
         if self._client is None:
-            self._client = Client(self.address, name="watcher", resend_s=0.5)
+            credentials = Credentials(self.keys / "client.key") if self.keys else None
+            self._client = Client(self.address, name="watcher", resend_s=0.5, credentials=credentials)
         with contextlib.suppress(SlimebusError):
             return ask_status(self._client, timeout_s=2.0)
         return {}

@@ -62,6 +62,8 @@ EXAMPLES: list[m.Message] = [
     m.PutFieldsReply(result="gone", reason="group 0/42 is trained already"),
     m.Status(),
     m.StatusReply(),
+    m.Keys(have=3),
+    m.KeysReply(generation=4),
     m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
     m.Push(key="extra/0", front=True),
     m.PushReply(accepted=2, first="front/0", waiting=2),

@@ -1,0 +1,42 @@
+"""Whether an address can be reached from other machines, and the rule that such a one is not bound without keys."""
+
+import ipaddress
+
+from slimebus.errors import UsageError
+
+LOCAL_TRANSPORTS = ("ipc", "inproc")
+
+
+def is_local(address: str) -> bool:
+    """True when only processes of this machine can connect to what is bound at `address`. A host name other than localhost is not."""
+    transport, _, rest = address.partition("://")
+    if transport in LOCAL_TRANSPORTS:
+        return True
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    if transport != "tcp" or host == "localhost":
+        return transport == "tcp"
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return (mapped or ip).is_loopback
+
+
+def check_bind(address: str, field: str, *, has_keys: bool, insecure: bool) -> None:
+    """Raise UsageError for an address beyond this machine without keys, unless `insecure` was chosen. `field`: where it came from."""
+    if has_keys or insecure or is_local(address):
+        return
+    raise UsageError(
+        f"{field} {address} can be reached from other machines, and there are no keys: whoever reaches it could read samples and weights "
+        "or take the trainer's place. Make keys with `slimebus keys init keys` and give them with --keys keys (docs/security.md), "
+        "or bind 127.0.0.1, or choose --insecure on a network where you trust everyone",
+        code="insecure",
+    )
+
+
+def insecure_note(address: str) -> str:
+    """The line for log and status while an address beyond this machine is served without keys; empty when it is not."""
+    if is_local(address):
+        return ""
+    return f"INSECURE: {address} is open to every machine that reaches it, without encryption or authentication"
