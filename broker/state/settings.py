@@ -51,6 +51,7 @@ SETTINGS = {
         Setting("broker.stale_wait_s", "stale_wait_s", float),
         Setting("broker.buffer_capacity", "buffer_capacity", int),
         Setting("broker.lease_s", "lease_s", float),
+        Setting("broker.hedge_after", "hedge_after", float),
         Setting("broker.max_attempts", "max_attempts", int),
         Setting("eval.eval_interval", "eval_interval", int),
     )

@@ -266,12 +266,14 @@ class State:
         self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
+        self.newly_parked: dict[tuple[str, int], float] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
         self.consumers: dict[str, Consumer] = {}
         self.parked_reads: dict[str, ParkedRead] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.served_changes = 0
+        self.hedge_losers: dict[int, None] = {}
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -372,15 +374,21 @@ class State:
 
     def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change a group's state, counted by reason."""
-        was = group.phase
+        was, leases = group.phase, (group.lease, group.second.lease if group.second else 0)
         self.groups.move(group, phase)
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{was}>{phase} {reason}" if group.kind == TRAIN else f"eval {was}>{phase} {reason}")
         if was == LEASED:
-            self.timers.cancel(("lease", group.lease))
-            self.lease_deadlines.pop(group.lease, None)
-            self.lease_since.pop(group.lease, None)
+            for lease in leases:
+                self.forget_lease(lease)
         self.changed("groups", group.id)
+
+    def forget_lease(self, lease: int) -> None:
+        """A lease has ended; 0 is none."""
+        if lease:
+            self.timers.cancel(("lease", lease))
+            self.lease_deadlines.pop(lease, None)
+            self.lease_since.pop(lease, None)
 
     def requeue(self, group: Group, reason: str) -> None:
         """Have the prompt tried again; samples it had are wasted."""
@@ -423,9 +431,7 @@ class State:
     def retire(self, group: Group, reason: str) -> None:
         """An evaluation group is done with: scored, given up or cancelled."""
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
-        self.timers.cancel(("lease", group.lease))
-        self.lease_deadlines.pop(group.lease, None)
-        self.lease_since.pop(group.lease, None)
+        self.forget_lease(group.lease)
         self.groups.remove(group)
         self.changed("groups", group.id)
 

@@ -30,6 +30,9 @@ ZERO_COPY_BYTES = 16 * 1024
 kept holds no more than the frame."""
 DONTWAIT, MORE, POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
+BURST_BYTES = 4 * 1024 * 1024
+"""Bulk bytes after which a burst ends: whoever asks for little waits for no more than so much to reach the disk, and at some hundred
+megabytes a second an fsync costs little beside it."""
 MAX_JUNK = 4
 """Messages of a burst that may turn out to be nothing, once there is a request that waits for its answer."""
 DEFAULT_MAX_QUEUED = 4096
@@ -101,8 +104,9 @@ class Server:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests; waits at most `timeout_s` for the first. Nonsense beside them does not make them wait."""
+        """Up to `burst` requests, or BURST_BYTES of them; waits at most `timeout_s` for the first. Nonsense does not make them wait."""
         requests: list[Request] = []
+        size_bytes = 0
         if not self.wait(timeout_s):
             return requests
         for taken in range(self.burst):
@@ -113,8 +117,12 @@ class Server:
             except zmq.Again:
                 break
             request = self._parse(frames)
-            if request is not None:
-                requests.append(request)
+            if request is None:
+                continue
+            requests.append(request)
+            size_bytes += sum(map(len, request.bulk))
+            if size_bytes >= BURST_BYTES:
+                break
         return requests
 
     def _receive_frames(self) -> list[Any]:

@@ -188,3 +188,16 @@ def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(new_desk:
     desk.state.recent_puts.clear()  # as after a restart
     assert desk.put(slow).result == "duplicate"
     assert desk.put(again, version=2).result == "accepted"
+
+
+def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(new_desk: Any) -> None:
+    desk = new_desk(max_parked=1, max_staleness=4)
+    desk.begin()
+    for name in ("w2", "w3"):
+        desk.join(name, "rollout")
+    numbers = {name: 700 + i for i, name in enumerate(("w", "w2", "w3"))}
+    ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
+    events = [Event(to=Address(n.encode(), i), sender=n, epoch=desk.epochs[n], run="r", message=ask) for n, i in numbers.items()]
+    desk.perform(desk.machine.apply(events, desk.now))
+    assert [len(desk.answers[number].groups) for number in numbers.values()] == [1, 1, 1]
+    assert not desk.state.parked_leases
