@@ -271,6 +271,8 @@ class Machine:
                 clients.silent(state, name, now)
             case ("source",):
                 pass  # its rest is over: whoever waits is dealt to when the burst is settled
+            case ("hedge",):
+                pass  # deal() looks at what has become slow
             case ("finish",):
                 timeline.check_finish(state, now)
             case ("watchdog",):
@@ -282,6 +284,7 @@ class Machine:
         batches.assign(self.state, now)
         leases.deal(self.state, now)
         consumers.serve(self.state)
+        leases.watch_waits(self.state)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True
             self.state.notify()

@@ -17,6 +17,7 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 RECENT_STEPS = 64
+RECENT_PUTS = 4096
 FILTERED = "groups filtered"
 MEAN_OVER = 256
 """Groups whose mean size says how many fill a batch of tokens."""
@@ -265,12 +266,14 @@ class State:
         self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
+        self.newly_parked: dict[tuple[str, int], float] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
         self.consumers: dict[str, Consumer] = {}
         self.parked_reads: dict[str, ParkedRead] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.served_changes = 0
+        self.hedge_losers: dict[int, None] = {}
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -279,6 +282,7 @@ class State:
         self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.wait: tuple[int, float] | None = None
+        self.recent_puts: dict[int, str] = {}
         self.finished_said = False
         self.had_members = False
         self.disk_full = ""
@@ -370,15 +374,21 @@ class State:
 
     def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change a group's state, counted by reason."""
-        was = group.phase
+        was, leases = group.phase, (group.lease, group.second.lease if group.second else 0)
         self.groups.move(group, phase)
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{was}>{phase} {reason}" if group.kind == TRAIN else f"eval {was}>{phase} {reason}")
         if was == LEASED:
-            self.timers.cancel(("lease", group.lease))
-            self.lease_deadlines.pop(group.lease, None)
-            self.lease_since.pop(group.lease, None)
+            for lease in leases:
+                self.forget_lease(lease)
         self.changed("groups", group.id)
+
+    def forget_lease(self, lease: int) -> None:
+        """A lease has ended; 0 is none."""
+        if lease:
+            self.timers.cancel(("lease", lease))
+            self.lease_deadlines.pop(lease, None)
+            self.lease_since.pop(lease, None)
 
     def requeue(self, group: Group, reason: str) -> None:
         """Have the prompt tried again; samples it had are wasted."""
@@ -421,9 +431,7 @@ class State:
     def retire(self, group: Group, reason: str) -> None:
         """An evaluation group is done with: scored, given up or cancelled."""
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
-        self.timers.cancel(("lease", group.lease))
-        self.lease_deadlines.pop(group.lease, None)
-        self.lease_since.pop(group.lease, None)
+        self.forget_lease(group.lease)
         self.groups.remove(group)
         self.changed("groups", group.id)
 
@@ -470,6 +478,12 @@ class State:
         meta = self.meta
         meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
         meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+    def remember_put(self, lease: int, result: str) -> None:
+        """Keep what became of a put, so that a repeat of it is not counted again; the oldest is forgotten."""
+        self.recent_puts[lease] = result
+        if len(self.recent_puts) > RECENT_PUTS:
+            del self.recent_puts[next(iter(self.recent_puts))]
 
     def end_wait(self) -> None:
         """No batch waits for groups in flight."""

@@ -54,6 +54,9 @@ class BrokerConfig(Section, frozen=True):
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
     stall_min_s: Seconds = 30.0
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    hedge_after: NonNegative = 0.0
+    """[ratio] While workers have nothing else to do, a group that takes this many times the usual (median) time is leased to a second one;
+    the first put wins. 0: never."""
     max_message_mib: Annotated[int, Meta(ge=1, le=2048)] = 256
     """[MiB] The largest frame that is taken from the network; a larger one ends the connection that sends it."""
     max_connections: Positive = 2048

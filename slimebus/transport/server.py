@@ -21,6 +21,7 @@ from slimebus.security.keyring import Keyring
 from slimebus.security.roles import JOINS_AS, PULL
 from slimebus.transport.curve import serve_curve
 from slimebus.transport.doorman import Doorman
+from slimebus.transport.patience import LIMIT, Patience
 
 log = logging.getLogger("slimebus.transport")
 
@@ -29,6 +30,13 @@ ZERO_COPY_BYTES = 16 * 1024
 kept holds no more than the frame."""
 DONTWAIT, MORE, POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
+BURST_BYTES = 4 * 1024 * 1024
+"""Bulk bytes after which a burst ends: whoever asks for little waits for no more than so much to reach the disk, and at some hundred
+megabytes a second an fsync costs little beside it."""
+MAX_JUNK = 4
+"""Messages of a burst that may turn out to be nothing, once there is a request that waits for its answer."""
+DEFAULT_MAX_QUEUED = 4096
+"""Replies that wait for a peer that does not read. Of its requests a sixteenth of that waits here, the rest on its own side."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 DEFAULT_MAX_CONNECTIONS = 2048
 HANDSHAKE_MS = 10_000
@@ -61,13 +69,14 @@ class Server:
         types: Mapping[str, type[Message]] = TYPES,
         burst: int = 256,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_queued: int = 4096,
+        max_queued: int = DEFAULT_MAX_QUEUED,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         keyring: Keyring | None = None,
     ) -> None:
         self.run, self.name, self.types, self.burst, self.keyring = run, name, types, burst, keyring
         self._user = ""  # the public key of the connection that the message in hand came through
         self.refused: Counter[str] = Counter()
+        self.patience = Patience()
         self.context = zmq.Context()
         self.doorman = Doorman(self.context, keyring, max_connections=max_connections, refused=self.refused)
         self.socket = self.context.socket(zmq.ROUTER)
@@ -75,7 +84,7 @@ class Server:
         self._poller.register(self.socket, zmq.POLLIN)
         self.socket.linger = 200
         self.socket.maxmsgsize = max_message_bytes
-        self.socket.rcvhwm = self.socket.sndhwm = max_queued
+        self.socket.rcvhwm, self.socket.sndhwm = max(1, max_queued // 16), max_queued
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
@@ -95,18 +104,25 @@ class Server:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests; waits at most `timeout_s` for the first."""
+        """Up to `burst` requests, or BURST_BYTES of them; waits at most `timeout_s` for the first. Nonsense does not make them wait."""
         requests: list[Request] = []
+        size_bytes = 0
         if not self.wait(timeout_s):
             return requests
-        for _ in range(self.burst):
+        for taken in range(self.burst):
+            if requests and taken - len(requests) >= MAX_JUNK:
+                break
             try:
                 frames = self._receive_frames()
             except zmq.Again:
                 break
             request = self._parse(frames)
-            if request is not None:
-                requests.append(request)
+            if request is None:
+                continue
+            requests.append(request)
+            size_bytes += sum(map(len, request.bulk))
+            if size_bytes >= BURST_BYTES:
+                break
         return requests
 
     def _receive_frames(self) -> list[Any]:
@@ -124,6 +140,9 @@ class Server:
 
     def _parse(self, frames: list[Any]) -> Request | None:
         peer, frames = frames[0], frames[1:]
+        if self.patience.is_lost_with(peer):
+            self.refused["unread"] += 1
+            return None
         request_id = 0
         try:
             if not frames:
@@ -139,7 +158,8 @@ class Server:
             return Request(peer, header, message, frames[1:], "" if held is None else held.name)
         except SlimebusError as bad:
             self.refused[bad.code] += 1
-            log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
+            if self.patience.is_worth_a_line(peer):
+                log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
             self.answer(peer, request_id, envelope.error_reply(bad))
             return None
 
@@ -149,6 +169,8 @@ class Server:
 
     def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Answer request `request_id` of `peer`, however long ago it came."""
+        if isinstance(message, Error) and not message.retryable and self.patience.refused(peer):
+            log.warning("peer %s was refused %d times, the last: %s; it is not listened to for a while", peer.hex(), LIMIT, message.text)
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:
