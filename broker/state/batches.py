@@ -223,6 +223,7 @@ def free(state: State, checkpoint: int) -> None:
             if group is not None and group.phase == COMMITTED and group.step == step:
                 state.forget_payload(group)
                 state.groups.remove(group)
+                state.tally(state.meta.moves, "committed>freed under a checkpoint")
                 state.changed("groups", group_id)
                 prompts.free(state, group_id)
         prompts.forget_old(state, step)

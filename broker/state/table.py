@@ -19,6 +19,7 @@ MAX_REASON_CHARS = 64
 MAX_ENDED_REASON_CHARS = 512
 """Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
 RECENT_STEPS = 64
+RECENT_PUTS = 4096
 FILTERED = "groups filtered"
 MEAN_OVER = 256
 """Groups whose mean size says how many fill a batch of tokens."""
@@ -294,6 +295,7 @@ class State:
         self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.wait: tuple[int, float] | None = None
+        self.recent_puts: dict[int, str] = {}
         self.finished_said = False
         self.had_members = False
         self.disk_full = ""
@@ -504,6 +506,12 @@ class State:
         meta = self.meta
         meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
         meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+    def remember_put(self, lease: int, result: str) -> None:
+        """Keep what became of a put, so that a repeat of it is not counted again; the oldest is forgotten."""
+        self.recent_puts[lease] = result
+        if len(self.recent_puts) > RECENT_PUTS:
+            del self.recent_puts[next(iter(self.recent_puts))]
 
     def end_wait(self) -> None:
         """No batch waits for groups in flight."""
