@@ -96,7 +96,8 @@ class DataConfig(Section, frozen=True):
     metadata_key: str = "metadata"
     """[name] The key of a line that holds a map handed to hooks as it is."""
     tool_key: str = ""
-    """[name] The key of a line that holds the list of tools of a chat prompt; hooks find it in the metadata as `tools`. Empty: no tools."""
+    """[name] The key of a line that holds the list of tools of a chat prompt: its chat template gets it, hooks find it in the
+    metadata as `tools`. Empty: no tools."""
     rollout_shuffle: bool = True
     """[switch] Visit prompts in a new seeded order each epoch."""
     num_epoch: Natural = 0
