@@ -6,7 +6,7 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from collections.abc import Collection
 
-from broker.state import evaluation
+from broker.state import evaluation, hedging
 from broker.state.effects import Event
 from broker.state.groups import EVAL, Group
 from broker.state.table import Client, State
@@ -18,6 +18,7 @@ from slimebus.messages import (
     PROTOCOL_VERSION,
     Batch,
     Commit,
+    Edit,
     Evaluate,
     Fetch,
     Finish,
@@ -26,6 +27,7 @@ from slimebus.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
+    Import,
     Lease,
     Message,
     Ok,
@@ -57,8 +59,8 @@ def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
     if event.run == state.meta.run:
         return
-    is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
-    if not is_asking:
+    asks_first = Hello | Status | Evaluate | Set | Edit | Import  # these come before anyone knows the run
+    if event.run or not isinstance(event.message, asks_first):
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
             code="wrong_run",
@@ -219,7 +221,7 @@ def heartbeat(state: State, client: Client, beat: Heartbeat, now: float) -> Hear
 
 def _extend(state: State, client: Client, lease: int, now: float) -> bool:
     group = state.groups.by_lease.get(lease)
-    if group is None or group.worker != client.name:
+    if group is None or group.holder_of(lease) != client.name:
         return False
     state.lease_deadlines[lease] = now + state.rules.lease_s
     state.timers.set(("lease", lease), now + state.rules.lease_s)
@@ -240,7 +242,8 @@ def keep_alive(state: State, event: Event, leases: list[int], now: float) -> boo
 def leave(state: State, client: Client, reason: str, *, has_failed: bool = False) -> None:
     """Take back what a client holds and waits for. has_failed: it died, maybe of one of its groups, so each attempt counts."""
     for group in state.groups.leased_by(client.name):
-        _take_back(state, group, reason, has_failed=has_failed)
+        if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason):
+            _take_back(state, group, reason, has_failed=has_failed)
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]
         state.timers.cancel(("parked lease", *key))

@@ -10,7 +10,7 @@ from broker.awake_clock import LONGEST_TURN_S, MAX_UNJUDGED_S
 from broker.state.effects import Address, Effect, Event, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.machine import Machine
-from broker.state.table import ClientRecord, State
+from broker.state.table import ClientRecord, State, StepRecord
 from slimebus import messages as m
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Invariants:
         if isinstance(event.message, m.Heartbeat) and client is not None and client.epoch == event.epoch:
             for lease in event.message.leases:
                 group = state.groups.by_lease.get(lease)
-                if group is not None and group.worker == event.sender:
+                if group is not None and event.sender in (group.worker, group.second and group.second.worker):
                     self._heard[lease] = max(self.world.now, self.world.broker.stopped_until)
 
     def before_tick(self, machine: Machine) -> None:
@@ -200,7 +200,8 @@ class Invariants:
         source, meta = self.world.scenario.source, state.meta
         in_play = {name for name, group in state.groups.by_id.items() if group.kind == TRAIN}
         ended = set(self.world.broker.disk.tables["ended"])
-        freed = {name for record in state.steps.values() if record.step < meta.floor for name in record.groups}
+        kept = [msgspec.msgpack.decode(record, type=StepRecord) for record in self.world.broker.disk.tables["freed"].values()]
+        freed = {name for record in [*kept, *state.steps.values()] if record.step < meta.floor for name in record.groups}
         num_drawn = meta.moves.get("source>queued drawn", 0)
         drawn = {source.id_at(position) for position in range(meta.cursor - num_drawn, meta.cursor)}
         found = in_play | ended | freed
@@ -228,6 +229,7 @@ class Invariants:
         counts = Counter((g.kind, g.phase) for g in groups.by_id.values())
         require(+groups.counts == counts, f"counted {groups.counts}, there are {counts}")
         leased = {g.lease: g for g in groups.by_id.values() if g.phase == LEASED}
+        leased |= {g.second.lease: g for g in groups.by_id.values() if g.second is not None}
         require(leased == groups.by_lease, "a lease leaks")
         require(leased.keys() == state.lease_deadlines.keys(), f"deadlines of no lease: {leased.keys() ^ state.lease_deadlines.keys()}")
         ready = sorted((g.admitted, g.id) for g in groups.by_id.values() if g.phase == READY)
@@ -265,7 +267,9 @@ def _parked(state: State) -> list[dict[Any, Any]]:
 
 def _holds(state: State, name: str, put: m.Put) -> bool:
     group = state.groups.by_id.get(put.group)
-    return group is not None and (group.phase, group.worker, group.lease, group.attempt) == (LEASED, name, put.lease, put.attempt)
+    if group is None or group.phase != LEASED:
+        return False
+    return any((one.worker, one.lease, one.attempt) == (name, put.lease, put.attempt) for one in (group, group.second) if one is not None)
 
 
 def _durable(state: State) -> dict[str, dict[Any, Any]]:
