@@ -169,7 +169,7 @@ class Invariants:
                 self._check_pace(state, group)
 
     def _check_pace(self, state: State, group: Group) -> None:
-        """A group is let in only if its turn comes while it is fresh enough: floor(N / B) <= w + eta, with N counted from the first step that is not chosen yet."""
+        """A group is let in only if it is still fresh when its turn comes: floor(N / B) <= w + eta, N counted from the first free step."""
         ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.admitted < group.admitted for g in state.groups.by_id.values())
         chosen = [step for step, record in state.steps.items() if not record.is_committed]
         step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // state.rules.batch_size
