@@ -27,7 +27,6 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
-    SampleHeader,
     has_failed,
 )
 
@@ -250,7 +249,8 @@ def put(state: State, event: Event, client: Client, done: Put) -> None:
     """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
     check_samples(done, len(event.bulk))
     group = state.groups.by_id.get(done.group)
-    if group is not None and group.put_attempt == done.attempt and group.phase != LEASED:
+    seen = state.recent_puts.get(done.lease)
+    if seen == "accepted" or (group is not None and group.put_attempt == done.attempt):
         state.reply(event.to, PutReply(result="duplicate"))
         return
     if group is not None and group.holder_of(done.lease) == client.name:
@@ -258,11 +258,13 @@ def put(state: State, event: Event, client: Client, done: Put) -> None:
     refusal = _put_refusal(state, group, client, done)
     if refusal or group is None:
         num_tokens = sum(s.num_tokens for s in done.samples)
-        if not hedging.count_late(state, done.lease, num_tokens):
+        if seen is None and not hedging.count_late(state, done.lease, num_tokens):
             state.wasted("put after the lease was lost", 1, num_tokens)
-        state.reply(event.to, PutReply(result="discarded", reason=refusal))
-        return
-    state.reply(event.to, _accept(state, event, group, done))
+        reply = PutReply(result="discarded", reason=refusal)
+    else:
+        reply = _accept(state, event, group, done)
+    state.remember_put(done.lease, reply.result)
+    state.reply(event.to, reply)
 
 
 def _put_refusal(state: State, group: Group | None, client: Client, done: Put) -> str:
@@ -309,7 +311,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         if not hedging.end_one(state, group, done.lease, "every sample failed"):
             state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
-    _describe(group, done, good)
+    describe(group, done)
     if group.second is not None and staleness.is_stale(state, group, state.next_unassigned):
         state.wasted("stale", 1, group.num_tokens)
         hedging.end_one(state, group, done.lease, "stale")
@@ -335,7 +337,9 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     return PutReply(result="accepted")
 
 
-def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
+def describe(group: Group, done: Put) -> None:
+    """Note on a group what the broker must know of its samples; failed ones are only counted."""
+    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
     group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
     group.lengths = [s.num_tokens for s in done.samples]
