@@ -279,6 +279,7 @@ class State:
         self.wait: tuple[int, float] | None = None
         self.finished_said = False
         self.had_members = False
+        self.bound_hits: dict[str, int] = {}
         self.disk_full = ""
         self.store: dict[str, Any] = {}
         self._saved_meta = b""
