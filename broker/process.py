@@ -1,6 +1,7 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
 import ctypes
+import functools
 import gc
 import json
 import logging
@@ -10,7 +11,7 @@ from types import FrameType
 
 from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
-from broker.source import FileRows, FileSource, NoPrompts
+from broker.source import FileRows, FileSource, HookSource, NoPrompts, load_source
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.state.table import PromptSource
 from broker.store import open_store
@@ -70,10 +71,13 @@ def build(resolved: Resolved) -> Broker:
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
     resolved.run_dir.mkdir(parents=True, exist_ok=True)
+    store = open_store(config.broker.durability, resolved.run_dir / "broker")
+    if isinstance(source, HookSource):
+        source.record_of = functools.partial(store.get, "prompts")
     return Broker(
         rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}),
         source,
-        open_store(config.broker.durability, resolved.run_dir / "broker"),
+        store,
         run=config.name,
         bind=config.broker.bind,
         hints_bind=config.broker.hints_bind or f"{config.broker.bind.rpartition(':')[0]}:0",
@@ -113,12 +117,14 @@ def keyring_of(resolved: Resolved) -> FolderKeyring | None:
 
 def _source(resolved: Resolved) -> PromptSource:
     data = resolved.config.data
-    if data.prompt_data:
-        rows = _rows(resolved, data.prompt_data)
+    rows = _rows(resolved, data.prompt_data) if data.prompt_data else None
+    if data.source_path:
+        return load_source(data.source_path, base=resolved.base, seed=resolved.config.seed, rows=rows)
+    if rows is not None:
         return FileSource(rows, shuffle=data.rollout_shuffle, seed=resolved.config.seed, num_epochs=data.num_epoch or None)
     if data.wait_for_push:
         return NoPrompts()
-    raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, or set data.wait_for_push")
+    raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, a data.source_path, or set data.wait_for_push")
 
 
 def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
@@ -157,6 +163,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
         required_fields=b.required_fields,
+        hedge_after=b.hedge_after,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

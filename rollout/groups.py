@@ -28,9 +28,9 @@ HOOK_ARGUMENTS = ("task", "engines", "tokenizer")
 class Dropped(Exception):
     """The dynamic filter wants this group replaced; the text is the reason, num_tokens what was made for nothing."""
 
-    def __init__(self, text: str, num_tokens: int) -> None:
+    def __init__(self, text: str, num_tokens: int, rewards: list[float | None]) -> None:
         super().__init__(text)
-        self.num_tokens = num_tokens
+        self.num_tokens, self.rewards = num_tokens, rewards
 
 
 class GroupMaker:
@@ -62,7 +62,7 @@ class GroupMaker:
             log.warning("group %s: %s", leased.group, problem.text)
         samples = [to_sample(r, failed=p is not None) for r, p in zip(responses, problems, strict=True)]
         if leased.kind == "train" and not self._is_kept(samples):
-            raise Dropped("filtered", sum(len(sample.tokens) for sample in samples))
+            raise Dropped("filtered", sum(len(sample.tokens) for sample in samples), [sample.reward for sample in samples])
         return samples
 
     def _is_kept(self, samples: list[Sample]) -> bool:
@@ -76,8 +76,11 @@ class GroupMaker:
 
     def _tasks(self, leased: LeasedGroup, record: bytes) -> list[Task]:
         prompt: dict[str, Any] = msgspec.msgpack.decode(record)
-        ids = self.tokenizer.encode_prompt(prompt["prompt"])
-        shared = {"prompt": prompt["prompt"], "prompt_ids": ids, "label": prompt.get("label"), "metadata": prompt.get("metadata") or {}}
+        metadata = prompt.get("metadata") or {}
+        tools = metadata.get("tools")
+        has_tools = isinstance(prompt["prompt"], list) and isinstance(tools, list) and tools
+        ids = self.tokenizer.encode_prompt(prompt["prompt"], *([tools] if has_tools else []))
+        shared = {"prompt": prompt["prompt"], "prompt_ids": ids, "label": prompt.get("label"), "metadata": metadata}
         ids.flags.writeable = False  # shared by the group's tasks
         return [
             Task(**shared, sampling=dict(leased.sampling), group=leased.group, dataset=leased.dataset, index=i)

@@ -238,7 +238,7 @@ class Worker:
             await self._hand_over(leased, unfinished)
         except Dropped as why:
             self.counts.filtered += 1
-            await self._give_back(leased, "drop", str(why), num_tokens=why.num_tokens)
+            await self._give_back(leased, "drop", str(why), dropped=why)
         except TimeoutError:
             await self._give_back(leased, "fail", f"no result within generate_timeout_s = {self.config.rollout.generate_timeout_s:g} s")
         except HookError as bad:
@@ -288,9 +288,18 @@ class Worker:
         back, frames = partials.give_back(leased, self.engines.lineage, kept)
         await self._tell(back, frames, timeout_s=self.config.rollout.drain_timeout_s)
 
-    async def _give_back(self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = 30.0, num_tokens: int = 0) -> None:
+    async def _give_back(
+        self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = 30.0, dropped: Dropped | None = None
+    ) -> None:
         self.counts.failed += outcome == "fail"
-        back = GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason[:500], num_tokens=num_tokens)
+        back = GiveBack(
+            group=leased.group,
+            lease=leased.lease,
+            outcome=outcome,
+            reason=reason[:500],
+            num_tokens=dropped.num_tokens if dropped else 0,
+            rewards=dropped.rewards if dropped else [],
+        )
         await self._tell(back, [], timeout_s=timeout_s)
 
     async def _tell(self, back: GiveBack, frames: list[bytes], *, timeout_s: float) -> None:

@@ -226,7 +226,7 @@ class GiveBack(Message):
     | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
     Only a partial has samples, fields and bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a
-    drop makes waste.
+    drop makes waste. rewards: of its samples, None for those that failed; a source of prompts may want to know them.
     """
 
     group: str
@@ -234,6 +234,7 @@ class GiveBack(Message):
     outcome: str
     reason: str
     num_tokens: int = 0
+    rewards: list[float | None] = []
     lineage: str = ""
     samples: list[SampleHeader] = []
     fields: list[Field] = []

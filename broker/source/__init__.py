@@ -1,8 +1,7 @@
 """Where prompts come from: files read by position, or a user's own stateful source."""
 
 from broker.source.files import FileSource, NoPrompts
+from broker.source.hook import HookSource, load_source
 from broker.source.rows import FileRows
 
-JsonlRows, JsonlSource = FileRows, FileSource
-
-__all__ = ["FileRows", "FileSource", "JsonlRows", "JsonlSource", "NoPrompts"]
+__all__ = ["FileRows", "FileSource", "HookSource", "NoPrompts", "load_source"]

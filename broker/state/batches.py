@@ -8,7 +8,7 @@ import math
 from broker.state import admission, choice, consumers, prompts, staleness
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
-from broker.state.table import FILTERED, Client, Parked, State, StatefulSource, StepRecord
+from broker.state.table import FILTERED, Client, Parked, State, StepRecord
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
@@ -93,7 +93,7 @@ def can_never_fill(state: State) -> bool:
     if not prompts.has_ended(state):
         return False
     waiting = state.groups.count(QUEUED) + state.groups.count(LEASED)
-    if waiting and (state.rules.batch_tokens or isinstance(state.source, StatefulSource)):
+    if waiting and (state.rules.batch_tokens or state.stateful is not None):
         return False  # what becomes of them may make a stateful source give more
     if state.rules.batch_tokens:
         return not state.groups.held
@@ -181,6 +181,7 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     lags = [max(0, record.version - g.oldest_version) if g.oldest_version != NO_VERSION else 0 for g in groups]
     for group, lag in zip(groups, lags, strict=True):
         state.move(group, COMMITTED, "trained")
+        state.tell(group, "trained", "", record.step)
         state.meta.lags[lag] = state.meta.lags.get(lag, 0) + 1
     for reason in done.unused.values():
         state.tally(state.meta.counted, f"unused: {reason}")
@@ -220,6 +221,7 @@ def free(state: State, checkpoint: int) -> None:
             if group is not None and group.phase == COMMITTED and group.step == step:
                 state.forget_payload(group)
                 state.groups.remove(group)
+                state.tally(state.meta.moves, "committed>freed under a checkpoint")
                 state.changed("groups", group_id)
                 prompts.free(state, group_id)
         prompts.forget_old(state, step)

@@ -6,7 +6,7 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from collections.abc import Collection
 
-from broker.state import bounds
+from broker.state import bounds, hedging
 from broker.state.effects import Event
 from broker.state.table import Client, State
 from slimebus import protocol
@@ -228,7 +228,7 @@ def heartbeat(state: State, client: Client, beat: Heartbeat, now: float) -> Hear
 
 def _extend(state: State, client: Client, lease: int, now: float) -> bool:
     group = state.groups.by_lease.get(lease)
-    if group is None or group.worker != client.name:
+    if group is None or group.holder_of(lease) != client.name:
         return False
     state.lease_deadlines[lease] = now + state.rules.lease_s
     state.timers.set(("lease", lease), now + state.rules.lease_s)
@@ -249,7 +249,8 @@ def keep_alive(state: State, event: Event, leases: list[int], now: float) -> boo
 def leave(state: State, client: Client, reason: str) -> None:
     """Take back what a client holds and waits for."""
     for group in state.groups.leased_by(client.name):
-        state.requeue(group, reason)
+        if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason):
+            state.requeue(group, reason)
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]
         state.timers.cancel(("parked lease", *key))

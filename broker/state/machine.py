@@ -13,7 +13,7 @@ from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StatefulSource, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
@@ -93,8 +93,8 @@ class Machine:
                 state.clients[client.name] = Client(**msgspec.structs.asdict(client))
             elif table == "pushes":
                 pushed.append(value)
-            elif table == "source" and isinstance(state.source, StatefulSource):
-                state.source.restore(value)
+            elif table == "source" and state.stateful is not None:
+                state.stateful.restore(value)
         pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)
@@ -271,6 +271,8 @@ class Machine:
                 clients.silent(state, name, now)
             case ("source",):
                 pass  # its rest is over: whoever waits is dealt to when the burst is settled
+            case ("hedge",):
+                pass  # deal() looks at what has become slow
             case ("finish",):
                 timeline.check_finish(state, now)
             case ("watchdog",):
@@ -282,6 +284,7 @@ class Machine:
         batches.assign(self.state, now)
         leases.deal(self.state, now)
         consumers.serve(self.state)
+        leases.watch_waits(self.state)
         if self.state.is_finished and not self.state.finished_said:
             self.state.finished_said = True
             self.state.notify()

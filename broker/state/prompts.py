@@ -11,7 +11,7 @@ back behind its checkpoint, until the step that trained them is KEPT_STEPS behin
 """
 
 from broker.state.groups import Group
-from broker.state.table import Prompt, State, StatefulSource
+from broker.state.table import Prompt, State
 from slimebus.errors import SlimebusError
 
 FRONT, PUSH, HOOK = "front", "push", "hook"
@@ -69,7 +69,7 @@ def _take(state: State) -> Prompt | None:
         return None
     state.source_problem = ""
     state.meta.source_ended = prompt is None
-    if prompt is None and isinstance(state.source, StatefulSource):
+    if prompt is None and state.stateful is not None:
         _rest(state)
     return prompt
 
@@ -88,7 +88,7 @@ def has_ended(state: State) -> bool:
     """True when no prompt is left and none will come."""
     if num_waiting(state) or state.rules.waits_for_push:
         return False
-    if not state.meta.source_ended and not isinstance(state.source, StatefulSource):
+    if not state.meta.source_ended and state.stateful is None:
         return _take(state) is None and state.meta.source_ended  # the same position gives the same prompt again
     return state.meta.source_ended
 

@@ -17,6 +17,7 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 RECENT_STEPS = 64
+RECENT_PUTS = 4096
 FILTERED = "groups filtered"
 MEAN_OVER = 256
 """Groups whose mean size says how many fill a batch of tokens."""
@@ -68,7 +69,7 @@ class ReportingSource(PromptSource, Protocol):
 class GroupResult(msgspec.Struct, kw_only=True):
     """What became of an attempt at a prompt. outcome: trained | dropped | dead | requeued (its samples were thrown away).
 
-    rewards: one for each sample that was put, None for those without; empty when no samples came.
+    rewards: one for each sample, None for those that failed; empty when no samples came. step: that trained it. metadata: the prompt's.
     """
 
     id: str
@@ -77,6 +78,7 @@ class GroupResult(msgspec.Struct, kw_only=True):
     reason: str
     rewards: list[float | None] = []
     step: int = -1
+    metadata: dict[str, Any] = {}
 
 
 class PushRecord(msgspec.Struct, kw_only=True):
@@ -259,16 +261,19 @@ class State:
         self.clients: dict[str, Client] = {}
         self.steps: dict[int, StepRecord] = {}
         self.pushes: dict[str, PushRecord] = {}
+        self.stateful = source if isinstance(source, StatefulSource) else None
         self.source_problem = ""
         self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
         self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
+        self.newly_parked: dict[tuple[str, int], float] = {}
         self.parked_batches: dict[int, Parked] = {}
         self.parked_evaluations: dict[tuple[str, int], Parked] = {}
         self.consumers: dict[str, Consumer] = {}
         self.parked_reads: dict[str, ParkedRead] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.served_changes = 0
+        self.hedge_losers: dict[int, None] = {}
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -277,6 +282,7 @@ class State:
         self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.wait: tuple[int, float] | None = None
+        self.recent_puts: dict[int, str] = {}
         self.finished_said = False
         self.had_members = False
         self.bound_hits: dict[str, int] = {}
@@ -325,6 +331,8 @@ class State:
         if meta != self._saved_meta:
             self._saved_meta = meta
             writes.append(Save("meta", "meta", meta))
+        if self.stateful is not None and (saved := self.stateful.saved()) is not None:
+            writes.append(Save("source", "state", saved))
         for table, key in sorted(self._changed):
             record = self._record(table, key)
             writes.append(Delete(table, key) if record is None else Save(table, key, _encode(record)))
@@ -367,18 +375,27 @@ class State:
 
     def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change a group's state, counted by reason."""
-        was = group.phase
+        was, leases = group.phase, (group.lease, group.second.lease if group.second else 0)
         self.groups.move(group, phase)
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{was}>{phase} {reason}" if group.kind == TRAIN else f"eval {was}>{phase} {reason}")
         if was == LEASED:
-            self.timers.cancel(("lease", group.lease))
-            self.lease_deadlines.pop(group.lease, None)
-            self.lease_since.pop(group.lease, None)
+            for lease in leases:
+                self.forget_lease(lease)
         self.changed("groups", group.id)
+
+    def forget_lease(self, lease: int) -> None:
+        """A lease has ended; 0 is none."""
+        if lease:
+            self.timers.cancel(("lease", lease))
+            self.lease_deadlines.pop(lease, None)
+            self.lease_since.pop(lease, None)
 
     def requeue(self, group: Group, reason: str) -> None:
         """Have the prompt tried again; samples it had are wasted."""
+        if group.phase in (READY, ASSIGNED, COMMITTED):
+            self.tell(group, "requeued", reason)
+        group.rewards = []
         self._forget_samples(group, reason)
         self.move(group, QUEUED, reason)
         group.lease = group.request = 0
@@ -398,6 +415,7 @@ class State:
 
     def end(self, group: Group, phase: Phase, reason: str) -> None:
         """Take a group out of play, dropped or dead; its record is kept."""
+        self.tell(group, phase, reason)
         self._forget_samples(group, reason)
         if group.partial_frames:
             self.wasted(reason, 0, group.partial_tokens)
@@ -414,9 +432,7 @@ class State:
     def retire(self, group: Group, reason: str) -> None:
         """An evaluation group is done with: scored, given up or cancelled."""
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
-        self.timers.cancel(("lease", group.lease))
-        self.lease_deadlines.pop(group.lease, None)
-        self.lease_since.pop(group.lease, None)
+        self.forget_lease(group.lease)
         self.groups.remove(group)
         self.changed("groups", group.id)
 
@@ -427,6 +443,19 @@ class State:
         self.forget_payload(group)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+
+    def tell(self, group: Group, outcome: str, reason: str, step: int = -1) -> None:
+        """Have a stateful source know what became of a group that it gave: each attempt once, and each end."""
+        if self.stateful is None or not group.id.startswith("hook/"):
+            return
+        if group.told_attempt == group.attempt and outcome in ("trained", "requeued"):
+            return
+        group.told_attempt = group.attempt
+        result = GroupResult(
+            id=group.id, attempt=group.attempt, outcome=outcome, reason=reason[:MAX_REASON_CHARS], rewards=group.rewards, step=step
+        )
+        self.stateful.tell(result)
+        self.meta.source_ended, self.source_rests_until = False, 0.0  # it may have something now
 
     def forget_payload(self, group: Group) -> None:
         """Let go of a group's stored samples and fields."""
@@ -450,6 +479,12 @@ class State:
         meta = self.meta
         meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
         meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+    def remember_put(self, lease: int, result: str) -> None:
+        """Keep what became of a put, so that a repeat of it is not counted again; the oldest is forgotten."""
+        self.recent_puts[lease] = result
+        if len(self.recent_puts) > RECENT_PUTS:
+            del self.recent_puts[next(iter(self.recent_puts))]
 
     def end_wait(self) -> None:
         """No batch waits for groups in flight."""

@@ -62,6 +62,7 @@ def _accept_trained(state: State, step: int) -> None:
         state.changed("steps", record.step)
         for group in _groups_of(state, record, ASSIGNED):
             state.move(group, COMMITTED, "trained, says the resumed trainer")
+            state.tell(group, "trained", "", record.step)
     num_unknown = step - state.meta.next_step - len(known)
     if num_unknown > 0:
         _skip_unknown(state, num_unknown)

@@ -54,6 +54,9 @@ class BrokerConfig(Section, frozen=True):
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
     stall_min_s: Seconds = 30.0
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    hedge_after: NonNegative = 0.0
+    """[ratio] While workers have nothing else to do, a group that takes this many times the usual (median) time is leased to a second one;
+    the first put wins. 0: never."""
     max_message_mib: Annotated[int, Meta(ge=1, le=2048)] = 256
     """[MiB] The largest frame that is taken from the network; a larger one ends the connection that sends it."""
     max_connections: Positive = 2048
@@ -64,10 +67,10 @@ class BrokerConfig(Section, frozen=True):
     """[requests] Most lease requests that wait for an answer; one more is answered `busy`."""
     max_parked_per_client: Positive = 64
     """[requests] The same, of one process."""
-    max_queued_per_client: Positive = 128
+    max_queued_per_client: Positive = 256
     """[messages] Received from one connection and not looked at yet; beyond that its sender waits (TCP back-pressure)."""
-    burst_mib: Positive = 64
-    """[MiB] Most taken from the network before it is stored and answered: what one burst may hold in memory, and one message more."""
+    burst_mib: Positive = 4
+    """[MiB] Bulk that is taken from the network before it is stored and answered; the message that exceeds it is the last of its burst."""
     unsent_mib: Positive = 1024
     """[MiB] Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
     required_fields: list[str] = []
@@ -84,6 +87,8 @@ class DataConfig(Section, frozen=True):
     prompt_data: list[str] = []
     """[paths] Files of prompts, relative to the run.yaml: jsonl (also .gz) or parquet; `path@[a:b]` takes a slice. `path*2` gives the
     file a weight: files then take turns in these shares; without weights they follow one another."""
+    source_path: str = ""
+    """[hook] A stateful source that gives the prompts, and is told what became of each group; prompt_data is handed to it."""
     input_key: str = "prompt"
     """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
@@ -91,7 +96,8 @@ class DataConfig(Section, frozen=True):
     metadata_key: str = "metadata"
     """[name] The key of a line that holds a map handed to hooks as it is."""
     tool_key: str = ""
-    """[name] The key of a line that holds the list of tools of a chat prompt; hooks find it in the metadata as `tools`. Empty: no tools."""
+    """[name] The key of a line that holds the list of tools of a chat prompt: its chat template gets it, hooks find it in the
+    metadata as `tools`. Empty: no tools."""
     rollout_shuffle: bool = True
     """[switch] Visit prompts in a new seeded order each epoch."""
     num_epoch: Natural = 0

@@ -21,6 +21,7 @@ from slimebus.security.keyring import Keyring
 from slimebus.security.roles import JOINS_AS, PULL
 from slimebus.transport.curve import serve_curve
 from slimebus.transport.doorman import Doorman
+from slimebus.transport.patience import LIMIT, Patience
 from slimebus.transport.unsent import TRACKED_BYTES, Unsent
 
 log = logging.getLogger("slimebus.transport")
@@ -30,6 +31,8 @@ ZERO_COPY_BYTES = 16 * 1024
 kept holds no more than the frame."""
 DONTWAIT, MORE, POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
+MAX_JUNK = 4
+"""Messages of a burst that may turn out to be nothing, once there is a request that waits for its answer."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 MAX_REPLIES = 1024
 """Replies that wait for one peer; more than a burst, so that only one that reads none has more."""
@@ -54,12 +57,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a server holds in memory at most, besides MAX_REPLIES replies that wait for one peer.
 
     max_connections: open at once. max_queued: messages of one connection that wait to be looked at, before TCP makes its sender
-    wait. burst_bytes: received at once, and one request more. unsent_bytes: of large replies on their way (transport/unsent.py).
+    wait. burst_bytes: bulk after which a burst ends: whoever asks for little waits for no more than so much to reach the disk, and at
+    some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of large replies on their way (transport/unsent.py).
     """
 
     max_connections: int = 2048
-    max_queued: int = 128
-    burst_bytes: int = 64 << 20
+    max_queued: int = 256
+    burst_bytes: int = 4 << 20
     unsent_bytes: int = 1024 << 20
 
 
@@ -89,6 +93,7 @@ class Server:
         self._silent_until = 0.0
         self._user = ""  # the public key of the connection that the message in hand came through
         self.refused: Counter[str] = Counter()
+        self.patience = Patience()
         self.context = zmq.Context()
         self.doorman = Doorman(self.context, keyring, max_connections=limits.max_connections, refused=self.refused)
         self.socket = self.context.socket(zmq.ROUTER)
@@ -117,24 +122,26 @@ class Server:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests; waits at most `timeout_s` for the first."""
+        """Up to `burst` requests, or `limits.burst_bytes` of them; waits at most `timeout_s` for the first. Nonsense makes none wait."""
         requests: list[Request] = []
+        size_bytes = 0
         if not self.wait(timeout_s):
             return requests
-        size, limit = 0, self.limits.burst_bytes
-        for _ in range(self.burst):
+        for taken in range(self.burst):
+            if requests and taken - len(requests) >= MAX_JUNK:
+                break
             try:
                 frames = self._receive_frames()
             except zmq.Again:
                 break
             request = self._parse(frames)
-            if request is not None:
-                requests.append(request)
-            if len(frames) > 2:
-                size += sum(map(len, frames))
-                if size > limit:
-                    self.refused["burst_mib"] += 1
-                    break
+            if request is None:
+                continue
+            requests.append(request)
+            size_bytes += sum(map(len, request.bulk))
+            if size_bytes >= self.limits.burst_bytes:
+                self.refused["burst_mib"] += 1
+                break
         return requests
 
     def _receive_frames(self) -> list[Any]:
@@ -152,6 +159,9 @@ class Server:
 
     def _parse(self, frames: list[Any]) -> Request | None:
         peer, frames = frames[0], frames[1:]
+        if self.patience.is_lost_with(peer):
+            self.refused["unread"] += 1
+            return None
         request_id = 0
         try:
             if not frames:
@@ -166,7 +176,9 @@ class Server:
                 _check_may(held, header, message)
             return Request(peer, header, message, frames[1:], "" if held is None else held.name)
         except SlimebusError as bad:
-            self._count(bad.code, "message from peer %s refused: %s", peer.hex(), bad.text)
+            self.refused[bad.code] += 1
+            if self.patience.is_worth_a_line(peer):
+                log.warning("message from peer %s refused: %s", peer.hex(), bad.text)
             self.answer(peer, request_id, envelope.error_reply(bad))
             return None
 
@@ -176,6 +188,8 @@ class Server:
 
     def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Answer request `request_id` of `peer`, however long ago it came."""
+        if isinstance(message, Error) and not message.retryable and self.patience.refused(peer):
+            log.warning("peer %s was refused %d times, the last: %s; it is not listened to for a while", peer.hex(), LIMIT, message.text)
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-TRACKED_BYTES = 1 << 20
+TRACKED_BYTES = 64 << 10
 """Smaller replies are bounded by their number."""
 
 

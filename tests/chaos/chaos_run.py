@@ -32,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration"),
 from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
+from siege import Siege  # noqa: E402
 
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
@@ -187,7 +188,7 @@ class Chaos:
                 self._plan(self._strike, self.deck.draw())
                 self._until(lambda: False, seconds, "")
                 self._until(self.has_struck_all, until_all_kinds_s - seconds, "")
-                self._agenda = [entry for entry in self._agenda if entry[2].__name__ != "strike"]
+                self._agenda = sorted(entry for entry in self._agenda if entry[2].__name__ != "strike")
                 calm = self.num_rows()
                 self._until(lambda: self.num_rows() >= calm + CALM_STEPS, CALM_S, "no progress once the faults had ended")
                 self._until(lambda: not self.zombies and not self._agenda, ZOMBIE_S + 10, "")
@@ -229,8 +230,16 @@ class Chaos:
                 self.zombies.remove((name, process, deadline))
             elif now > deadline:
                 self.zombies.remove((name, process, deadline))
-                self.problems.append(f"{name}, whose place was taken, still runs {ZOMBIE_S:.0f} s after it was continued\n{process.tail()}")
+                self.problems.append(self._about_zombie(name, process))
                 process.popen.kill()
+
+    def _about_zombie(self, name: str, process: Process) -> str:
+        present = self.keepers[name].process
+        known = [client for client in self.run.status().get("clients", []) if client["name"] == name]
+        return (
+            f"{name}, whose place was taken, still runs {ZOMBIE_S:.0f} s after it was continued; the broker knows {known}\n"
+            f"{process.tail()}\n{present.tail() if present else 'its successor is gone'}"
+        )
 
     def _end_in_good_order(self) -> None:
         for name in ("trainer", *self.workers, "broker"):
@@ -337,7 +346,7 @@ class Chaos:
     def _outcome(self, elapsed: float) -> Outcome:
         ledger = count(self.run)
         times = [row["time"] for row in self.run.rows("trainer")]
-        final = self.run.final_status()
+        final = self.run.final_status() if (self.run.run_dir / "status.json").is_file() else {"source": {"position": -1}, "moves": {}}
         gaps = sorted(b - a for a, b in itertools.pairwise(times))
         rows = self.run.rows("batches")
         return Outcome(
@@ -452,21 +461,41 @@ def table(outcome: Outcome, struck: list[Struck]) -> Iterator[str]:
     yield from o.problems
 
 
+def besiege(folder: Path, seed: int, messages: int, peers: int) -> int:
+    """Print what a siege did as one JSON object; the exit code."""
+    with Siege(folder) as siege:
+        report = siege.run(messages, peers=peers, seed=seed)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)))
+    return 0 if report.is_alive and not report.problems else 1
+
+
 @click.command()
 @click.option("--minutes", default=2.0, show_default=True, help="[minutes] Of faults; start, calm and count come on top.")
 @click.option("--seed", type=int, help="[number] Decides every fault; default: a random one, printed.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers.")
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers; hostile processes.")
 @click.option("--mean-gap-s", default=3.0, show_default=True, help="[seconds] Mean time between two faults.")
 @click.option("--durability", default="os", show_default=True, type=click.Choice(["fsync", "os"]), help="Of the broker.")
 @click.option("--folder", type=click.Path(path_type=Path), help="[path] Keep everything here; default: a folder of its own under /tmp.")
+@click.option("--hostile", type=click.IntRange(min=1000), help="[messages] Instead: send so many hostile ones to a live broker.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def chaos(minutes: float, seed: int | None, workers: int, mean_gap_s: float, durability: str, folder: Path | None, as_json: bool) -> None:
+def chaos(
+    minutes: float,
+    seed: int | None,
+    workers: int,
+    mean_gap_s: float,
+    durability: str,
+    folder: Path | None,
+    hostile: int | None,
+    as_json: bool,
+) -> None:
     """Kill and stop the processes of a real run at random moments, restart them, and count what became of every prompt.
 
     Exit code 0: every prompt was trained exactly once in the timeline that survived, or is in play, dropped or dead with a reason,
     and nothing beyond the staleness bound was trained; 1: otherwise.
     """
     seed = secrets.randbits(31) if seed is None else seed
+    if hostile:
+        sys.exit(besiege(folder or Path(tempfile.mkdtemp(prefix=f"slimebus-siege-{seed}-")), seed, hostile, workers))
     folder = folder or Path(tempfile.mkdtemp(prefix=f"slimebus-chaos-{seed}-"))
     click.echo(f"chaos: seed {seed}, {minutes:g} minutes, {workers} workers, in {folder}", err=True)
     one = Chaos(folder, seed=seed, workers=workers, mean_gap_s=mean_gap_s, durability=durability)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from broker.filter_plugin import load_buffer_filter
+from broker.source import load_source
 from broker.state.buffer_filter import BatchWanted, ReadyGroup
+from broker.state.table import GroupResult
 from rollout import rewards
 from rollout.groups import Dropped, GroupMaker
 from rollout.response import Response, Task
@@ -108,6 +110,30 @@ def test_the_buffer_filter_prefers_the_widest_spread(tmp_path: Path) -> None:
 def test_the_page_names_what_a_buffer_filter_sees() -> None:
     section = PAGE.split("## buffer_filter_path", 1)[1]
     for field in (*ReadyGroup.__struct_fields__, *BatchWanted.__struct_fields__):
+        assert f"`{field}`" in section, field
+
+
+def test_the_source_raises_its_level_when_it_is_mastered_and_remembers_it(tmp_path: Path) -> None:
+    (tmp_path / "levels.py").write_text(EXAMPLES["Levels"])
+    source = load_source("levels.py:Levels", base=tmp_path, seed=3, rows=None)
+    for position in range(40):
+        prompt = source.take(position)
+        assert prompt is not None
+        source.tell(GroupResult(id=prompt.id, attempt=1, outcome="dropped", reason="filtered", rewards=[1.0] * 8))
+    saved = source.saved()
+    assert saved is not None
+    level = msgspec.msgpack.decode(saved)["level"]
+    assert level == 4
+    after = load_source("levels.py:Levels", base=tmp_path, seed=3, rows=None)
+    after.restore(saved)
+    assert [after.take(p) for p in range(40, 50)] == [source.take(p) for p in range(40, 50)]
+    levels = [msgspec.msgpack.decode(p.record)["metadata"]["level"] for p in map(after.take, range(50, 80)) if p is not None]
+    assert set(levels) == {level - 1, level}
+
+
+def test_the_page_names_what_a_source_is_told() -> None:
+    section = PAGE.split("## source_path", 1)[1]
+    for field in GroupResult.__struct_fields__:
         assert f"`{field}`" in section, field
 
 
