@@ -148,6 +148,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         max_filtered=r.dynamic_sampling_limit,
         stall_min_s=b.stall_min_s,
         required_fields=b.required_fields,
+        hedge_after=b.hedge_after,
         sampling=sampling(config),
         eval_datasets={
             name: EvalDataset(

@@ -76,8 +76,11 @@ class GroupMaker:
 
     def _tasks(self, leased: LeasedGroup, record: bytes) -> list[Task]:
         prompt: dict[str, Any] = msgspec.msgpack.decode(record)
-        ids = self.tokenizer.encode_prompt(prompt["prompt"])
-        shared = {"prompt": prompt["prompt"], "prompt_ids": ids, "label": prompt.get("label"), "metadata": prompt.get("metadata") or {}}
+        metadata = prompt.get("metadata") or {}
+        tools = metadata.get("tools")
+        has_tools = isinstance(prompt["prompt"], list) and isinstance(tools, list) and tools
+        ids = self.tokenizer.encode_prompt(prompt["prompt"], *([tools] if has_tools else []))
+        shared = {"prompt": prompt["prompt"], "prompt_ids": ids, "label": prompt.get("label"), "metadata": metadata}
         ids.flags.writeable = False  # shared by the group's tasks
         return [
             Task(**shared, sampling=dict(leased.sampling), group=leased.group, dataset=leased.dataset, index=i)

@@ -31,13 +31,13 @@ class Tokenizer:
                 "model and tokenizer do not match, use the tokenizer that the model was made with"
             )
 
-    def encode_prompt(self, prompt: str | list[dict[str, Any]]) -> np.ndarray:
-        """int32 [P]. A list of messages goes through the chat template, ending where the assistant starts."""
+    def encode_prompt(self, prompt: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
+        """int32 [P]. A list of messages goes through the chat template, with the tools, ending where the assistant starts."""
         if isinstance(prompt, str):
             return self.encode(prompt)
         if not self.apply_chat_template:
             raise UsageError("a prompt is a list of messages but data.apply_chat_template is false")
-        text = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = self._tokenizer.apply_chat_template(prompt, tools=tools, tokenize=False, add_generation_prompt=True)
         return self.encode(text)
 
     def encode(self, text: str) -> np.ndarray:

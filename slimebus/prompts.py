@@ -1,13 +1,9 @@
-"""Push prompts into a run while it goes on.
-
-with PromptClient("tcp://broker1:5555") as client:
-    client.push([{"prompt": "2+2=", "label": "4"}, "a prompt may be text alone"])
-"""
+"""Push prompts into a run while it goes on: `PromptClient("tcp://broker1:5555").push([{"prompt": "2+2=", "label": "4"}, "or text"])`."""
 
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +19,7 @@ from slimebus.transport.client import Client
 
 log = logging.getLogger("slimebus")
 
-BATCH_PROMPTS = 512
+BATCH_PROMPTS = 2048
 BATCH_BYTES = 4 * 1024 * 1024
 PATIENCE_S = 5.0
 
@@ -38,14 +34,6 @@ class Pushed(msgspec.Struct, frozen=True, kw_only=True):
     duplicate: int = 0
     ids: list[str] = []
     waiting: int = 0
-
-    def __add__(self, later: "Pushed") -> "Pushed":
-        return Pushed(
-            accepted=self.accepted + later.accepted,
-            duplicate=self.duplicate + later.duplicate,
-            ids=self.ids + later.ids,
-            waiting=later.waiting,
-        )
 
 
 class PromptClient:
@@ -72,10 +60,8 @@ class PromptClient:
 
     def push_records(self, records: Iterable[bytes], *, key: str = "", front: bool = False) -> Pushed:
         """Push prompts that are records already (slimebus/prompt_record.py). Like `push`."""
-        key, done = key or secrets.token_hex(8), Pushed()
-        for number, batch in enumerate(batches_of(records)):
-            done += self.push_batch(batch, key=f"{key}/{number}", front=front)
-        return done
+        key = key or secrets.token_hex(8)
+        return in_all([self.push_batch(batch, key=f"{key}/{number}", front=front) for number, batch in enumerate(batches_of(records))])
 
     def push_batch(self, records: list[bytes], *, key: str, front: bool = False) -> Pushed:
         """One push of at most 4096 records, sent until it is answered."""
@@ -116,8 +102,18 @@ class PromptClient:
         self.close()
 
 
+def in_all(parts: Sequence[Pushed]) -> Pushed:
+    """Several pushes as one."""
+    return Pushed(
+        accepted=sum(part.accepted for part in parts),
+        duplicate=sum(part.duplicate for part in parts),
+        ids=[name for part in parts for name in part.ids],
+        waiting=parts[-1].waiting if parts else 0,
+    )
+
+
 def batches_of(records: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The records in batches that depend on nothing but them: at most 512 prompts and, but for a single one, 4 MiB."""
+    """The records in batches that depend on nothing but them: at most 2048 prompts and, but for a single one, 4 MiB."""
     batch: list[bytes] = []
     size = 0
     for record in records:

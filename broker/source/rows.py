@@ -103,6 +103,8 @@ class FileRows:
     def _check_not_empty(self, specs: Sequence[str]) -> None:
         empty = [spec for spec, size in zip(specs, self.sizes, strict=True) if not size]
         if len(self) and not (self.weights and empty):
+            for spec in empty:
+                log.warning("no prompts in %s", spec)
             return
         self.close()
         skipped = f" ({self.num_skipped} were skipped as malformed)" if self.num_skipped else ""

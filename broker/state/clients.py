@@ -6,6 +6,7 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from collections.abc import Collection
 
+from broker.state import hedging
 from broker.state.effects import Event
 from broker.state.table import Client, State
 from slimebus import protocol
@@ -16,6 +17,7 @@ from slimebus.messages import (
     PROTOCOL_VERSION,
     Batch,
     Commit,
+    Edit,
     Evaluate,
     Fetch,
     Finish,
@@ -24,6 +26,7 @@ from slimebus.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
+    Import,
     Lease,
     Message,
     Ok,
@@ -55,8 +58,8 @@ def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
     if event.run == state.meta.run:
         return
-    is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
-    if not is_asking:
+    asks_first = Hello | Status | Evaluate | Set | Edit | Import  # these come before anyone knows the run
+    if event.run or not isinstance(event.message, asks_first):
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
             code="wrong_run",
@@ -216,7 +219,7 @@ def heartbeat(state: State, client: Client, beat: Heartbeat, now: float) -> Hear
 
 def _extend(state: State, client: Client, lease: int, now: float) -> bool:
     group = state.groups.by_lease.get(lease)
-    if group is None or group.worker != client.name:
+    if group is None or group.holder_of(lease) != client.name:
         return False
     state.lease_deadlines[lease] = now + state.rules.lease_s
     state.timers.set(("lease", lease), now + state.rules.lease_s)
@@ -237,7 +240,8 @@ def keep_alive(state: State, event: Event, leases: list[int], now: float) -> boo
 def leave(state: State, client: Client, reason: str) -> None:
     """Take back what a client holds and waits for."""
     for group in state.groups.leased_by(client.name):
-        state.requeue(group, reason)
+        if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason):
+            state.requeue(group, reason)
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]
         state.timers.cancel(("parked lease", *key))

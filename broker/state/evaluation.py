@@ -55,6 +55,7 @@ def start(state: State, key: str, datasets: list[str]) -> Evaluation:
         for row in range(tally.num_prompts):
             group = Group(id=f"eval/{evaluation.serial}/{name}/{row}", position=position, kind=EVAL, evaluation=key, dataset=name, row=row)
             state.groups.add(group)
+            state.tally(state.meta.moves, "eval source>queued started")
             state.changed("groups", group.id)
             position += 1
     return evaluation

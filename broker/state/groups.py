@@ -55,11 +55,23 @@ class LateField(msgspec.Struct, array_like=True, gc=False):
     size_bytes: int
 
 
+class SecondLease(msgspec.Struct, array_like=True, gc=False):
+    """The other lease of a hedged group, in the words of the first."""
+
+    lease: int
+    worker: str
+    request: int
+    attempt: int
+    lineage: str
+    version: int
+
+
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
     oldest and newest version over their trainable and all tokens. num_frames counts the stored frames, header included.
+    second: the other lease, while it is hedged; hedge_attempt: the last attempt that was one.
     lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; arrival: the position for consumers.
     The partial_ fields say the same of samples that a leaving worker had not finished (broker/state/partials.py).
     """
@@ -102,6 +114,18 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     lengths: list[int] = []
     fields: list[str] = []
     late: list[LateField] = []
+    second: SecondLease | None = None
+    hedge_attempt: int = 0
+
+    def lease_of(self, worker: str) -> tuple[int, int]:
+        """Lease and attempt of a worker that holds this group."""
+        if self.second is not None and self.second.worker == worker:
+            return self.second.lease, self.second.attempt
+        return self.lease, self.attempt
+
+    def holder_of(self, lease: int) -> str:
+        """Who holds it by this lease."""
+        return self.second.worker if self.second is not None and self.second.lease == lease else self.worker
 
 
 class Groups:
@@ -160,7 +184,7 @@ class Groups:
 
     def leased_for(self, kind: str = TRAIN) -> list[Group]:
         """The leased groups of a kind, oldest lease first."""
-        return [group for group in self.by_lease.values() if group.kind == kind]
+        return [group for lease, group in self.by_lease.items() if group.kind == kind and group.lease == lease]
 
     def first_queued(self, kind: str = TRAIN) -> Group | None:
         """The queued group of the earliest prompt."""
@@ -205,9 +229,9 @@ class Groups:
         if group.phase == QUEUED:
             heapq.heappush(self._queues[group.kind], (group.position, group.id))
         elif group.phase == LEASED:
-            self.by_lease[group.lease] = group
-            self._by_worker.setdefault(group.worker, {})[group.lease] = group
-            self._by_request.setdefault((group.worker, group.request), []).append(group)
+            self._enter_lease(group, group)
+            if group.second is not None:
+                self._enter_lease(group, group.second)
         elif group.phase == READY and self._lacks(group):
             self.held[group.id] = group
         elif group.phase == READY:
@@ -222,17 +246,34 @@ class Groups:
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
         if group.phase == LEASED:
-            self._leave_lease(group)
+            self._leave_lease(group, group)
+            self.end_second(group)
         elif group.phase == READY and self.held.pop(group.id, None) is None:
             del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
             self.ready_tokens -= self._tokens.pop(group.id)
 
-    def _leave_lease(self, group: Group) -> None:
-        del self.by_lease[group.lease]
-        held, granted = self._by_worker[group.worker], self._by_request[group.worker, group.request]
-        del held[group.lease]
+    def lease_again(self, group: Group, second: SecondLease) -> None:
+        """A leased group is leased to another worker as well."""
+        group.second = second
+        self._enter_lease(group, second)
+
+    def end_second(self, group: Group) -> None:
+        """End the second lease of a group, where it has one."""
+        if group.second is not None:
+            self._leave_lease(group, group.second)
+            group.second = None
+
+    def _enter_lease(self, group: Group, held: Group | SecondLease) -> None:
+        self.by_lease[held.lease] = group
+        self._by_worker.setdefault(held.worker, {})[held.lease] = group
+        self._by_request.setdefault((held.worker, held.request), []).append(group)
+
+    def _leave_lease(self, group: Group, held: Group | SecondLease) -> None:
+        del self.by_lease[held.lease]
+        of_worker, granted = self._by_worker[held.worker], self._by_request[held.worker, held.request]
+        del of_worker[held.lease]
         granted.remove(group)
-        if not held:
-            del self._by_worker[group.worker]
+        if not of_worker:
+            del self._by_worker[held.worker]
         if not granted:
-            del self._by_request[group.worker, group.request]
+            del self._by_request[held.worker, held.request]

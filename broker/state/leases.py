@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from broker.state import admission, evaluation, partials, prompts, staleness
+from broker.state import admission, evaluation, hedging, partials, prompts, staleness
 from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
@@ -27,7 +27,6 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
-    SampleHeader,
     has_failed,
 )
 
@@ -81,9 +80,16 @@ def give_up(state: State, name: str, request: int) -> None:
 
 
 def deal(state: State, now: float) -> None:
-    """Deal what capacity there is around the parked requests."""
-    if not state.parked_leases or not _has_something(state):
+    """Deal what capacity there is around the parked requests; who then still waits may help out with a slow group."""
+    if not state.parked_leases:
         return
+    if _has_something(state):
+        _deal(state, now)
+    for parked, group in hedging.offer(state, now):
+        _answer_parked(state, (parked.client, parked.to.request), [group], now)
+
+
+def _deal(state: State, now: float) -> None:
     waiting = [(key, parked) for key, parked in state.parked_leases.items() if _is_live(state, parked)]
     granted: dict[tuple[str, int], list[Group]] = {}
     refused: Refused = {}
@@ -102,8 +108,12 @@ def deal(state: State, now: float) -> None:
                 still.append((key, parked))
         waiting = still
     for key, groups in granted.items():
-        state.timers.cancel(("parked lease", *key))
-        _answer(state, state.parked_leases.pop(key), groups, now)
+        _answer_parked(state, key, groups, now)
+
+
+def _answer_parked(state: State, key: tuple[str, int], groups: list[Group], now: float) -> None:
+    state.timers.cancel(("parked lease", *key))
+    _answer(state, state.parked_leases.pop(key), groups, now)
 
 
 def _has_something(state: State) -> bool:
@@ -178,7 +188,7 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     group.lease, group.admitted = meta.next_lease, meta.next_admitted
     meta.next_lease += 1
     meta.next_admitted += 1
-    group.attempt += 1
+    group.attempt = max(group.attempt, group.hedge_attempt) + 1
     group.lease_samples = state.rules.samples_per_prompt
     group.worker, group.request = client.name, parked.to.request
     needs_weights = parked.message.needs_weights
@@ -194,16 +204,17 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
 def _answer(state: State, parked: ParkedLease, groups: list[Group], now: float) -> None:
     prompts = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
     begun = [frame for g in groups for frame in partials.frames(g)]
-    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, now) for g in groups]), [*prompts, *begun])
+    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, parked.client, now) for g in groups]), [*prompts, *begun])
 
 
-def _leased(state: State, group: Group, now: float) -> LeasedGroup:
+def _leased(state: State, group: Group, worker: str, now: float) -> LeasedGroup:
+    lease, attempt = group.lease_of(worker)
     return LeasedGroup(
         group=group.id,
-        lease=group.lease,
-        attempt=group.attempt,
+        lease=lease,
+        attempt=attempt,
         num_samples=num_samples_of(state, group),
-        deadline_s=max(0.0, state.lease_deadlines[group.lease] - now),
+        deadline_s=max(0.0, state.lease_deadlines[lease] - now),
         kind=group.kind,
         dataset=group.dataset,
         sampling=_sampling(state, group),
@@ -222,7 +233,9 @@ def expire(state: State, lease_id: int) -> None:
     group = state.groups.by_lease.get(lease_id)
     if group is None:
         return
-    state.note(f"lease of group {group.id} by {group.worker} expired", is_warning=True)
+    state.note(f"lease of group {group.id} by {group.holder_of(lease_id)} expired", is_warning=True)
+    if hedging.end_one(state, group, lease_id, "lease expired"):
+        return
     if group.kind == EVAL:
         evaluation.retry(state, group, "lease expired")
     else:
@@ -236,15 +249,22 @@ def put(state: State, event: Event, client: Client, done: Put) -> None:
     """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
     check_samples(done, len(event.bulk))
     group = state.groups.by_id.get(done.group)
-    if group is not None and group.put_attempt == done.attempt and group.phase != LEASED:
+    seen = state.recent_puts.get(done.lease)
+    if seen == "accepted" or (group is not None and group.put_attempt == done.attempt):
         state.reply(event.to, PutReply(result="duplicate"))
         return
+    if group is not None and group.holder_of(done.lease) == client.name:
+        hedging.bring_forward(group, done.lease)
     refusal = _put_refusal(state, group, client, done)
     if refusal or group is None:
-        state.wasted("put after the lease was lost", 1, sum(s.num_tokens for s in done.samples))
-        state.reply(event.to, PutReply(result="discarded", reason=refusal))
-        return
-    state.reply(event.to, _accept(state, event, group, done))
+        num_tokens = sum(s.num_tokens for s in done.samples)
+        if seen is None and not hedging.count_late(state, done.lease, num_tokens):
+            state.wasted("put after the lease was lost", 1, num_tokens)
+        reply = PutReply(result="discarded", reason=refusal)
+    else:
+        reply = _accept(state, event, group, done)
+    state.remember_put(done.lease, reply.result)
+    state.reply(event.to, reply)
 
 
 def _put_refusal(state: State, group: Group | None, client: Client, done: Put) -> str:
@@ -297,9 +317,15 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     if state.stateful is not None:
         group.rewards = [s.reward if s.reward is not None and math.isfinite(s.reward) else None for s in done.samples]
     if not good:
-        state.fail(group, "every sample failed")
+        if not hedging.end_one(state, group, done.lease, "every sample failed"):
+            state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
-    _describe(group, done, good)
+    describe(group, done)
+    if group.second is not None and staleness.is_stale(state, group, state.next_unassigned):
+        state.wasted("stale", 1, group.num_tokens)
+        hedging.end_one(state, group, done.lease, "stale")
+        return PutReply(result="accepted", reason="too stale; another worker still makes this group")
+    hedging.decide(state, group)
     state.measured(group.num_tokens)
     if state.rules.needs_spread and group.reward_std == 0.0:
         _filter_out(state, group)
@@ -320,7 +346,9 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     return PutReply(result="accepted")
 
 
-def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
+def describe(group: Group, done: Put) -> None:
+    """Note on a group what the broker must know of its samples; failed ones are only counted."""
+    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
     group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
     group.lengths = [s.num_tokens for s in done.samples]
@@ -343,9 +371,14 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
         raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop, fail or partial")
     check_samples(back, len(event.bulk))
     group = state.groups.by_lease.get(back.lease)
-    if group is not None and group.id == back.group and group.worker == client.name:
+    if group is not None and group.id == back.group and group.holder_of(back.lease) == client.name:
+        hedging.bring_forward(group, back.lease)
         if back.num_tokens > 0:
             state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
+        if group.second is not None and back.outcome != "drop":
+            hedging.end_one(state, group, back.lease, f"returned: {back.reason}")
+            state.reply(event.to, Ok())
+            return
         if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
             partials.keep(state, event, group, back)
         if state.stateful is not None and back.outcome in ("drop", "fail"):

@@ -34,7 +34,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     that a full batch waits. needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
-    required_fields: a group is in no batch before it has all of them. eval_interval: versions between evaluations, 0 for none.
+    required_fields: a group is in no batch before it has all of them. hedge_after: a group is leased a second time once it takes so many
+    times the usual; 0: never. eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -58,6 +59,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     waits_for_push: bool = False
     stall_min_s: float = 30.0
     required_fields: list[str] = []
+    hedge_after: float = 0.0
     sampling: Sampling = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
@@ -98,6 +100,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_parked", self.max_parked, 1)
+        _at_least("hedge_after", self.hedge_after, 0)
         _at_least("max_pushed", self.max_pushed, 1)
         _at_least("eval_interval", self.eval_interval, 0)
         _at_least("batch_tokens", self.batch_tokens, 0)

@@ -5,7 +5,9 @@ What is ready and too old under a lower bound leaves the buffer at once. A chang
 itself says something else than it said when the change was made.
 """
 
+import difflib
 import math
+import re
 
 import msgspec
 
@@ -49,6 +51,7 @@ SETTINGS = {
         Setting("broker.stale_wait_s", "stale_wait_s", float),
         Setting("broker.buffer_capacity", "buffer_capacity", int),
         Setting("broker.lease_s", "lease_s", float),
+        Setting("broker.hedge_after", "hedge_after", float),
         Setting("broker.max_attempts", "max_attempts", int),
         Setting("eval.eval_interval", "eval_interval", int),
     )
@@ -92,11 +95,12 @@ def _make(state: State, by: str, ask: Set) -> Change:
     made = Change(key=ask.key, by=by[:64], step=state.next_unassigned, changed=changed)
     if not wanted:
         return made
+    rules = with_values(state.rules, wanted)  # raises before anything is changed
     state.meta.changes = [*state.meta.changes, made][-MAX_CHANGES:]
     if not changed:
         return made
     configured = {name: state.meta.overrides[name][0] if name in state.meta.overrides else old[name] for name in changed}
-    put_in_force(state, with_values(state.rules, wanted))
+    put_in_force(state, rules)
     state.meta.overrides |= {name: [configured[name], new] for name, (_, new) in changed.items()}
     staleness.sweep(state, made.step)
     staleness.take_back(state, made.step, "too old under a new bound")
@@ -119,7 +123,9 @@ def setting_of(name: str) -> Setting:
     """The setting of a name, with or without its section. Raises ConfigError for one that cannot be changed."""
     setting = SETTINGS.get(name.rpartition(".")[2])
     if setting is None or name not in (setting.name, setting.config):
-        raise ConfigError(f"set: {name[:64]!r} cannot be changed while the run goes on; what can: {', '.join(SETTINGS)}")
+        near = difflib.get_close_matches(name.rpartition(".")[2], SETTINGS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"set: {name[:64]!r} cannot be changed while the run goes on; {hint}what can: {', '.join(SETTINGS)}")
     return setting
 
 
@@ -138,7 +144,16 @@ def typed(name: str, value: Scalar) -> Scalar:
 
 def with_values(rules: Rules, wanted: dict[str, Scalar]) -> Rules:
     """The rules with other settings. Raises ConfigError when they contradict each other."""
-    return msgspec.structs.replace(rules, **{SETTINGS[name].rule: value for name, value in wanted.items()})
+    try:
+        return msgspec.structs.replace(rules, **{SETTINGS[name].rule: value for name, value in wanted.items()})
+    except ConfigError as bad:
+        raise ConfigError(f"set: {_in_config_names(bad.text)}") from None
+
+
+def _in_config_names(text: str) -> str:
+    for setting in SETTINGS.values():
+        text = re.sub(rf"\b{setting.rule}\b", setting.name, text)
+    return text
 
 
 def put_in_force(state: State, rules: Rules) -> None:
@@ -162,7 +177,8 @@ def restore(state: State) -> None:
         if name in SETTINGS and configured[name] == said:
             kept[name] = [said, chosen]
         elif name in SETTINGS:
-            state.note(f"{name}: the config says {_word(configured[name])} now, no longer {_word(said)}; it holds, not {_word(chosen)}")
+            now, then = _word(configured[name]), _word(said)
+            state.note(f"{name} is {now}, as the config says now (it said {then} when {_word(chosen)} was set)")
     try:
         rules = with_values(rules, {name: chosen for name, (_, chosen) in kept.items()})
     except ConfigError as bad:

@@ -45,8 +45,9 @@ def take_back(state: State, step: int, reason: str) -> None:
 
 
 def begun_by(group: Group) -> int:
-    """The version that made the first tokens of a group in flight: that of its lease, or of the partial that it continues."""
-    return group.lease_version if group.partial_oldest == NO_VERSION else min(group.lease_version, group.partial_oldest)
+    """The version that made the first tokens of a group in flight: of its lease (the newer of two), or of the partial it continues."""
+    version = group.lease_version if group.second is None else max(group.lease_version, group.second.version)
+    return version if group.partial_oldest == NO_VERSION else min(version, group.partial_oldest)
 
 
 def last_step(state: State, version: int) -> float:

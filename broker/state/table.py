@@ -16,7 +16,10 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
+MAX_ENDED_REASON_CHARS = 512
+"""Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
 RECENT_STEPS = 64
+RECENT_PUTS = 4096
 FILTERED = "groups filtered"
 MEAN_OVER = 256
 """Groups whose mean size says how many fill a batch of tokens."""
@@ -232,6 +235,12 @@ class Parked(msgspec.Struct, kw_only=True):
     key: str
 
 
+class Records(Protocol):
+    """Reads one stored record of what is not kept in memory: ended groups, steps freed long ago."""
+
+    def __call__(self, table: Table, key: str) -> bytes | None: ...
+
+
 class ParkedRead(msgspec.Struct, kw_only=True):
     """A consumer's request that waits for groups."""
 
@@ -250,10 +259,15 @@ class Consumer(msgspec.Struct, kw_only=True):
 
 
 class State:
-    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
+    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects.
 
-    def __init__(self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None) -> None:
-        self.rules, self.source, self.buffer_filter = rules, source, buffer_filter
+    records: None keeps everything in memory.
+    """
+
+    def __init__(
+        self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None, records: Records | None = None
+    ) -> None:
+        self.rules, self.source, self.buffer_filter, self.records = rules, source, buffer_filter, records
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
         self.groups.required = frozenset(rules.required_fields)
@@ -272,6 +286,7 @@ class State:
         self.parked_reads: dict[str, ParkedRead] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.served_changes = 0
+        self.hedge_losers: dict[int, None] = {}
         self.timers = Timers()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.lease_deadlines: dict[int, float] = {}
@@ -280,6 +295,7 @@ class State:
         self.now = 0.0
         self.swept: tuple[int, float] | None = None
         self.wait: tuple[int, float] | None = None
+        self.recent_puts: dict[int, str] = {}
         self.finished_said = False
         self.had_members = False
         self.disk_full = ""
@@ -315,6 +331,20 @@ class State:
     def delete(self, table: Table, key: str) -> None:
         """Remove a record."""
         self._effects.append(Delete(table, key))
+
+    def read(self, table: Table, key: str) -> bytes | None:
+        """A stored record of `ended` or `freed`, as it will be once the effects of this burst are written."""
+        for effect in reversed(self._effects):
+            if isinstance(effect, Save | Delete) and (effect.table, effect.key) == (table, key):
+                return bytes(effect.value) if isinstance(effect, Save) and isinstance(effect.value, bytes) else None
+        return None if self.records is None else self.records(table, key)
+
+    def step_record(self, step: int) -> StepRecord | None:
+        """The record of a step, of one freed long ago too."""
+        if step in self.steps:
+            return self.steps[step]
+        kept = self.read("freed", str(step)) if step >= 0 else None
+        return None if kept is None else msgspec.msgpack.decode(kept, type=StepRecord)
 
     def changed(self, table: Table, key: str | int) -> None:
         """Have a record written when the event is done."""
@@ -371,15 +401,21 @@ class State:
 
     def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change a group's state, counted by reason."""
-        was = group.phase
+        was, leases = group.phase, (group.lease, group.second.lease if group.second else 0)
         self.groups.move(group, phase)
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{was}>{phase} {reason}" if group.kind == TRAIN else f"eval {was}>{phase} {reason}")
         if was == LEASED:
-            self.timers.cancel(("lease", group.lease))
-            self.lease_deadlines.pop(group.lease, None)
-            self.lease_since.pop(group.lease, None)
+            for lease in leases:
+                self.forget_lease(lease)
         self.changed("groups", group.id)
+
+    def forget_lease(self, lease: int) -> None:
+        """A lease has ended; 0 is none."""
+        if lease:
+            self.timers.cancel(("lease", lease))
+            self.lease_deadlines.pop(lease, None)
+            self.lease_since.pop(lease, None)
 
     def requeue(self, group: Group, reason: str) -> None:
         """Have the prompt tried again; samples it had are wasted."""
@@ -412,6 +448,7 @@ class State:
             self.forget_partial(group)
         self.move(group, phase, reason)
         self.groups.remove(group)
+        group.reason = reason[:MAX_ENDED_REASON_CHARS]
         self.save("ended", group.id, msgspec.msgpack.encode(group))
         self.tally(self.meta.ended, phase)
         if phase == DROPPED:
@@ -422,9 +459,7 @@ class State:
     def retire(self, group: Group, reason: str) -> None:
         """An evaluation group is done with: scored, given up or cancelled."""
         self.tally(self.meta.moves, f"eval {group.phase}>done {reason}")
-        self.timers.cancel(("lease", group.lease))
-        self.lease_deadlines.pop(group.lease, None)
-        self.lease_since.pop(group.lease, None)
+        self.forget_lease(group.lease)
         self.groups.remove(group)
         self.changed("groups", group.id)
 
@@ -471,6 +506,12 @@ class State:
         meta = self.meta
         meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
         meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+    def remember_put(self, lease: int, result: str) -> None:
+        """Keep what became of a put, so that a repeat of it is not counted again; the oldest is forgotten."""
+        self.recent_puts[lease] = result
+        if len(self.recent_puts) > RECENT_PUTS:
+            del self.recent_puts[next(iter(self.recent_puts))]
 
     def end_wait(self) -> None:
         """No batch waits for groups in flight."""

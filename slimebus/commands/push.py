@@ -18,7 +18,7 @@ from slimebus.config.load import Resolved
 from slimebus.errors import DataError, SlimebusError, UsageError
 from slimebus.joining import broker_address
 from slimebus.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
-from slimebus.prompts import BATCH_PROMPTS, PromptClient, Pushed, batches_of
+from slimebus.prompts import BATCH_PROMPTS, PromptClient, Pushed, batches_of, in_all
 
 PAUSE_S = 0.2
 """A pipe that gives nothing for so long has its lines pushed."""
@@ -84,16 +84,17 @@ def _on_bad(skips_bad: bool) -> Callable[[DataError], None]:
 
 
 def _push_all(client: PromptClient, records: Iterator[bytes | None], key: str, *, front: bool) -> Pushed:
-    done, stem = Pushed(), key or secrets.token_hex(8)
+    done: list[Pushed] = []
+    stem = key or secrets.token_hex(8)
     try:
         for number, batch in enumerate(_batches(records)):
-            done += client.push_batch(batch, key=f"{stem}/{number}", front=front)
+            done.append(client.push_batch(batch, key=f"{stem}/{number}", front=front))
     except SlimebusError:
-        if done.accepted:
+        if accepted := in_all(done).accepted:
             rest = "; the same command goes on behind them" if key else ""
-            click.echo(f"{done.accepted} prompts were pushed{rest}", err=True)
+            click.echo(f"{accepted} prompts were pushed{rest}", err=True)
         raise
-    return done
+    return in_all(done)
 
 
 def _batches(records: Iterator[bytes | None]) -> Iterator[list[bytes]]:

@@ -54,6 +54,9 @@ class BrokerConfig(Section, frozen=True):
     """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
     stall_min_s: Seconds = 30.0
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    hedge_after: NonNegative = 0.0
+    """[ratio] While workers have nothing else to do, a group that takes this many times the usual (median) time is leased to a second one;
+    the first put wins. 0: never."""
     max_message_mib: Annotated[int, Meta(ge=1, le=2048)] = 256
     """[MiB] The largest frame that is taken from the network; a larger one ends the connection that sends it."""
     max_connections: Positive = 2048
@@ -93,7 +96,8 @@ class DataConfig(Section, frozen=True):
     metadata_key: str = "metadata"
     """[name] The key of a line that holds a map handed to hooks as it is."""
     tool_key: str = ""
-    """[name] The key of a line that holds the list of tools of a chat prompt; hooks find it in the metadata as `tools`. Empty: no tools."""
+    """[name] The key of a line that holds the list of tools of a chat prompt: its chat template gets it, hooks find it in the
+    metadata as `tools`. Empty: no tools."""
     rollout_shuffle: bool = True
     """[switch] Visit prompts in a new seeded order each epoch."""
     num_epoch: Natural = 0
@@ -194,6 +198,12 @@ class WeightsConfig(Section, frozen=True):
     """[address] Where the trainer serves weights; port 0 takes any free one."""
     weights_advertise: str = ""
     """[host] The host name workers are told; empty: the bound one."""
+    weights_fanout: Positive = 2
+    """[workers] That pull a version from the trainer; the others pull it from workers that pass it on (fanout_bind)."""
+    fanout_bind: str = ""
+    """[address] Where a worker passes weights on to others, such as tcp://0.0.0.0:0; empty: it does not."""
+    fanout_advertise: str = ""
+    """[host] The host name other workers are told; empty: the bound one, or this machine's address on the way to the broker."""
     weights_keep: Positive = 8
     """[versions] Versions a direct delta can start from; older workers pull everything."""
     weights_zstd: bool = True

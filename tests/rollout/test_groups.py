@@ -22,8 +22,8 @@ class Letters:
 
     eos_token_id = 0
 
-    def encode_prompt(self, prompt: str) -> np.ndarray:
-        return self.encode(prompt)
+    def encode_prompt(self, prompt: Any, tools: Any = None) -> np.ndarray:
+        return self.encode(prompt if isinstance(prompt, str) else f"{prompt[0]['content']}{tools or ''}")
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(c) for c in text], np.int32)
@@ -116,3 +116,11 @@ def test_a_demonstration_is_the_label_and_the_end_and_is_never_stale(tmp_path: P
     assert sample.tokens.tolist() == [97, 98, 121, 101, 115, 0]
     assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1, 1]
     assert {version for version, _ in sample.versions} == {NO_VERSION}
+
+
+@pytest.mark.parametrize(("tools", "encoded"), [([{"n": 1}], "hi[{'n': 1}]"), ([], "hi"), ("mine", "hi"), (None, "hi")])
+def test_tools_in_the_metadata_go_to_the_chat_template(tmp_path: Path, tools: Any, encoded: str) -> None:
+    record = msgspec.msgpack.encode({"prompt": [{"role": "user", "content": "hi"}], "label": "x0", "metadata": {"tools": tools}})
+    leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=1, deadline_s=60)
+    (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make(leased, record))
+    assert "".join(map(chr, sample.tokens)).startswith(encoded)

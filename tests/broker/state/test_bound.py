@@ -7,6 +7,7 @@ same seed gives the same run.
 
 import math
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -124,6 +125,20 @@ class Run:
         self.desk.ask("w", m.Heartbeat(lineage=self.lineage, serving=self.version, leases=[g.lease for g, _ in self.held]))
         self.desk.pass_time(float(number % 9))
 
+    # --- counting ---
+
+    def check_moves(self) -> None:
+        """Of each state: what came in, less what went out, by the counts of moves alone, is what is there."""
+        flow: Counter[str] = Counter()
+        for name, count in self.desk.state.meta.moves.items():
+            was, _, now = name.split(" ")[0].partition(">")
+            flow[was] -= count
+            flow[now] += count
+        counts = {phase: self.desk.state.groups.count(phase) for phase in ("queued", "leased", "ready", "assigned", "committed")}
+        assert {phase: flow[phase] for phase in counts} == counts
+        assert -flow["source"] == self.desk.state.meta.cursor
+        assert {phase: flow[phase] for phase in ("dropped", "dead") if flow[phase]} == self.desk.state.meta.ended
+
     # --- the end ---
 
     def calm_down(self) -> None:
@@ -153,6 +168,7 @@ def test_no_token_beyond_the_bound_whatever_happens(new_desk: Any, seed: int) ->
         try:
             for _ in range(150):
                 chance.choice(OPERATIONS)(run, chance.randrange(400))
+                run.check_moves()
             run.calm_down()
         except AssertionError as broken:
             broken.add_note(f"seed {one}, step {run.step}, {run.desk.state.rules}")

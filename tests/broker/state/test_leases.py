@@ -161,6 +161,35 @@ def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(new_desk:
     assert "more than 0 ahead of the served version 0" in desk.answers[numbers["w"]].reason
 
 
+def test_a_put_that_comes_again_is_counted_once_whatever_became_of_its_group(new_desk: Any) -> None:
+    desk = new_desk(needs_spread=True, samples_per_prompt=2)
+    desk.begin()
+    filtered, late = desk.lease(2)
+    assert desk.put(filtered, rewards=(1.0, 1.0)).result == "accepted"
+    assert desk.put(filtered, rewards=(1.0, 1.0)).result == "duplicate", "its group is gone"
+    desk.pass_time(11.0)
+    assert [desk.put(late, rewards=(1.0, 0.0)).result for _ in range(2)] == ["discarded", "discarded"]
+    assert desk.status["waste"] == {
+        "filtered: no reward spread": {"groups": 1, "tokens": 8},
+        "put after the lease was lost": {"groups": 1, "tokens": 8},
+    }
+
+
+def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=1)
+    desk.begin()
+    slow = desk.lease(1)[0]
+    for step in range(2):
+        desk.fill(2, version=step)
+        desk.train(step)
+    assert desk.put(slow).result == "accepted"
+    again = desk.lease(1, serving=2)[0]
+    assert again.group == slow.group
+    desk.state.recent_puts.clear()  # as after a restart
+    assert desk.put(slow).result == "duplicate"
+    assert desk.put(again, version=2).result == "accepted"
+
+
 def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(new_desk: Any) -> None:
     desk = new_desk(max_parked=1, max_staleness=4)
     desk.begin()

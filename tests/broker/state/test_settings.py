@@ -44,7 +44,9 @@ def test_asking_for_nothing_shows_every_setting(desk: Any) -> None:
         ({"rollout_batch_size": 2.5}, "expected a whole number"),
         ({"rollout_batch_size": True}, "expected a whole number"),
         ({"rollout_batch_size": math.inf}, "expected a whole number"),
-        ({"rollout_batch_size": 0}, "expected at least 1"),
+        ({"rollout_batch_size": 0}, "set: rollout_batch_size is 0; expected at least 1"),
+        ({"max_stalenes": 3}, "did you mean max_staleness?"),
+        ({"over_sampling_batch_size": 1}, "over_sampling_batch_size 1 is below the batch of 2 groups"),
         ({"on_stale": "burn"}, "expected one of requeue, drop, wait"),
         ({"buffer_capacity": 1}, "no batch would ever fill"),
         ({"lease_s": 0.5}, "every lease expires"),
@@ -53,10 +55,12 @@ def test_asking_for_nothing_shows_every_setting(desk: Any) -> None:
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(desk: Any, settings: dict[str, Any], text: str) -> None:
     before = desk.state.rules
-    refused = change(desk, **settings)
-    assert refused.code == "config"
-    assert text in refused.text
+    for _ in range(2):
+        refused = change(desk, "a key", **settings)
+        assert refused.code == "config"
+        assert text in refused.text
     assert desk.state.rules == before
+    assert desk.status["changes"] == []
 
 
 def test_a_worker_may_not_change_settings(desk: Any) -> None:
