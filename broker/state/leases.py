@@ -27,6 +27,7 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
+    SampleHeader,
     has_failed,
 )
 
