@@ -123,6 +123,7 @@ class Broker:
             max_message_bytes=max_message_bytes,
             buffer_filter=buffer_filter,
             first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
+            records=self.store.get,
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
         try:

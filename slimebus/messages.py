@@ -445,6 +445,33 @@ class SetReply(Message):
     settings: dict[str, Scalar] = {}
 
 
+class Edit(Message):
+    """Change groups by hand. action: drop (take out of the run) | replay (try a dead or dropped group again, failures forgotten)."""
+
+    action: str
+    groups: list[str]
+    reason: str = ""
+
+
+class Import(Message):
+    """Take in one group from a file: bulk frame 0 is its prompt record, then one frame for each of `fields`.
+
+    Without samples, or with samples of versions that this run never had, the prompt is queued. Repeating it changes nothing.
+    """
+
+    group: str
+    lineage: str = ""
+    samples: list[SampleHeader] = []
+    fields: list[Field] = []
+
+
+class EditReply(Message):
+    """done: group -> what became of it. refused: group -> why nothing was changed."""
+
+    done: dict[str, str] = {}
+    refused: dict[str, str] = {}
+
+
 class Push(Message):
     """Prompts to sample, one bulk frame each: a record as in `lease_reply`. Repeating the same `key` adds nothing.
 
@@ -475,10 +502,10 @@ def wire_name(cls: type[Message]) -> str:
 
 REQUESTS = (
     *(Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Commit, Finish),
-    *(Read, PutFields, Status, Keys, Evaluate, Set, Push),
+    *(Read, PutFields, Status, Keys, Evaluate, Set, Push, Edit, Import),
 )
 REPLIES = (
     *(Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply),
-    *(ReadReply, PutFieldsReply, StatusReply, KeysReply, EvaluateReply, SetReply, PushReply),
+    *(ReadReply, PutFieldsReply, StatusReply, KeysReply, EvaluateReply, SetReply, PushReply, EditReply),
 )
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -89,7 +89,7 @@ def test_modules_do_not_import_in_circles() -> None:
 
 def commands() -> list[list[str]]:
     own = ["broker", "config", "config check", "config show", "eval", "export", "init", "rollout", "status", "trainer", "up"]
-    own += ["keys", "keys add", "keys init", "keys ls", "keys revoke", "keys rotate"]
+    own += ["keys", "keys add", "keys init", "keys ls", "keys revoke", "keys rotate", "buffer", "buffer ls", "buffer import"]
     return [[], *(words.split() for words in own)]
 
 

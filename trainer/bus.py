@@ -151,7 +151,7 @@ class Bus:
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
         if self.publisher is not None:
-            self.publisher.learn_pullers()
+            self.publisher.pullers.refresh()
         if reply.finished:
             self._finished.set()
 

@@ -7,5 +7,5 @@ admission.py   when a worker may start a group         leases.py     lease, put,
 staleness.py   what is too old, what is chosen         batches.py    batch, fetch, commit
 timeline.py    resume, publish, finish                 evaluation.py held-out scores of a version
 timers.py      deadlines                               status.py     the whole picture, and who waits for whom
-damage.py      stored records that cannot be read
+damage.py      stored records that cannot be read      edits.py       groups changed, taken in and revived by hand
 """

@@ -5,10 +5,12 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
+import msgspec
+
 from broker.state import admission, choice, consumers, prompts, staleness
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
-from broker.state.table import FILTERED, Client, Parked, State, StepRecord
+from broker.state.table import FILTERED, RECENT_STEPS, Client, Parked, State, StepRecord
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
@@ -225,4 +227,15 @@ def free(state: State, checkpoint: int) -> None:
                 state.changed("groups", group_id)
                 prompts.free(state, group_id)
         prompts.forget_old(state, step)
+    _archive(state, range(state.meta.floor - RECENT_STEPS, checkpoint - RECENT_STEPS))
     state.meta.floor = max(state.meta.floor, checkpoint)
+
+
+def _archive(state: State, steps: range) -> None:
+    """Which groups long freed steps had is needed only by a trainer that goes far back: it stays on disk, not in memory."""
+    for step in steps if state.records else ():
+        record = state.steps.pop(step, None)
+        if record is not None:
+            record.metrics = {}
+            state.save("freed", str(step), msgspec.msgpack.encode(record))
+            state.changed("steps", step)

@@ -17,6 +17,7 @@ from slimebus.messages import (
     PROTOCOL_VERSION,
     Batch,
     Commit,
+    Edit,
     Evaluate,
     Fetch,
     Finish,
@@ -25,6 +26,7 @@ from slimebus.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
+    Import,
     Lease,
     Message,
     Ok,
@@ -56,8 +58,8 @@ def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
     if event.run == state.meta.run:
         return
-    is_asking = isinstance(event.message, Hello | Status | Evaluate | Set) and not event.run  # these come before anyone knows the run
-    if not is_asking:
+    asks_first = Hello | Status | Evaluate | Set | Edit | Import  # these come before anyone knows the run
+    if event.run or not isinstance(event.message, asks_first):
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
             code="wrong_run",

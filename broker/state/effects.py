@@ -18,13 +18,15 @@ Table = Literal[
     "clients",
     "consumers",
     "steps",
+    "freed",
     "evaluations",
     "pushes",
     "source",
 ]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
-by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step.
-evaluations: targets and results. pushes: keys of accepted pushes. source: the state of a stateful source."""
+by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step; freed: those of
+old steps, read only for a trainer that goes far back. evaluations: targets and results. pushes: keys of accepted pushes. source: the
+state of a stateful source."""
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):

@@ -27,7 +27,6 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
-    SampleHeader,
     has_failed,
 )
 
@@ -312,7 +311,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
         if not hedging.end_one(state, group, done.lease, "every sample failed"):
             state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
-    _describe(group, done, good)
+    describe(group, done)
     if group.second is not None and staleness.is_stale(state, group, state.next_unassigned):
         state.wasted("stale", 1, group.num_tokens)
         hedging.end_one(state, group, done.lease, "stale")
@@ -338,7 +337,9 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     return PutReply(result="accepted")
 
 
-def _describe(group: Group, done: Put, good: list[SampleHeader]) -> None:
+def describe(group: Group, done: Put) -> None:
+    """Note on a group what the broker must know of its samples; failed ones are only counted."""
+    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
     group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
     group.lengths = [s.num_tokens for s in done.samples]

@@ -8,17 +8,32 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, choice, clients, consumers, damage, evaluation, leases, pushes, settings, status, timeline, watchdog
+from broker.state import (
+    batches,
+    choice,
+    clients,
+    consumers,
+    damage,
+    edits,
+    evaluation,
+    leases,
+    pushes,
+    settings,
+    status,
+    timeline,
+    watchdog,
+)
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, State, StepRecord
+from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, Records, State, StepRecord
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (
     Batch,
     Commit,
+    Edit,
     Error,
     Evaluate,
     Fetch,
@@ -29,6 +44,7 @@ from slimebus.messages import (
     HeartbeatReply,
     Hello,
     Hint,
+    Import,
     Keys,
     KeysReply,
     Lease,
@@ -52,6 +68,7 @@ class Machine:
 
     `buffer_filter` chooses the groups of batches; None: first in, first out.
     `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
+    `records`: reads stored records, so that old ones need not be in memory; None keeps them there.
     """
 
     def __init__(
@@ -64,8 +81,9 @@ class Machine:
         max_message_bytes: int = 0,
         first_id: int = 1,
         buffer_filter: BufferFilter | None = None,
+        records: Records | None = None,
     ) -> None:
-        self.state = State(rules, source, run, buffer_filter)
+        self.state = State(rules, source, run, buffer_filter, records)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.hints, self.max_message_bytes = hints, max_message_bytes
         self.outside: Callable[[], dict[str, Any]] = dict
@@ -212,6 +230,10 @@ class Machine:
                 state.reply(event.to, StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
             case Evaluate():
                 evaluation.evaluate(state, event, message, now)
+            case Edit():
+                edits.edit(state, event, message)
+            case Import():
+                edits.take_in(state, event, message)
             case Set():
                 settings.change(state, event, message)
             case _:

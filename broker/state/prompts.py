@@ -3,10 +3,11 @@
 Pushed prompts go before those of the source: first what was pushed to the front, then what was pushed, each in its order. Ids:
 
     push/17, front/3    pushed, by number
+    import/0/42         from a file of exported groups, or of prompts
     hook/41             given by a stateful source
     0/42                of files: the source finds them again
 
-The records of the first two kinds are nowhere but in the store. They are kept when their samples are freed, for a trainer may still go
+The records of the first three kinds are nowhere but in the store. They are kept when their samples are freed, for a trainer may still go
 back behind its checkpoint, until the step that trained them is KEPT_STEPS behind the newest checkpoint.
 """
 
@@ -14,9 +15,9 @@ from broker.state.groups import Group
 from broker.state.table import Prompt, State
 from slimebus.errors import SlimebusError
 
-FRONT, PUSH, HOOK = "front", "push", "hook"
+FRONT, PUSH, HOOK, IMPORT = "front", "push", "hook", "import"
 LANES = (FRONT, PUSH)
-FIRST_POSITION = {FRONT: -(1 << 62), PUSH: -(1 << 61), HOOK: 0}
+FIRST_POSITION = {FRONT: -(1 << 62), PUSH: -(1 << 61), IMPORT: -(1 << 60), HOOK: 0}
 """Queued prompts are leased by position, lowest first."""
 KEPT_STEPS = 1000
 RETRY_S = 1.0
@@ -120,7 +121,7 @@ def free(state: State, group_id: str) -> None:
 
 def forget_old(state: State, step: int) -> None:
     """Step `step` is freed: let go of the records kept for the step KEPT_STEPS before it."""
-    record = state.steps.get(step - KEPT_STEPS)
+    record = state.step_record(step - KEPT_STEPS)
     for group_id in record.groups if record else ():
         if comes_once(group_id) and group_id not in state.groups.by_id:
             state.delete("prompts", group_id)
@@ -135,7 +136,8 @@ def bring_back(state: State, group_id: str) -> bool:
     """Queue the prompt of a freed group again; False when the source does not know it any more."""
     if comes_once(group_id):
         lane, _, number = group_id.partition("/")
-        _queue(state, Group(id=group_id, position=FIRST_POSITION[lane] + int(number), reason="rewound"))
+        position = FIRST_POSITION[lane] + (0 if lane == IMPORT else int(number))
+        _queue(state, Group(id=group_id, position=position, reason="rewound"))
         return True
     try:
         prompt = state.source.find(group_id)

@@ -16,6 +16,8 @@ from slimebus.messages import NO_VERSION, Hint, Lease, Message, Read, Scalar
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
+MAX_ENDED_REASON_CHARS = 512
+"""Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
 RECENT_STEPS = 64
 RECENT_PUTS = 4096
 FILTERED = "groups filtered"
@@ -233,6 +235,12 @@ class Parked(msgspec.Struct, kw_only=True):
     key: str
 
 
+class Records(Protocol):
+    """Reads one stored record of what is not kept in memory: ended groups, steps freed long ago."""
+
+    def __call__(self, table: Table, key: str) -> bytes | None: ...
+
+
 class ParkedRead(msgspec.Struct, kw_only=True):
     """A consumer's request that waits for groups."""
 
@@ -251,10 +259,15 @@ class Consumer(msgspec.Struct, kw_only=True):
 
 
 class State:
-    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
+    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects.
 
-    def __init__(self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None) -> None:
-        self.rules, self.source, self.buffer_filter = rules, source, buffer_filter
+    records: None keeps everything in memory.
+    """
+
+    def __init__(
+        self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None, records: Records | None = None
+    ) -> None:
+        self.rules, self.source, self.buffer_filter, self.records = rules, source, buffer_filter, records
         self.meta = Meta(run=run, fingerprint=source.fingerprint)
         self.groups = Groups()
         self.groups.required = frozenset(rules.required_fields)
@@ -318,6 +331,20 @@ class State:
     def delete(self, table: Table, key: str) -> None:
         """Remove a record."""
         self._effects.append(Delete(table, key))
+
+    def read(self, table: Table, key: str) -> bytes | None:
+        """A stored record of `ended` or `freed`, as it will be once the effects of this burst are written."""
+        for effect in reversed(self._effects):
+            if isinstance(effect, Save | Delete) and (effect.table, effect.key) == (table, key):
+                return bytes(effect.value) if isinstance(effect, Save) and isinstance(effect.value, bytes) else None
+        return None if self.records is None else self.records(table, key)
+
+    def step_record(self, step: int) -> StepRecord | None:
+        """The record of a step, of one freed long ago too."""
+        if step in self.steps:
+            return self.steps[step]
+        kept = self.read("freed", str(step)) if step >= 0 else None
+        return None if kept is None else msgspec.msgpack.decode(kept, type=StepRecord)
 
     def changed(self, table: Table, key: str | int) -> None:
         """Have a record written when the event is done."""
@@ -421,6 +448,7 @@ class State:
             self.forget_partial(group)
         self.move(group, phase, reason)
         self.groups.remove(group)
+        group.reason = reason[:MAX_ENDED_REASON_CHARS]
         self.save("ended", group.id, msgspec.msgpack.encode(group))
         self.tally(self.meta.ended, phase)
         if phase == DROPPED:

@@ -80,6 +80,7 @@ def _skip_unknown(state: State, num_steps: int) -> None:
 
 
 def _rewind(state: State, ask: Resume) -> None:
+    _recall(state, ask.step)
     for step in sorted(s for s in state.steps if s >= ask.step):
         record = state.steps.pop(step)
         state.changed("steps", step)
@@ -95,6 +96,14 @@ def _rewind(state: State, ask: Resume) -> None:
     for group in state.groups.every_ready():
         if group.newest_version > ask.version:
             state.requeue(group, "made by a version of the abandoned timeline")
+
+
+def _recall(state: State, first: int) -> None:
+    """Have the records of steps from `first` on in memory again, those too that were freed long ago."""
+    for step in range(first, state.meta.next_step) if state.records else ():
+        if step not in state.steps and (record := state.step_record(step)) is not None:
+            state.steps[step] = record
+            state.delete("freed", str(step))
 
 
 def _restore_freed(state: State, group_id: str) -> None:

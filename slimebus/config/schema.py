@@ -198,6 +198,12 @@ class WeightsConfig(Section, frozen=True):
     """[address] Where the trainer serves weights; port 0 takes any free one."""
     weights_advertise: str = ""
     """[host] The host name workers are told; empty: the bound one."""
+    weights_fanout: Positive = 2
+    """[workers] That pull a version from the trainer; the others pull it from workers that pass it on (fanout_bind)."""
+    fanout_bind: str = ""
+    """[address] Where a worker passes weights on to others, such as tcp://0.0.0.0:0; empty: it does not."""
+    fanout_advertise: str = ""
+    """[host] The host name other workers are told; empty: the bound one, or this machine's address on the way to the broker."""
     weights_keep: Positive = 8
     """[versions] Versions a direct delta can start from; older workers pull everything."""
     weights_zstd: bool = True

@@ -139,7 +139,7 @@ class World:
     # --- broker ---
 
     def _boot(self) -> Machine:
-        machine = Machine(self.rules, self.source, run="sim", first_id=int(self.now * 1000) + 1)
+        machine = Machine(self.rules, self.source, run="sim", first_id=int(self.now * 1000) + 1, records=self.store.get)
         machine.restore([(t, k, v) for t in TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 

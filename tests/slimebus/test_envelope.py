@@ -70,6 +70,9 @@ EXAMPLES: list[m.Message] = [
     m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
     m.Set(key="c3", settings={"max_staleness": 4, "rollout_batch_size": 64}),
     m.SetReply(step=42, changed={"max_staleness": (1, 4)}, settings={"max_staleness": 4, "on_stale": "requeue"}),
+    m.Edit(action="replay", groups=["0/42", "0/43"]),
+    m.Import(group="import/0/42", lineage="a1", samples=[SAMPLE], fields=FIELDS),
+    m.EditReply(done={"0/42": "queued"}, refused={"0/43": "it is leased; only dead and dropped groups are replayed"}),
 ]
 """One of each message. The golden file of a message is its header frame with id 7, run demo, sender w1, epoch 3."""
 

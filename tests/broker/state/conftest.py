@@ -47,7 +47,9 @@ class Desk:
         self.machine = self._boot()
 
     def _boot(self) -> Machine:
-        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, buffer_filter=self.buffer_filter)
+        machine = Machine(
+            self.rules, self.source, run="r", max_message_bytes=10_000, buffer_filter=self.buffer_filter, records=self.store.get
+        )
         machine.restore([(t, k, v) for t in TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 

@@ -1,0 +1,164 @@
+"""A store read from another process: one consistent moment of it, without a lock and without loading payloads."""
+
+import contextlib
+import difflib
+import fcntl
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgspec
+
+from broker.state.groups import DEAD, DROPPED, Group
+from broker.state.table import Meta, StepRecord
+from broker.store.interface import TABLES, Damaged
+from broker.store.lmdb_store import FORMAT_KEY, cannot_open, check_format, open_environment, scan_records
+from broker.store.pages import check_pages
+from broker.store.records import unpack_frames, unseal
+from slimebus.errors import UsageError
+from slimebus.messages import Put
+
+STATES = ("queued", "leased", "ready", "assigned", "committed", "dropped", "dead")
+NEAREST_OF = 20_000
+"""Ids that are compared with one that is unknown."""
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """The stored samples of a group: their record header (a `Put`) and one frame for each of its fields."""
+
+    header: Put
+    frames: list[memoryview]
+
+
+class Moment:
+    """The records of one transaction. Raises Damaged for a record that is not what was written."""
+
+    def __init__(self, path: Path, txn: Any, tables: dict[str, Any]) -> None:
+        self.path, self._txn, self._tables = path, txn, tables
+
+    def get(self, table: str, key: str) -> bytes | None:
+        """One record, or None."""
+        if table not in self._tables:
+            return None
+        found = self._txn.get(key.encode(), db=self._tables[table])
+        return None if found is None else unseal(table, key, found)
+
+    def keys(self, table: str) -> Iterator[str]:
+        """The keys of a table; no record is read."""
+        if table in self._tables:
+            yield from (bytes(key).decode(errors="replace") for key in self._txn.cursor(db=self._tables[table]).iternext(values=False))
+
+    def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
+        """Every record of a table, by key."""
+        if table in self._tables:
+            yield from scan_records(self._txn, table, self._tables[table])
+
+    def count(self, table: str) -> int:
+        """How many records a table has."""
+        return int(self._txn.stat(self._tables[table])["entries"]) if table in self._tables else 0
+
+    def meta(self) -> Meta:
+        """The run's counters; those of a new run when there are none."""
+        found = self.get("meta", "meta")
+        return Meta() if found is None else msgspec.msgpack.decode(found, type=Meta)
+
+    def groups(self, states: Iterable[str] = ()) -> Iterator[Group]:
+        """Groups in play, then ended ones; of these states, or of all."""
+        wanted = set(states) or set(STATES)
+        tables = [t for t in ("groups", "ended") if wanted & ({DROPPED, DEAD} if t == "ended" else set(STATES) - {DROPPED, DEAD})]
+        for table in tables:
+            for _, value in self.scan(table):
+                group = msgspec.msgpack.decode(value, type=Group)
+                if group.phase in wanted:
+                    yield group
+
+    def group(self, name: str) -> Group:
+        """One group. Raises UsageError naming the nearest ids."""
+        found = self.get("groups", name) or self.get("ended", name)
+        if found is not None:
+            return msgspec.msgpack.decode(found, type=Group)
+        for _, value in [*self.scan("steps"), *self.scan("freed")]:
+            record = msgspec.msgpack.decode(value, type=StepRecord)
+            if name in record.groups:
+                raise UsageError(f"group {name} was trained in step {record.step}, and freed under a checkpoint; its samples are not kept")
+        known = [key for table in ("groups", "ended") for key, _ in zip(self.keys(table), range(NEAREST_OF), strict=False)]
+        near = difflib.get_close_matches(name, known, 3, 0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"it holds {len(known)} groups; `slimebus buffer ls` lists them"
+        raise UsageError(f"no group {name!r} in the store at {self.path}; {hint}")
+
+    def prompt(self, name: str) -> dict[str, Any] | None:
+        """The prompt record of a group: prompt, label, metadata; None where none is kept."""
+        found = self.get("prompts", name)
+        return None if found is None else msgspec.msgpack.decode(found, type=dict[str, Any])
+
+    def samples(self, name: str) -> Samples | None:
+        """The stored samples of a group; None where it has none."""
+        found = self.get("payloads", name)
+        if found is None:
+            return None
+        header, *frames = unpack_frames(found)
+        return Samples(msgspec.msgpack.decode(header, type=Put), frames)
+
+
+def store_folder(run_dir: Path) -> Path:
+    """The folder of the store of a run directory, or of a backup. Raises UsageError when there is none."""
+    for folder in (run_dir / "broker", run_dir):
+        if (folder / "data.mdb").is_file():
+            return folder
+    why = "it does not exist" if not run_dir.exists() else "the run has not begun, or its durability is memory"
+    raise UsageError(f"no store under {run_dir}/broker: {why}; give the RUN.yaml or the --run-dir of a run that was started")
+
+
+@contextlib.contextmanager
+def moment_of(run_dir: Path) -> Iterator[Moment]:
+    """The store of a run as it is now, also beside a working broker. Raises UsageError for none, or a damaged one."""
+    folder = store_folder(run_dir)
+    is_live = live_endpoint(folder) is not None
+    if not is_live:
+        check_pages(folder)
+    try:
+        env = open_environment(folder, is_readonly=True)
+    except lmdb.Error as bad:
+        raise cannot_open(folder, bad) from None
+    try:
+        with begin(env) as txn:
+            if is_live:
+                check_pages(folder)  # what this transaction sees is not written over while it lasts
+            check_format(folder, txn.get(FORMAT_KEY))
+            yield Moment(folder, txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
+    finally:
+        env.close()
+
+
+def begin(env: Any) -> Any:
+    """A read transaction, of a map that a working broker may have grown meanwhile."""
+    try:
+        return env.begin(buffers=True)
+    except lmdb.MapResizedError:
+        env.set_mapsize(0)  # 0: take the size that the file has now
+        return env.begin(buffers=True)
+
+
+def _table(env: Any, txn: Any, name: str) -> Any:
+    try:
+        return env.open_db(name.encode(), txn=txn, create=False)
+    except lmdb.NotFoundError:
+        return None  # an older store has fewer tables
+
+
+def live_endpoint(folder: Path) -> str | None:
+    """Where the broker that has this store open listens; None when none has."""
+    try:
+        with (folder / "owner.lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return str((json.loads(lock.read() or "{}")).get("endpoint", ""))
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+__all__ = ["STATES", "Damaged", "Moment", "Samples", "live_endpoint", "moment_of", "store_folder"]

@@ -1,0 +1,292 @@
+"""What is written can be listed, exported, imported, verified, saved and brought back, byte for byte."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from broker.buffer.backup import back_up, restore
+from broker.buffer.export import export_jsonl, export_safetensors
+from broker.buffer.imports import read_groups
+from broker.buffer.reader import moment_of
+from broker.buffer.verify import verify
+from broker.state.groups import Group
+from broker.state.table import Meta, StepRecord
+from broker.store import LmdbStore, Write
+from slimebus.errors import DataError, UsageError
+from slimebus.messages import Put
+from slimebus.samples import Sample, decode_group, encode_group
+
+ROOT = Path(__file__).parents[3]
+
+
+def samples(seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in (3, 5):
+        logprobs = rng.normal(size=length).astype(np.float32)
+        logprobs[0] = -np.inf
+        extras = {"teacher": rng.normal(size=(length, 2)).astype(np.float16), "experts": rng.integers(0, 9, (length, 4)).astype(np.uint8)}
+        made.append(
+            Sample(
+                tokens=rng.integers(0, 99, length).astype(np.int32),
+                loss_mask=np.ones(length, np.uint8),
+                rollout_logprobs=logprobs,
+                versions=[(2, length)],
+                reward=float(rng.normal()),
+                metadata={"level": 3},
+                extras=extras,
+            )
+        )
+    return made
+
+
+def put(name: str, seed: int) -> tuple[Put, list[bytes]]:
+    headers, fields, frames = encode_group(samples(seed))
+    return Put(group=name, lease=seed, attempt=1, lineage="L", samples=headers, fields=fields), frames
+
+
+def fill(run_dir: Path) -> None:
+    """Four ready groups, two of them in step 0, one queued and one dead."""
+    store = LmdbStore(run_dir / "broker", is_synced=False)
+    writes = [Write("meta", "meta", msgspec.msgpack.encode(Meta(run="r", next_step=0, cursor=6, ended={"dead": 1})))]
+    names = [f"0/{i}" for i in range(6)]
+    for i, name in enumerate(names):
+        writes.append(Write("prompts", name, msgspec.msgpack.encode({"prompt": f"p{i}", "label": str(i), "metadata": {}})))
+        group = Group(id=name, position=i, phase="queued")
+        if i < 4:
+            header, frames = put(name, i)
+            parts = [msgspec.msgpack.encode(header), *frames]
+            group = Group(id=name, position=i, phase="ready", attempt=1, num_samples=2, num_frames=len(parts), lineage="L")
+            if i < 2:
+                group.phase, group.step = "assigned", 0
+            writes.append(Write("payloads", name, parts))
+        if i == 5:
+            group.phase, group.reason = "dead", "the tool is down"
+        writes.append(Write("ended" if i == 5 else "groups", name, msgspec.msgpack.encode(group)))
+    writes.append(Write("steps", "0", msgspec.msgpack.encode(StepRecord(step=0, version=0, groups=names[:2]))))
+    store.commit(writes)
+    store.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    fill(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "slimebus", "buffer", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "safetensors"])
+def test_groups_are_exported_and_imported_byte_for_byte(run_dir: Path, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"out.{kind}"
+    with moment_of(run_dir) as moment:
+        if kind == "jsonl":
+            with path.open("wb") as file:
+                done = export_jsonl(moment, moment.groups(), file)
+        else:
+            done = export_safetensors(moment, moment.groups(), path)
+        originals = {g.id: moment.samples(g.id) for g in moment.groups()}
+    assert (done.groups, done.samples, done.left_out) == (6, 8, {})
+    incoming = list(read_groups(path, kind))
+    assert [g.message.group for g in incoming] == [f"import/0/{i}" for i in range(6)]
+    for group in incoming:
+        original = originals[group.message.group.removeprefix("import/")]
+        assert msgspec.msgpack.decode(group.frames[0])["prompt"].startswith("p")
+        if original is None:
+            assert not group.message.samples
+            continue
+        assert group.message.lineage == "L"
+        assert group.message.samples == original.header.samples
+        fields = {f.name: bytes(frame) for f, frame in zip(group.message.fields, group.frames[1:], strict=True)}
+        assert fields == {f.name: bytes(frame) for f, frame in zip(original.header.fields, original.frames, strict=True)}
+        assert len(decode_group(group.message.samples, group.message.fields, group.frames[1:])) == 2
+
+
+def test_safetensors_are_read_by_the_library(run_dir: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.numpy")
+    with moment_of(run_dir) as moment:
+        export_safetensors(moment, moment.groups(["ready"]), tmp_path / "x.safetensors")
+    arrays = library.load_file(str(tmp_path / "x.safetensors"))
+    assert np.array_equal(arrays["0/2/1/tokens"], samples(2)[1].tokens)
+    assert np.array_equal(arrays["0/3/0/teacher"], samples(3)[0].extras["teacher"])
+
+
+def test_prompts_only_and_another_version(run_dir: Path, tmp_path: Path) -> None:
+    with moment_of(run_dir) as moment, (tmp_path / "x.jsonl").open("wb") as file:
+        export_jsonl(moment, moment.groups(["ready"]), file)
+    for group in read_groups(tmp_path / "x.jsonl", "jsonl", prompts_only=True):
+        assert (group.message.samples, len(group.frames)) == ([], 1)
+    for group in read_groups(tmp_path / "x.jsonl", "jsonl", as_version=9):
+        assert [s.versions for s in group.message.samples] == [[(9, 3)], [(9, 5)]]
+        assert {s.oldest_version for s in group.message.samples} == {9}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"group": "a", "prompt": 1}', "has no prompt"),
+        ('{"group": "a", "prompt": {"prompt": "p"}, "sample": 0}', "not a sample"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(f'{{"prompt": "good"}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"bad.jsonl:2: .*{reason}"):
+        list(read_groups(file, "jsonl"))
+
+
+def test_a_whole_store_verifies(run_dir: Path) -> None:
+    with moment_of(run_dir) as moment:
+        report = verify(moment)
+    assert report.problems == []
+    assert report.counts == {"meta": 1, "groups": 5, "ended": 1, "prompts": 6, "payloads": 4, "steps": 1}
+    assert report.states == {"assigned": 2, "ready": 2, "queued": 1, "dead": 1}
+
+
+@pytest.mark.parametrize(
+    ("write", "problem"),
+    [
+        (Write("payloads", "0/2", None), "group 0/2: its samples are missing"),
+        (Write("prompts", "0/4", None), "group 0/4: its prompt is missing"),
+        (Write("prompts", "0/5", None), "group 0/5: its prompt is missing"),
+        (Write("payloads", "0/4", [b"x"]), "samples of group 0/4: the group is queued"),
+        (Write("payloads", "0/2", [b"x"]), "samples of group 0/2: 1 frames, its row says 6"),
+        (Write("groups", "0/2", b"\xc1"), "groups 0/2: does not decode"),
+        (Write("groups", "0/0", None), "step 0: its group 0/0 is missing"),
+        (Write("steps", "0", None), "group 0/0: assigned, but in no step"),
+        (Write("meta", "meta", None), "meta: the counters of the run are missing"),
+        (Write("groups", "0/5", msgspec.msgpack.encode(Group(id="0/5", position=5))), "group 0/5: in play and ended"),
+        (Write("groups", "0/9", msgspec.msgpack.encode(Group(id="0/8", position=5))), "group 0/9: its record says it is 0/8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_together_is_named(run_dir: Path, write: Write, problem: str) -> None:
+    store = LmdbStore(run_dir / "broker", is_synced=False)
+    store.commit([write])
+    store.close()
+    with moment_of(run_dir) as moment:
+        assert any(problem in found for found in verify(moment).problems)
+
+
+def test_a_damaged_record_is_named_left_out_of_an_export_and_hides_no_other(run_dir: Path, tmp_path: Path) -> None:
+    data = run_dir / "broker" / "data.mdb"
+    at = data.read_bytes().index(samples(2)[1].extras["teacher"].tobytes())
+    with data.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff\xff")
+    done = command("verify", "--run-dir", str(run_dir))
+    assert done.returncode == 1
+    assert "record '0/2' of table 'payloads' is damaged" in done.stdout
+    out = tmp_path / "rest.jsonl"
+    done = command("export", "--run-dir", str(run_dir), "--out", str(out))
+    assert done.returncode == 1
+    assert "left out group 0/2" in done.stderr
+    assert {json.loads(line)["group"] for line in out.read_text().splitlines()} == {"0/0", "0/1", "0/3", "0/4", "0/5"}
+
+
+def test_a_backup_is_a_run_directory_and_comes_back(run_dir: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    about = back_up(run_dir, saved)
+    assert (about["run"], about["step"], about["groups"]) == ("r", 0, 5)
+    with moment_of(saved) as moment:
+        assert verify(moment).problems == []
+    with pytest.raises(UsageError, match="holds a backup already"):
+        back_up(run_dir, saved)
+    again = restore(saved, run_dir)
+    assert again["set_aside"].endswith("broker.before-restore-1")
+    assert restore(saved, tmp_path / "new")["set_aside"] == ""
+    store = LmdbStore(tmp_path / "new" / "broker", is_synced=True)
+    assert len(list(store.scan("groups"))) == 5
+    with pytest.raises(UsageError, match=r"a broker has the store at .* open; stop it first"):
+        restore(saved, tmp_path / "new")
+    store.close()
+
+
+BESIDE = """
+import sys, time
+from pathlib import Path
+from broker.buffer.reader import begin
+from broker.store.lmdb_store import open_environment
+env = open_environment(Path(sys.argv[1]), is_readonly=True)
+table = env.open_db(b"payloads", create=False)
+print("open", flush=True)
+sys.stdin.readline()
+with begin(env) as txn:
+    print(txn.stat(table)["entries"], len(txn.get(b"19", db=table)))
+"""
+
+
+def test_another_process_that_has_it_open_sees_it_grow(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path / "broker", is_synced=False, map_bytes=1 << 20)
+    store.commit([Write("payloads", "0", b"x")])
+    line = [sys.executable, "-c", BESIDE, str(tmp_path / "broker")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "open\n"
+        for i in range(1, 20):
+            store.commit([Write("payloads", str(i), b"x" * 1_000_000)])
+        out, _ = reader.communicate("\n", timeout=30)
+    assert out.split() == ["20", "1000008"]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ls", "--run-dir", "RUN"], "0/2"),
+        (["ls", "--run-dir", "RUN", "--state", "dead"], "the tool is down"),
+        (["ls", "--run-dir", "RUN", "--reason", "tool", "--json"], '"group": "0/5"'),
+        (["show", "--run-dir", "RUN", "0/2"], "trained token ids: "),
+        (["show", "--run-dir", "RUN", "0/5"], "no samples"),
+        (["show", "--run-dir", "RUN", "0/2", "--json"], '"-inf"'),
+    ],
+)
+def test_a_person_sees(run_dir: Path, words: list[str], expected: str) -> None:
+    done = command(*(str(run_dir) if word == "RUN" else word for word in words))
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ls", "--run-dir", "NOWHERE"], "it does not exist"),
+        (["show", "--run-dir", "RUN", "0/22"], "did you mean 0/2"),
+        (["show", "--run-dir", "RUN"], "no GROUP given"),
+        (["export", "--run-dir", "RUN", "--out", "x.csv"], "neither .jsonl nor .safetensors"),
+        (["drop", "--run-dir", "RUN"], "no GROUP given"),
+        (["drop", "--run-dir", "RUN", "0/2"], "give the RUN.yaml"),
+        (["replay", "--run-dir", "RUN", "0/55"], "did you mean 0/5"),
+        (["import", "--run-dir", "RUN"], "no FILE given"),
+        (["verify", "word"], "is not a RUN.yaml"),
+        (["restore", "--run-dir", "RUN", "--backup", "NOWHERE"], "no store under"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run_dir: Path, words: list[str], expected: str) -> None:
+    places: dict[str, Any] = {"RUN": str(run_dir), "NOWHERE": str(run_dir / "nowhere")}
+    done = command(*(places.get(word, word) for word in words))
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert expected in done.stderr
+
+
+def test_a_truncated_backup_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    back_up(run_dir, tmp_path / "saved")
+    file = tmp_path / "saved" / "broker" / "data.mdb"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 8192)
+    with pytest.raises(UsageError, match="damaged"):
+        restore(tmp_path / "saved", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    shutil.rmtree(tmp_path / "saved")

@@ -1,0 +1,105 @@
+"""Every `slimebus buffer` command beside a live run, then without a broker."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_run import Run
+
+pytestmark = pytest.mark.integration
+
+HOOK = """
+import asyncio, os
+
+async def generate(task, engines):
+    if os.path.exists({flag!r}):
+        raise ValueError("the tool is down")
+    await asyncio.sleep(0.3)
+    return await engines.sample([task])
+"""
+
+
+def test_a_live_run_is_listed_shown_saved_changed_and_brought_back(tmp_path: Path, task: Path) -> None:
+    flag = tmp_path / "down"
+    (tmp_path / "flaky.py").write_text(HOOK.format(flag=str(flag)))
+    changes: dict[str, Any] = {"rollout__num_rollout": 500, "broker__max_attempts": 1, "broker__max_staleness": 3}
+    changes["trainer"] = {"save_interval": 10_000, "tensorboard": False}  # nothing is freed, the trainer begins again at step 0
+    with Run(tmp_path, task, rollout__custom_generate_function_path="flaky.py:generate", **changes) as run:
+
+        def buffer(*words: str, code: int = 0) -> str:
+            command = [sys.executable, "-m", "slimebus", "buffer", *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+            assert "Traceback" not in done.stderr
+            return done.stdout + done.stderr
+
+        def listed(*words: str) -> list[dict[str, Any]]:
+            return [json.loads(line) for line in buffer("ls", here, "--json", *words).splitlines()]
+
+        here = str(run.file)
+        flag.touch()
+        broker, trainer, worker = run.start("broker"), run.start("trainer"), run.start("rollout", name="w1")
+        run.wait_for("dead letters", lambda s: s["groups"]["dead"] >= 3)
+        flag.unlink()
+        run.wait_for("ready groups", lambda s: s["step"] >= 1 and s["groups"]["ready"] >= 2)
+
+        # looked at
+        dead = listed("--state", "dead")
+        assert len(dead) >= 3
+        assert all("the tool is down" in row["reason"] for row in dead)
+        table = buffer("ls", here, "--state", "dead", "--limit", "2")
+        assert dead[0]["group"] in table
+        assert "dead" in table.splitlines()[-1]
+        shown = buffer("show", here, dead[0]["group"])
+        assert "prompt: " in shown
+        assert "no samples" in shown
+        committed = next(row for row in listed("--state", "ready", "--state", "committed") if row["num_samples"])
+        whole = json.loads(buffer("show", here, "--json", committed["group"]))
+        assert len(whole["samples"]) == 4
+        assert len(whole["samples"][0]["tokens"]) == whole["samples"][0]["num_tokens"]
+        assert "no group '0/99999x'" in buffer("show", here, "0/99999x", code=2)
+
+        # saved
+        assert buffer("verify", here).startswith("ok: ")
+        out = tmp_path / "groups.jsonl"
+        buffer("export", here, "--out", str(out), "--state", "ready", "--state", "committed", "--state", "dead")
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert {row["state"] for row in rows} >= {"dead", "committed"}
+        buffer("export", here, "--out", str(tmp_path / "one.safetensors"), committed["group"])
+        saved = tmp_path / "saved"
+        buffer("backup", here, "--out", str(saved))
+        assert buffer("verify", "--run-dir", str(saved)).startswith("ok: ")
+        assert len([json.loads(line) for line in buffer("ls", "--run-dir", str(saved), "--json").splitlines()]) >= len(dead)
+
+        # changed
+        first, second, *_ = [row["group"] for row in dead]
+        assert f"{first}: queued" in buffer("replay", here, first)
+        assert f"{second}: dropped" in buffer("drop", here, second, "--why", "no longer wanted")
+        assert "refused" in buffer("drop", here, committed["group"], code=1) or committed["state"] == "ready"
+        run.wait_for("the replayed group", lambda s: s["moves"].get("dead>queued replayed") == 1)
+        prompts = tmp_path / "more.jsonl"
+        prompts.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "2+2=", "label": "4"}\n')
+        assert "import/more.jsonl/1: queued" in buffer("import", here, str(prompts))
+        assert "here already" in buffer("import", here, str(prompts))
+        run.wait_for("imported prompts are sampled", lambda s: s["moves"].get("import>queued") == 2)
+        assert "import/" in buffer("import", here, str(out), "--prompts-only")
+
+        # brought back
+        for process in (broker, trainer, worker):
+            process.kill()
+        assert "a broker" not in buffer("verify", here)
+        assert "before-restore" in buffer("restore", here, "--backup", str(saved))
+        assert buffer("verify", here).startswith("ok: ")
+        back = {row["group"]: row["state"] for row in listed()}
+        assert back[second] == "dead", "dropped after the backup"
+        assert f"{second}: queued" in buffer("replay", here, second), "without a broker"
+        assert {row["group"]: row["state"] for row in listed("--state", "queued")}[second] == "queued"
+        for role in ("broker", "trainer"):
+            run.start(role)
+        run.start("rollout", name="w2")
+        run.wait_for("the run goes on", lambda s: s["moves"].get("assigned>committed trained", 0) > 0 and 2 <= s["step"] < 400)

@@ -1,0 +1,82 @@
+"""A trainer written from docs/protocol.md alone. `python -I standalone_trainer.py ADDRESS STEPS`. It checks every byte it fetches."""
+
+import os
+import sys
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import msgpack
+from standalone_bus import Bus
+from standalone_samples import sample
+
+ITEM_BYTES = {"int32": 4, "uint8": 1, "float32": 4, "int16": 2}
+
+
+def check(group: str, record: dict[str, Any], frames: list[bytes]) -> int:
+    """Every field of every sample is what the worker made, byte for byte; the number of samples."""
+    assert record["group"] == group
+    assert len(record["fields"]) == len(frames)
+    for field, frame in zip(record["fields"], frames, strict=True):
+        start = 0
+        for i, shape in enumerate(field["shapes"]):
+            size = ITEM_BYTES[field["dtype"]]
+            for n in shape:
+                size *= n
+            assert frame[start : start + size] == sample(group, i)[field["name"]], (group, i, field)
+            start += size
+        assert start == len(frame)
+    for i, header in enumerate(record["samples"]):
+        assert header["num_tokens"] == sample(group, i)["T"]
+        assert header["reward"] == 0.5 + i
+        assert header["metadata"] == {"index": i}
+    return len(record["samples"])
+
+
+def batch_of(bus: Bus, step: int) -> dict[str, Any]:
+    """The groups of a step, when there are enough of them."""
+    while True:
+        bus.beat()
+        kind, told, _ = bus.ask("batch", {"step": step, "wait_s": bus.heartbeat_s / 2})
+        assert kind == "batch_reply", kind
+        assert told["step"] == step
+        if told.get("groups"):
+            return told
+
+
+def fetch(bus: Bus, groups: list[str]) -> int:
+    """Fetch the groups one by one and check them; the number of samples."""
+    samples = 0
+    for group in groups:
+        kind, told, frames = bus.ask("fetch", {"groups": [group]})
+        assert kind == "fetch_reply", kind
+        assert told["num_frames"] == [len(frames)]
+        samples += check(group, msgpack.unpackb(frames[0]), frames[1:])
+    return samples
+
+
+def main() -> None:
+    bus = Bus(sys.argv[1], "stand-alone trainer", "trainer")
+    bus.ask("resume", {"step": 0, "version": 0, "lineage": bus.instance})
+    bus.ask("publish", {"lineage": bus.instance, "version": 0, "publishers": []})
+    trained: list[str] = []
+    samples = 0
+    for step in range(int(sys.argv[2])):
+        told = batch_of(bus, step)
+        groups = [group for group, *_ in told["groups"]]
+        samples += fetch(bus, groups)
+        if told.get("next_version", -1) > told["version"]:
+            bus.ask("publish", {"lineage": bus.instance, "version": told["next_version"], "publishers": []})
+        bus.ask("commit", {"step": step, "checkpoint": step + 1, "unused": {groups[0]: "shown"}, "metrics": {"loss": 0.5}})
+        trained += groups
+        print(f"step {step}", flush=True)
+    bus.ask("finish", {"reason": "enough"})
+    while not bus.is_finished:
+        bus.beat()
+    bus.leave()
+    assert len(trained) == len(set(trained))
+    print({"groups": len(trained), "samples": samples, "repeats": bus.repeats})
+
+
+if __name__ == "__main__":
+    main()
