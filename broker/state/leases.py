@@ -27,6 +27,7 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
+    SampleHeader,
     has_failed,
 )
 
@@ -290,15 +291,24 @@ def check_samples(done: Put | GiveBack, num_frames: int) -> None:
     if num_frames != len(done.fields):
         raise ProtocolError(f"{where}: {num_frames} bulk frames for {len(done.fields)} fields")
     for i, sample in enumerate(done.samples):
-        runs = sum(length for _, length in sample.versions)
-        if sample.num_tokens > MAX_TOKENS:
-            raise ProtocolError(f"{where}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
-        if runs != sample.num_tokens or any(length < 0 or version < NO_VERSION for version, length in sample.versions):
-            raise ProtocolError(f"{where}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
-        if not 0 <= sample.num_trainable <= sample.num_tokens:
-            raise ProtocolError(f"{where}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
-        if sample.oldest_version != NO_VERSION and all(version != sample.oldest_version for version, _ in sample.versions):
-            raise ProtocolError(f"{where}, sample {i}: no run of its oldest version {sample.oldest_version}")
+        problem = _problem_of(sample)
+        if problem:
+            raise ProtocolError(f"{where}, sample {i}: {problem}")
+
+
+def _problem_of(sample: SampleHeader) -> str:
+    runs, is_sound, has_oldest = 0, True, sample.oldest_version == NO_VERSION
+    for version, length in sample.versions:
+        runs += length
+        is_sound = is_sound and length >= 0 and version >= NO_VERSION
+        has_oldest = has_oldest or version == sample.oldest_version
+    if sample.num_tokens > MAX_TOKENS:
+        return f"{sample.num_tokens} tokens; at most {MAX_TOKENS}"
+    if runs != sample.num_tokens or not is_sound:
+        return f"version runs cover {runs} of {sample.num_tokens} tokens"
+    if not 0 <= sample.num_trainable <= sample.num_tokens:
+        return f"{sample.num_trainable} trained of {sample.num_tokens} tokens"
+    return "" if has_oldest else f"no run of its oldest version {sample.oldest_version}"
 
 
 def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
