@@ -6,7 +6,8 @@
 The group stays one group: admission counts it once and the first put decides. Of two leases either may end (expired, given back, its worker
 gone, every sample failed) without harm to the other, and that counts as no failed attempt; only the last one decides what becomes
 of the group, but for `drop`: what a filter refused is refused. Never hedged: evaluations, groups that would be too stale, and groups whose
-worker serves a newer version than the one that asks.
+worker serves a newer version than the one that asks. Nor groups of many attempts: one that ends its workers would
+never have a last lease, and never be dead.
 """
 
 from broker.state import admission
@@ -18,6 +19,8 @@ from slimebus.messages import NO_VERSION
 MIN_MEASURED = 8
 """Groups that must have been put before it is known what is usual."""
 MAX_LOSERS = 4096
+MAX_ATTEMPTS_TIMES = 2
+"""Times `max_attempts`: a group of so many attempts, hedges among them, is not hedged again."""
 WASTE = "hedged: another put came first"
 TIMER = ("hedge",)
 
@@ -63,9 +66,13 @@ def _slow(state: State, now: float, after_s: float) -> list[Group]:
     for lease, group in state.groups.by_lease.items():
         if not _is_slow(state.lease_since[lease], now, after_s):
             break  # leases stand in the order in which they were granted
-        if group.kind == TRAIN and group.second is None:
+        if group.kind == TRAIN and group.second is None and _is_worth_it(state, group):
             found.append(group)
     return found
+
+
+def _is_worth_it(state: State, group: Group) -> bool:
+    return max(group.attempt, group.hedge_attempt) < MAX_ATTEMPTS_TIMES * state.rules.max_attempts
 
 
 def _may_take(state: State, client: Client, parked: ParkedLease, group: Group) -> bool:

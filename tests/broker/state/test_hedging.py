@@ -262,3 +262,17 @@ def test_evaluations_are_never_hedged(new_desk: Any) -> None:
     number = hedged.wait("w2")
     hedged.desk.pass_time(500.0)
     assert number not in hedged.desk.answers
+
+
+def test_a_group_that_ends_its_workers_is_dead_in_the_end_though_it_is_hedged(new_desk: Any) -> None:
+    """Of two leases either may end uncounted; were the other always hedged again, no attempt would ever be the last."""
+    hedged = Hedged(new_desk, max_attempts=2)
+    desk = hedged.desk
+    for turn in range(20):
+        if hedged.slow.group not in desk.state.groups.by_id:
+            break
+        for name in ("w1", "w2"):
+            desk.join(name, "rollout", instance=f"{name}-{turn}")
+            hedged.wait(name)
+            desk.pass_time(40.0)
+    assert desk.store.get("ended", hedged.slow.group) is not None
