@@ -8,7 +8,8 @@ from collections.abc import Collection
 
 from broker.state import bounds, hedging
 from broker.state.effects import Event
-from broker.state.table import Client, State
+from broker.state.records import Client
+from broker.state.table import State
 from slimebus import protocol
 from slimebus.envelope import error_reply
 from slimebus.errors import Fenced, ProtocolError, SlimebusError
