@@ -74,10 +74,12 @@ class StatefulSource(PromptSource, Protocol):
 
 @runtime_checkable
 class ReportingSource(PromptSource, Protocol):
-    """A source that has something to say in the status."""
+    """A source that has something to say in the status. skipped: malformed prompts left out, the first ones with place and reason."""
+
+    skipped: list[str]
 
     def report(self) -> dict[str, Any]:
-        """What to show under `source`."""
+        """What to show under `source`: names to numbers or text."""
 
 
 class GroupResult(msgspec.Struct, kw_only=True):
