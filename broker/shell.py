@@ -19,6 +19,7 @@ from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
 from broker.payload import assembled
 from broker.source import FileRows
+from broker.state.bounds import bounds
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
@@ -49,9 +50,9 @@ from slimebus.errors import UsageError
 from slimebus.messages import Error, Field, Hint, Status
 from slimebus.security.keyring import Keyring
 from slimebus.transport.server import (
-    DEFAULT_MAX_CONNECTIONS,
     DEFAULT_MAX_MESSAGE_BYTES,
     REBIND_S,
+    Limits,
     Request,
     Server,
     bind_socket,
@@ -65,6 +66,10 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
+MAX_HINTS = 16
+"""Hints that wait for a subscriber that reads none; more are dropped, as hints may be."""
+SUBSCRIBE_ALL = b"\x01"
+MAX_SUBSCRIPTION_BYTES = 256
 RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
@@ -72,7 +77,7 @@ class Broker:
     """A bound broker with its state read back. `endpoint` and `hints_endpoint` are the addresses it got.
 
     eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
-    Raises UsageError for an address in use or a store of another run.
+    limits: of the ROUTER. Raises UsageError for an address in use or a store of another run.
     """
 
     def __init__(
@@ -88,16 +93,14 @@ class Broker:
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        limits: Limits | None = None,
         keyring: Keyring | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
         self.metrics = MetricsFile(metrics_path, self.clock)
         self._held: Held | None = None
-        self.server = Server(
-            bind, run=run, name="broker", max_message_bytes=max_message_bytes, max_connections=max_connections, keyring=keyring
-        )
+        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
         self.guard = Guard(self.server, keyring) if keyring is not None else None
         self.endpoint = self.server.endpoint
         try:
@@ -308,13 +311,19 @@ class Broker:
 
     def _outside(self) -> dict[str, Any]:
         """What the status says of this process's sockets."""
-        return {"security": security(self.endpoint, self.guard.keyring if self.guard else None)}
+        return {
+            "security": security(self.endpoint, self.guard.keyring if self.guard else None),
+            "bounds": bounds(self.machine.state) | self.server.bounds(),
+            "refused": dict(self.server.refused),
+        }
 
     # --- hints ---
 
     def _open_hints(self, address: str, *, patience_s: float = 0.0) -> None:
         self.hints = self.server.context.socket(zmq.XPUB)
         self.hints.linger = 200
+        self.hints.sndhwm, self.hints.rcvhwm, self.hints.maxmsgsize = MAX_HINTS, MAX_HINTS, MAX_SUBSCRIPTION_BYTES
+        self.hints.setsockopt(zmq.XPUB_MANUAL, 1)
         self.server.doorman.guard(self.hints)
         self.hints_endpoint = bind_socket(self.hints, address, patience_s=patience_s)
 
@@ -333,7 +342,9 @@ class Broker:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
         while has_input(self.hints):
-            is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
+            if self.hints.recv(zmq.NOBLOCK) == SUBSCRIBE_ALL:  # other topics are never sent, and would only fill the memory
+                self.hints.setsockopt(zmq.SUBSCRIBE, b"")
+                is_new = True
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)
 

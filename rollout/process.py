@@ -13,9 +13,12 @@ from slimebus import joining, logs
 from slimebus.config import Resolved
 from slimebus.launch import interrupt_on_sigterm
 from slimebus.messages import Welcome
+from slimebus.security.exposure import check_bind
 from slimebus.transport.client import Client
 
 log = logging.getLogger("rollout")
+
+LOOPBACK = "tcp://127.0.0.1:0"
 
 
 def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debug: bool) -> None:
@@ -23,6 +26,11 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     logs.set_up("rollout", debug=debug)
     interrupt_on_sigterm()
     model_dir = resolved.model_dir
+    check_bind(
+        *(resolved.config.weights.fanout_bind or LOOPBACK, "weights.fanout_bind"),
+        has_keys=resolved.keys_path is not None,
+        insecure=resolved.config.security.insecure,
+    )
     client = joining.client_of(resolved, broker, role="rollout", name=name or joining.process_name("worker"))
     client.rejoins = True
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines import Engines
+from rollout.relay import Relay
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
@@ -59,9 +60,10 @@ class WeightSync:
         on_change: Callable[[], None],
         pair: Callable[[], KeyPair | None] = lambda: None,
         disk: Path | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
-        self.disk = disk
+        self.disk, self.relay = disk, relay
         self._pair, self._pair_used = pair, pair()
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
@@ -140,7 +142,9 @@ class WeightSync:
         from slimebus.weights.puller import WeightPuller
 
         if not publishers[0].startswith(SCHEME):
-            return WeightPuller(publishers, pair=self._pair_used)
+            if self.relay is None:
+                return WeightPuller(publishers, pair=self._pair_used)
+            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address)
         if self.disk is None:
             raise SlimebusError(
                 f"the trainer writes its weights to {publishers[0]}; "

@@ -17,6 +17,7 @@ import msgspec
 from rollout import partials
 from rollout.engines import Engines
 from rollout.groups import Dropped, GroupMaker
+from rollout.relay import Relay
 from rollout.tokenizer import Tokenizer
 from rollout.weight_sync import WeightSync
 from slimebus.config import Resolved
@@ -63,6 +64,7 @@ class Worker:
         self.model_dir: Path = resolved.model_dir
         self.engines = self._make_engines()
         self.sync: WeightSync | None = None
+        self.relay: Relay | None = None
         self.counts = Counts()
         self.busy = BusyMeter()
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -108,6 +110,7 @@ class Worker:
         assert self.engines is not None
         w = self.config.weights
         credentials = self.client.credentials
+        self.relay = Relay(self.client, w) if w.fanout_bind else None
         return WeightSync(
             self.engines,
             self.model_dir,
@@ -116,6 +119,7 @@ class Worker:
             on_change=self._on_new_version,
             pair=lambda: credentials.pair if credentials else None,
             disk=self.resolved.weights_dir,
+            relay=self.relay,
         )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -159,6 +163,8 @@ class Worker:
             await self.engines.stop()
         if self.sync is not None:
             self.sync.close()
+        if self.relay is not None:
+            self.relay.close()
         self.writer.close()
 
     # --- leasing ---
@@ -348,6 +354,7 @@ class Worker:
                 "pull_failures": float(self.sync.failures),
                 "sync_s": self.sync.last_sync_s,
                 "pulled_bytes": float(self.sync.pulled_bytes),
+                "passed_on_bytes": float(self.relay.server.sent_bytes if self.relay else 0),
             }
         return values
 
@@ -356,6 +363,8 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
+        if self.relay is not None:
+            self.relay.pullers.refresh()
         self._threadsafe(self._on_news, reply)
 
     def _on_news(self, news: HeartbeatReply | Hint) -> None:

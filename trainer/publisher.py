@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimebus.config.schema import WeightsConfig
-from slimebus.messages import Keys, KeysReply, Publish
-from slimebus.security.keyring import TaughtKeyring
-from slimebus.transport.client import Client, Reply
+from slimebus.messages import Publish
+from slimebus.security.pullers import Pullers
+from slimebus.transport.client import Client
 from slimebus.weights.disk_chain import DiskChain
-from slimebus.weights.link import with_key
+from slimebus.weights.link import advertised, with_key
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionInfo, VersionStore
 
@@ -29,7 +29,7 @@ class Publisher:
 
     def __init__(self, client: Client, config: WeightsConfig, first_version: int, *, disk: Path | None = None) -> None:
         self.client = client
-        self.pullers = pullers_of(client)
+        self.pullers = Pullers(client)
         self.lineage = secrets.token_hex(6)
         self.chain: DiskChain | None = None
         self.server: WeightServer | None = None
@@ -38,9 +38,9 @@ class Publisher:
             self.chain = DiskChain(disk, self.lineage, keep=config.weights_keep)
             self.address = self.chain.address
         else:
-            self.server = WeightServer(self.store, bind=config.weights_bind, keyring=self.pullers)
-            public = self.pullers.pair.public if self.pullers else ""
-            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise), public)
+            keyring, degree = self.pullers.keyring, config.weights_fanout
+            self.server = WeightServer(self.store, bind=config.weights_bind, keyring=keyring, degree=degree)
+            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise), self.pullers.public)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
         self._newest: VersionInfo | None = None
@@ -74,16 +74,6 @@ class Publisher:
             "encode_s": made.encode_s,
         }
 
-    def learn_pullers(self) -> None:
-        """Ask the broker whose keys may pull, and take over the answer when it comes. Does not wait; nothing without keys."""
-        if self.pullers is not None:
-            self.client.submit(Keys(have=self.pullers.generation)).add_done_callback(self._learnt)
-
-    def _learnt(self, future: "Future[Reply]") -> None:
-        if self.pullers is None or future.cancelled() or future.exception() is not None:
-            return
-        take_over(self.pullers, future.result())
-
     def wait(self) -> None:
         """Until the last publish is announced. Raises what made it fail."""
         if self._pending is not None:
@@ -97,21 +87,6 @@ class Publisher:
             self.server.close()
 
 
-def pullers_of(client: Client) -> TaughtKeyring | None:
-    """The keys that may pull weights, as the broker tells them; None when this trainer has no key. Raises SlimebusError."""
-    if client.credentials is None:
-        return None
-    pullers = TaughtKeyring(client.credentials.pair)
-    take_over(pullers, client.call(Keys(), timeout_s=60.0))
-    return pullers
-
-
-def take_over(pullers: TaughtKeyring, reply: Reply) -> None:
-    """Learn the list of a keys_reply; one without a list says that ours is the newest."""
-    if isinstance(reply.message, KeysReply) and reply.bulk:
-        pullers.learn(reply.message.generation, reply.bulk[0])
-
-
 def _copy(tensor: "torch.Tensor") -> "NDArray[np.uint16]":
     """The tensor as bfloat16 bits that later updates do not touch."""
     import torch
@@ -120,10 +95,3 @@ def _copy(tensor: "torch.Tensor") -> "NDArray[np.uint16]":
 
     bits = to_bf16(tensor)
     return bits.copy() if tensor.dtype == torch.bfloat16 else bits  # rounding copies; bfloat16 may be a view of the live weights
-
-
-def advertised(endpoint: str, host: str) -> str:
-    """The address workers are told: the bound one, with `host` instead of its own where given."""
-    if not host:
-        return endpoint
-    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"

@@ -6,7 +6,7 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from collections.abc import Collection
 
-from broker.state import hedging
+from broker.state import bounds, hedging
 from broker.state.effects import Event
 from broker.state.table import Client, State
 from slimebus import protocol
@@ -115,6 +115,7 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
     if known is not None and known.instance == hello.instance and known.role == hello.role and known.key == event.key:
         heard(state, known, now)
         return known
+    _make_room(state, known)
     former = [] if known is None else [*known.former, known.instance][-MAX_FORMER:]
     if known is not None:
         state.note(f"{event.sender} was restarted; its older process is fenced")
@@ -139,6 +140,16 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)
     return client
+
+
+def _make_room(state: State, known: Client | None) -> None:
+    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
+    if known is not None or len(state.clients) < state.rules.max_clients:
+        return
+    for client in [c for c in state.clients.values() if c.is_gone and not c.is_fenced]:
+        _forget(state, client)
+    if len(state.clients) >= state.rules.max_clients:
+        raise bounds.hit(state, "max_clients", f"{len(state.clients)} processes have joined")
 
 
 def _refuse_other_key(event: Event, client: Client) -> None:

@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from broker.state import admission, evaluation, hedging, partials, prompts, staleness
+from broker.state import admission, bounds, evaluation, hedging, partials, prompts, staleness
 from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
@@ -17,7 +17,7 @@ from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
 from broker.state.rules import Sampling
 from broker.state.table import Client, ParkedLease, State
 from broker.state.timers import bounded_wait
-from slimebus.errors import ProtocolError, SlimebusError
+from slimebus.errors import ProtocolError
 from slimebus.messages import (
     NO_VERSION,
     GiveBack,
@@ -55,7 +55,11 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
     if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
         deal(state, now)  # those before it in the same burst may have their groups now
     if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
-        raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
+        raise bounds.hit(state, "max_parked", f"{len(state.parked_leases)} lease requests wait already")
+    if key not in state.parked_leases and bounds.has_too_many_parked(state, client.name):
+        raise bounds.hit(
+            state, "max_parked_per_client", f"{state.rules.max_parked_per_client} lease requests of {client.name} wait already"
+        )
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
     state.newly_parked[key] = now + bounded_wait(ask.wait_s)
     if not ask.wait_s > 0:

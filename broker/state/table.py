@@ -298,6 +298,7 @@ class State:
         self.recent_puts: dict[int, str] = {}
         self.finished_said = False
         self.had_members = False
+        self.bound_hits: dict[str, int] = {}
         self.disk_full = ""
         self.store: dict[str, Any] = {}
         self._saved_meta = b""

@@ -1,6 +1,6 @@
 """What the holder of a key of each role may ask for. What is not listed is refused.
 
-rollout    lease, put, give back; pull weights
+rollout    lease, put, give back; pull weights, and learn the allow-list to pass them on
 trainer    resume, batch, fetch, commit, publish, finish; learn the allow-list; pull weights
 client     a person or a tool: evaluate, change settings, push prompts, change the buffer
 consumer   read groups, put late fields; pull weights
@@ -13,7 +13,7 @@ MEMBERSHIP = frozenset({"hello", "heartbeat", "goodbye", "status"})
 PULL = frozenset({"manifest_request", "chunk_request"})
 
 MAY: dict[str, frozenset[str]] = {
-    "rollout": MEMBERSHIP | PULL | {"lease", "put", "give_back"},
+    "rollout": MEMBERSHIP | PULL | {"lease", "put", "give_back", "keys"},
     "trainer": MEMBERSHIP | PULL | {"resume", "publish", "batch", "fetch", "commit", "finish", "keys"},
     "client": MEMBERSHIP | {"evaluate", "set", "push", "edit", "import"},
     "consumer": MEMBERSHIP | PULL | {"read", "put_fields"},

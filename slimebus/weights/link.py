@@ -27,6 +27,13 @@ def with_key(address: str, public: str) -> str:
     return f"{address}{KEY_MARK}{public}" if public else address
 
 
+def advertised(endpoint: str, host: str) -> str:
+    """The address others are told: the bound one, with `host` instead of its own where given."""
+    if not host:
+        return endpoint
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+
+
 class Answer(NamedTuple):
     """A reply, or the error it carried, by the id of its request. Bulk frames are buffers of the message, not copies."""
 

@@ -88,6 +88,21 @@ def test_the_machine_wakes_for_it(hedged: Hedged) -> None:
     assert hedged.desk.machine.next_deadline() <= hedged.desk.now + 30.0
 
 
+@pytest.mark.parametrize("tenths", range(40))
+def test_the_wake_up_is_never_too_early_to_act(new_desk: Any, tenths: int) -> None:
+    """Woken at the time it asked for, it acts: were it a rounding error too early, it would be woken again at once, for ever."""
+    hedged = Hedged(new_desk, hedge_after=1.0 + tenths / 10)
+    hedged.desk.pass_time(0.1 * tenths)
+    number = hedged.wait()
+    desk = hedged.desk
+    for _ in range(50):
+        if number in desk.answers:
+            break
+        desk.now = max(desk.now, desk.machine.next_deadline())
+        desk.pass_time(0.0)
+    assert desk.answers[number].groups
+
+
 def test_the_worker_that_holds_it_does_not_get_it_again_and_nobody_a_third_time(hedged: Hedged) -> None:
     number = hedged.wait("w1")
     hedged.desk.pass_time(100.0)

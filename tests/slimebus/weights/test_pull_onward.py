@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from slimebus.weights.link import Link
+from slimebus.errors import WeightsError
+from slimebus.security.allow_list import grant
+from slimebus.security.key_file import KeyPair, make_pair
+from slimebus.security.keyring import TaughtKeyring, rows_of
+from slimebus.weights.link import Link, with_key
 from slimebus.weights.messages import ManifestRequest
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Target
@@ -132,3 +136,32 @@ def test_a_worker_that_passes_nothing_on_pulls_all_the_same(model: Any, check: A
         plain = WeightPuller([crowd.publisher.endpoint])
         check(plain.pull(deadline_s=10.0), model)
         plain.close()
+
+
+def keyring(pair: KeyPair, grants: dict[str, Any]) -> TaughtKeyring:
+    made = TaughtKeyring(pair)
+    made.learn(1, rows_of(grants))
+    return made
+
+
+def test_with_keys_workers_pull_from_each_other_and_a_stranger_from_nobody(model: Any, check: Any) -> None:
+    pairs = {name: make_pair() for name in ("trainer", "w1", "w2", "stranger")}
+    grants = {pairs[name].public: grant(name, "rollout") for name in ("w1", "w2")}
+    store = VersionStore()
+    store.publish(model)
+    publisher = WeightServer(store, degree=1, keyring=keyring(pairs["trainer"], grants))
+    address = with_key(publisher.endpoint, pairs["trainer"].public)
+    servers, pullers = [publisher], []
+    for name in ("w1", "w2"):
+        onward = Onward()
+        servers.append(WeightServer(onward, keyring=keyring(pairs[name], grants)))
+        serves = with_key(servers[-1].endpoint, pairs[name].public)
+        pullers.append(WeightPuller([address], onward=onward, serves=serves, pair=pairs[name]))
+        check(pullers[-1].pull(deadline_s=10.0), model)
+    assert pullers[1].counts.from_workers == 1
+    assert servers[1].sent_bytes == store.newest.total_bytes
+    pullers.append(WeightPuller([with_key(servers[1].endpoint, pairs["w1"].public)], pair=pairs["stranger"], stall_s=0.2))
+    with pytest.raises(WeightsError):
+        pullers[-1].pull(deadline_s=1.0)
+    for closable in (*pullers, *servers):
+        closable.close()
