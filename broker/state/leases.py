@@ -332,6 +332,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
             state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     describe(group, done)
+    group.steps_behind = _steps_behind(state, group)
     if group.second is not None and staleness.is_stale(state, group, state.next_unassigned):
         state.wasted("stale", 1, group.num_tokens)
         hedging.end_one(state, group, done.lease, "stale")
@@ -355,6 +356,11 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     else:
         state.save("payloads", group.id, [event.body, *event.bulk])
     return PutReply(result="accepted")
+
+
+def _steps_behind(state: State, group: Group) -> int:
+    made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
+    return max(made_after, group.partial_steps)
 
 
 def describe(group: Group, done: Put) -> None:
