@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 ZERO_VARIANCE = "zero_variance"
+CONFIRM_TIMEOUT_S = 600.0
+"""As long as a commit waits for a broker that is away."""
 
 
 class StepBatch:
@@ -128,6 +130,10 @@ class Bus:
             *(step, values["reward"], values.get("loss", 0.0), values["lag_mean"], values["lag_max"]),
             *(values["num_tokens"], values["train_s"], values["wait_s"]),
         )
+
+    def confirm(self) -> None:
+        """Return when the broker says that this is still the run's trainer. Raises Fenced when another has taken its place."""
+        self.client.call(self._beat(), timeout_s=CONFIRM_TIMEOUT_S)
 
     def finish(self) -> None:
         """Serve the last version until the broker says that evaluation and workers are done, then stop."""

@@ -7,7 +7,7 @@ A checkpoint is a trusted file: Megatron's format holds pickles. Load only your 
 import contextlib
 import json
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,18 @@ from trainer.model import Model
 SHARDING = "fully_reshardable"
 
 
-def save_checkpoint(folder: str | Path, model: Model, optimizer: Any, state: dict[str, Any], *, keep: int) -> Path:
+def save_checkpoint(
+    folder: str | Path, model: Model, optimizer: Any, state: dict[str, Any], *, keep: int, confirm: Callable[[], None] = lambda: None
+) -> Path:
     """Write DIR/step_N for state["step"] = N and make it the latest; only the newest `keep` remain. Every rank calls it.
 
-    Returns the folder. A crash at any moment leaves the checkpoint before in place.
+    Returns the folder. A crash at any moment leaves the checkpoint before in place. confirm: asked on the main rank before anything is
+    written and again before the checkpoint becomes the latest; when it raises, the one before stays.
     """
     target = Path(folder) / f"step_{state['step']:08d}"
     building = target.with_name(target.name + ".part")
     if parallel.is_main_rank():
+        confirm()
         clear_unfinished(Path(folder))
         building.mkdir(parents=True)
     dist.barrier()
@@ -45,6 +49,7 @@ def save_checkpoint(folder: str | Path, model: Model, optimizer: Any, state: dic
     dist.barrier()
     if parallel.is_main_rank():
         (building / "state.json").write_text(json.dumps(state))
+        confirm()
         finish(building, target, keep)
     dist.barrier()
     return target

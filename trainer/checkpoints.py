@@ -1,6 +1,7 @@
 """When the loop saves and where it resumes: policy of files around Policy.save_checkpoint."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,14 +35,15 @@ class Checkpoints:
         log.info("resumed at step %d from %s", self.durable, found)
         return self.durable, extra.get("version", self.durable // self.update_interval)
 
-    def save_if_due(self, policy: "Policy", next_step: int, version: int) -> int:
+    def save_if_due(self, policy: "Policy", next_step: int, version: int, confirm: Callable[[], None]) -> int:
         """Save when the interval or the end says so, with the version that `next_step` trains.
 
-        The step that the newest durable checkpoint goes on with.
+        The step that the newest durable checkpoint goes on with. confirm: raises Fenced when another trainer has taken this one's place;
+        a checkpoint of an abandoned timeline must never be what its successor resumes from.
         """
         due = self.interval and next_step % self.interval == 0
         if due or next_step == self.num_rollout:
-            policy.save_checkpoint(str(self.directory), next_step, {"version": version}, keep=self.keep)
+            policy.save_checkpoint(str(self.directory), next_step, {"version": version}, keep=self.keep, confirm=confirm)
             self.durable = next_step
         return self.durable
 

@@ -36,7 +36,7 @@ def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: R
             version += 1
             publish(policy, bus)
         published = time.monotonic()
-        saved = checkpoints.save_if_due(policy, step + 1, version)
+        saved = checkpoints.save_if_due(policy, step + 1, version, bus.confirm if bus else lambda: None)
         if bus and batch:
             times = {
                 "wait_s": taken - started,

@@ -1,6 +1,6 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name, checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,15 +95,24 @@ class Policy:
 
             write_folder(folder, tensors, self.settings.model.hf_checkpoint, self.settings.model.dtype)
 
-    def save_checkpoint(self, folder: str, step: int, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
+    def save_checkpoint(
+        self,
+        folder: str,
+        step: int,
+        extra: dict[str, Any] | None = None,
+        *,
+        keep: int = 2,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write `folder`/step_N and point `folder`/latest at it once it is whole; the newest `keep` remain. Every rank calls it.
 
-        `extra` is a small JSON dictionary (rank 0's counts) that load_checkpoint gives back.
+        `extra` is a small JSON dictionary (rank 0's counts) that load_checkpoint gives back. confirm: raises on the main rank when this
+        process may not write checkpoints any more; then the one before stays the latest.
         """
         from trainer.checkpoint import save_checkpoint
 
         state = {"step": step, "num_updates": self.num_updates, "extra": extra or {}}
-        save_checkpoint(folder, self.model, self.optimizer, state, keep=keep)
+        save_checkpoint(folder, self.model, self.optimizer, state, keep=keep, confirm=confirm)
 
     def load_checkpoint(self, folder: str) -> tuple[int, dict[str, Any]]:
         """Continue from the newest checkpoint under `folder` exactly as if there had been no stop; (step, extra). Every rank calls it.

@@ -30,7 +30,7 @@ def offer(state: State, now: float) -> list[tuple[ParkedLease, Group]]:
     after_s = threshold_s(state)
     if not after_s or not state.parked_leases or state.meta.finishing or state.disk_full:
         return []
-    slow = _slow(state, now - after_s)
+    slow = _slow(state, now, after_s)
     granted = []
     for parked in list(state.parked_leases.values()):
         client = state.clients.get(parked.client)
@@ -52,11 +52,16 @@ def threshold_s(state: State) -> float:
     return state.rules.hedge_after * quantile(state.pace.group_seconds, 0.5)
 
 
-def _slow(state: State, since: float) -> list[Group]:
-    """Groups leased once, at this time or before, oldest lease first."""
+def _is_slow(since: float, now: float, after_s: float) -> bool:
+    """One expression for both questions below: asked at the time that the timer was set for, the answer must be yes."""
+    return since + after_s <= now
+
+
+def _slow(state: State, now: float, after_s: float) -> list[Group]:
+    """Groups leased once, so long ago or longer, oldest lease first."""
     found = []
     for lease, group in state.groups.by_lease.items():
-        if state.lease_since[lease] > since:
+        if not _is_slow(state.lease_since[lease], now, after_s):
             break  # leases stand in the order in which they were granted
         if group.kind == TRAIN and group.second is None:
             found.append(group)
@@ -95,7 +100,11 @@ def _grant(state: State, client: Client, parked: ParkedLease, group: Group, now:
 
 def _look_again(state: State, now: float, after_s: float) -> None:
     """When the next group becomes slow, while somebody waits."""
-    young = (since for lease, since in state.lease_since.items() if since > now - after_s and state.groups.by_lease[lease].second is None)
+    young = (
+        since
+        for lease, since in state.lease_since.items()
+        if not _is_slow(since, now, after_s) and state.groups.by_lease[lease].second is None
+    )
     next_at = next(young, None)
     if next_at is not None and state.parked_leases:
         state.timers.set(TIMER, next_at + after_s)

@@ -95,7 +95,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("batch_size", self.batch_size, 1)
         _at_least("samples_per_prompt", self.samples_per_prompt, 1)
         _at_least("max_staleness", self.max_staleness, 0)
-        if not self.is_unbounded and self.max_staleness != int(self.max_staleness):
+        if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
             raise ConfigError(f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound")
         if self.on_stale not in ON_STALE:
             raise ConfigError(f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}")
@@ -135,6 +135,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
 ON_STALE = ("requeue", "drop", "wait")
 UNBOUNDED_BATCHES = 4
 """Batches of room when no staleness bound limits how far ahead workers may run."""
+MAX_STALENESS = 1 << 40
+"""Versions; more is no bound, and then inf says so."""
 MAX_BATCH_SIZE = 2048
 """A batch reply names every group in one header of at most 64 KiB: about 25 bytes a group."""
 

@@ -147,7 +147,7 @@ def check(state: State, now: float) -> None:
     if state.meta.finishing or pace.stalled_at is not None:
         return
     quiet_s, limit = now - pace.since, limit_s(state)
-    if quiet_s < limit:
+    if now < pace.since + limit:  # as the timer was set: rounded alike, or it would fall due again at once
         state.timers.set(("watchdog",), pace.since + limit)
         return
     pace.stalled_at = now

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CLASSES = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.SlimebusError)}
 CLASSES |= {"StoreError": StoreError, "Damaged": Damaged}
 SOURCES = [
-    *(ROOT / "broker").rglob("*.py"),
+    *(file for file in (ROOT / "broker").rglob("*.py") if "buffer" not in file.parts),  # `slimebus buffer` works on files
     *(ROOT / "slimebus" / "transport").glob("server.py"),
     ROOT / "slimebus" / "envelope.py",
     ROOT / "slimebus" / "protocol.py",

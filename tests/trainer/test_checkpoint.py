@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from slimebus.errors import DataError
+from slimebus.errors import DataError, Fenced
 from trainer.checkpoint_folder import latest_checkpoint
 
 
@@ -53,6 +53,21 @@ def test_a_half_written_checkpoint_is_not_read_and_is_cleared(tied_model, build_
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
     policy.save_checkpoint(str(tmp_path), 2)
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "while writing"])
+def test_a_trainer_whose_place_was_taken_leaves_the_checkpoint_before_in_place(answers, tied_model, build_policy, tmp_path):
+    def confirm():
+        if not answers.pop(0):
+            raise Fenced("a newer trainer has taken the place of this one")
+
+    policy = build_policy(tied_model)
+    policy.save_checkpoint(str(tmp_path), 1)
+    with pytest.raises(Fenced):
+        policy.save_checkpoint(str(tmp_path), 2, confirm=confirm)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+    policy.save_checkpoint(str(tmp_path), 3)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000003"
 
 
 def test_saving_pauses_the_run_for_less_than_two_seconds(tied_model, build_policy, tmp_path):
