@@ -5,6 +5,7 @@
 Nobody is answered before what the answer rests on is as durable as the store promises.
 """
 
+import gc
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,8 @@ MAX_IDLE_S = 0.5
 MAX_HINTS = 16
 """Hints that wait for a subscriber that reads none; more are dropped, as hints may be."""
 SUBSCRIBE_ALL = b"\x01"
-MAX_SUBSCRIPTION_BYTES = 256
+MAX_SUBSCRIPTION_BYTES = 4096
+"""Of a subscription, and of the commands of a CURVE handshake, which have some hundred bytes."""
 RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
@@ -131,10 +133,13 @@ class Broker:
             records=self.store.get,
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
+        gc.disable()  # a million groups are made here and none is garbage; looking for some doubles the time
         try:
             machine.restore(rows, self.awake.now)
         except (Damaged, msgspec.DecodeError) as bad:
             raise damaged_store(f"of run {run!r}", bad) from None
+        finally:
+            gc.enable()
         return machine
 
     def run(self, stop: threading.Event) -> None:
