@@ -128,7 +128,7 @@ class World:
     def _check_whole_source(self, trained: dict[int, tuple[str, ...]]) -> None:
         """The source has ended: each prompt is trained, or dropped or dead with a reason, or left over from the last batch."""
         names = {group for groups in trained.values() for group in groups}
-        left = set(self.broker.disk.tables["groups"]) - names
+        left = {name for name in self.broker.disk.tables["groups"] if not name.startswith("eval/")} - names
         ended = set(self.broker.disk.tables["ended"])
         every = {self.scenario.source.id_at(i) for i in range(self.scenario.source.total)}
         if not self.account.lost_suffix:
