@@ -24,7 +24,7 @@ def bench(area: str, quick: bool, json_file: Path | None) -> None:
     rows: list[Row] = importlib.import_module(f"bench_{area}").rows(quick)
     if json_file is not None:
         json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Console().print(table(area, rows))
+    Console(width=None if sys.stdout.isatty() else 120).print(table(area, rows))
     click.echo(f"{os.cpu_count()} CPU cores; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     sys.exit(0 if all(row["ok"] for row in rows) else 1)
 
@@ -33,7 +33,7 @@ def table(area: str, rows: list[Row]) -> Table:
     """The rows for a person."""
     shown = Table(title=f"bench {area}", title_justify="left")
     for name in ("name", "value", "unit", "reference", "ratio", "goal"):
-        shown.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right", no_wrap=name == "name")
+        shown.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right", no_wrap=name != "unit")
     shown.add_column("")
     for row in rows:
         mark = "[green]ok[/]" if row["goal"] and row["ok"] else "[red]missed[/]" if row["goal"] else ""

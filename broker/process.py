@@ -22,6 +22,7 @@ from slimebus.errors import ConfigError
 from slimebus.prompt_record import PromptKeys
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring
+from slimebus.transport.server import Limits
 
 log = logging.getLogger("broker")
 
@@ -84,8 +85,19 @@ def build(resolved: Resolved) -> Broker:
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
         keyring=keyring,
         max_message_bytes=config.broker.max_message_mib << 20,
-        max_connections=config.broker.max_connections,
+        limits=limits(config),
         buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
+    )
+
+
+def limits(config: RunConfig) -> Limits:
+    """The bounds of the broker's ROUTER."""
+    b = config.broker
+    return Limits(
+        max_connections=b.max_connections,
+        max_queued=b.max_queued_per_client,
+        burst_bytes=b.burst_mib << 20,
+        unsent_bytes=b.unsent_mib << 20,
     )
 
 
@@ -138,6 +150,9 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
         lease_s=b.lease_s,
         heartbeat_s=b.heartbeat_s,
         max_attempts=b.max_attempts,
+        max_parked=b.max_parked,
+        max_parked_per_client=b.max_parked_per_client,
+        max_clients=b.max_clients,
         max_pushed=b.max_pushed,
         waits_for_push=config.data.wait_for_push,
         buffer_capacity=config.broker.buffer_capacity,

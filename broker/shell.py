@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from broker.awake_clock import AwakeClock
 from broker.guard import Guard, security
 from broker.held import RETRY_S, SAY_AGAIN_S, Held
 from broker.metrics_file import MetricsFile
 from broker.payload import assembled
 from broker.source import FileRows
+from broker.state.bounds import bounds
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import (
     Address,
@@ -49,9 +51,9 @@ from slimebus.errors import UsageError
 from slimebus.messages import Error, Field, Hint, Status
 from slimebus.security.keyring import Keyring
 from slimebus.transport.server import (
-    DEFAULT_MAX_CONNECTIONS,
     DEFAULT_MAX_MESSAGE_BYTES,
     REBIND_S,
+    Limits,
     Request,
     Server,
     bind_socket,
@@ -65,6 +67,10 @@ Writes = Mapping[tuple[str, str], Write]
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
+MAX_HINTS = 16
+"""Hints that wait for a subscriber that reads none; more are dropped, as hints may be."""
+SUBSCRIBE_ALL = b"\x01"
+MAX_SUBSCRIPTION_BYTES = 256
 RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
@@ -72,7 +78,7 @@ class Broker:
     """A bound broker with its state read back. `endpoint` and `hints_endpoint` are the addresses it got.
 
     eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
-    Raises UsageError for an address in use or a store of another run.
+    limits: of the ROUTER. Raises UsageError for an address in use or a store of another run.
     """
 
     def __init__(
@@ -88,16 +94,15 @@ class Broker:
         clock: Clock | None = None,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        limits: Limits | None = None,
         keyring: Keyring | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.eval_rows = store, clock or SystemClock(), eval_rows or {}
+        self.awake = AwakeClock(self.clock)
         self.metrics = MetricsFile(metrics_path, self.clock)
         self._held: Held | None = None
-        self.server = Server(
-            bind, run=run, name="broker", max_message_bytes=max_message_bytes, max_connections=max_connections, keyring=keyring
-        )
+        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
         self.guard = Guard(self.server, keyring) if keyring is not None else None
         self.endpoint = self.server.endpoint
         try:
@@ -127,7 +132,7 @@ class Broker:
         )
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
         try:
-            machine.restore(rows, self.clock.monotonic())
+            machine.restore(rows, self.awake.now)
         except (Damaged, msgspec.DecodeError) as bad:
             raise damaged_store(f"of run {run!r}", bad) from None
         return machine
@@ -145,14 +150,18 @@ class Broker:
         if self._held is not None:
             return self._turn_held(self._held)
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
-        now = self.clock.monotonic()
-        deadline = self.machine.next_deadline()
-        effects = self.machine.tick(now) if not requests or (deadline is not None and deadline <= now) else []
+        now = self.awake.advance()
+        effects: list[Effect] = []
+        all_heard = len(requests) < self.server.burst
         if self.guard is not None:
             requests = self.guard.tell(requests)
             effects += self._mind_keys(self.guard, now)
         if requests:
             effects += self.machine.apply([event_of(request) for request in requests], now)
+        deadline = self.machine.next_deadline()
+        is_due = not requests or (deadline is not None and deadline <= now)
+        if is_due and self.awake.is_time_to_judge(all_heard=all_heard):
+            effects += self.machine.tick(now)
         self._perform(effects)
         self._greet_subscribers()
         return len(requests)
@@ -168,11 +177,11 @@ class Broker:
 
     def last_status(self) -> dict[str, Any]:
         """The status as it is now; also after close."""
-        return self.machine.status(self.clock.monotonic())
+        return self.machine.status(self.awake.advance())
 
     def _wait_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
-        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.clock.monotonic()))
+        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.awake.advance()))
 
     # --- effects ---
 
@@ -225,9 +234,10 @@ class Broker:
     def _turn_held(self, held: Held) -> int:
         requests = self.server.receive(min(MAX_IDLE_S, max(0.0, held.retry_at - self.clock.monotonic())))
         now = self.clock.monotonic()
+        self.awake.advance()
         self.machine.state.store = self.store.report() | held.report(now)
         for request in requests:
-            self.server.reply(request, *self.machine.answer_held(event_of(request), self._last_hint, held.problem, now))
+            self.server.reply(request, *self.machine.answer_held(event_of(request), self._last_hint, held.problem, self.awake.now))
         if now >= held.retry_at:
             self._retry(held, now)
         return len(requests)
@@ -262,7 +272,7 @@ class Broker:
             bulk = [frame for part in reply.bulk for frame in self._frames(part, writes)]
         except Damaged as bad:
             log.error("%s", bad.text)
-            self._perform(self.machine.damaged(bad.table, bad.key, self.clock.monotonic()))
+            self._perform(self.machine.damaged(bad.table, bad.key, self.awake.advance()))
             self.server.answer(reply.to.peer, reply.to.request, Error(code=bad.code, text=bad.text, retryable=bad.retryable))
             return
         self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
@@ -308,13 +318,19 @@ class Broker:
 
     def _outside(self) -> dict[str, Any]:
         """What the status says of this process's sockets."""
-        return {"security": security(self.endpoint, self.guard.keyring if self.guard else None)}
+        return {
+            "security": security(self.endpoint, self.guard.keyring if self.guard else None),
+            "bounds": bounds(self.machine.state) | self.server.bounds(),
+            "refused": dict(self.server.refused),
+        }
 
     # --- hints ---
 
     def _open_hints(self, address: str, *, patience_s: float = 0.0) -> None:
         self.hints = self.server.context.socket(zmq.XPUB)
         self.hints.linger = 200
+        self.hints.sndhwm, self.hints.rcvhwm, self.hints.maxmsgsize = MAX_HINTS, MAX_HINTS, MAX_SUBSCRIPTION_BYTES
+        self.hints.setsockopt(zmq.XPUB_MANUAL, 1)
         self.server.doorman.guard(self.hints)
         self.hints_endpoint = bind_socket(self.hints, address, patience_s=patience_s)
 
@@ -333,7 +349,9 @@ class Broker:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
         while has_input(self.hints):
-            is_new = self.hints.recv(zmq.NOBLOCK).startswith(b"\x01") or is_new
+            if self.hints.recv(zmq.NOBLOCK) == SUBSCRIBE_ALL:  # other topics are never sent, and would only fill the memory
+                self.hints.setsockopt(zmq.SUBSCRIBE, b"")
+                is_new = True
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)
 

@@ -10,6 +10,7 @@ from slimebus import joining, logs
 from slimebus.config import Resolved
 from slimebus.errors import UsageError
 from slimebus.launch import end_with_parent, interrupt_on_sigterm
+from slimebus.messages import Heartbeat
 from slimebus.security.exposure import check_bind
 from slimebus.transport.client import Client
 from trainer.from_config import settings_from
@@ -49,6 +50,10 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         client = joining.client_of(resolved, broker, role="trainer", name="trainer")
         welcome = joining.join(client, "trainer", resolved.config.broker.connect_timeout_s)
+        # A model may take minutes to load: until the bus takes over, the broker hears that this process lives.
+        client.keep_alive(
+            welcome.heartbeat_s, lambda: Heartbeat(state="loading"), lambda reply: None, lambda problem: log.error("%s", problem.text)
+        )
     try:
         _train(resolved, settings, client, welcome)
     except KeyboardInterrupt:

@@ -40,6 +40,7 @@ class FileSource:
 
     def __init__(self, rows: FileRows, *, shuffle: bool = True, seed: int = 0, num_epochs: int | None = None) -> None:
         self.rows, self.seed, self.is_shuffled = rows, seed, shuffle
+        self.skipped = rows.skipped
         self._sizes = rows.sizes if rows.weights else [len(rows)]
         self._starts = [0, *accumulate(self._sizes)]
         self._mixture = Mixture(rows.weights or [Fraction(1)])
@@ -74,12 +75,11 @@ class FileSource:
         return Prompt(id=prompt_id, position=position, record=self.rows.record(row))
 
     def report(self) -> dict[str, Any]:
-        """Size of an epoch and the malformed rows left out, for the status."""
+        """Size of the data and of an epoch, and how many malformed rows were left out, for the status."""
         return {
             "prompts": len(self.rows),
             "epoch_size": self.epoch_size,
             "skipped": self.rows.num_skipped,
-            "skipped_rows": self.rows.skipped,
         }
 
     def _new_order(self, stream: int, epoch: int) -> Shuffle:

@@ -67,7 +67,8 @@ class HookSource:
         self.record_of: Callable[[str], bytes | None] = _no_record
         self.fingerprint = f"source hook {path}{f' over {fingerprint}' if fingerprint else ''}"
         self._hook = hook
-        self._failures, self._last_failure = dict.fromkeys(METHODS, 0), ""
+        self._failures, self._last_failure = 0, ""
+        self.skipped: list[str] = []
         missing = [name for name in METHODS if not callable(getattr(hook, name, None))]
         if missing:
             raise HookError(f"source hook {path}: it has no {missing[0]}(); expected an object with {', '.join(METHODS)}")
@@ -101,12 +102,12 @@ class HookSource:
 
     def _record(self, made: Any) -> bytes:
         if not isinstance(made, dict):
-            raise self._failed("take", f"take gave {type(made).__name__}; expected a map with a 'prompt', or None")
+            raise self._failed(f"take gave {type(made).__name__}; expected a map with a 'prompt', or None")
         try:
             check_fields(made, KEYS)
             return record_of(made, KEYS)
         except DataError as bad:
-            raise self._failed("take", f"take gave no prompt: {bad.text}") from None
+            raise self._failed(f"take gave no prompt: {bad.text}") from None
 
     # --- feedback ---
 
@@ -152,7 +153,8 @@ class HookSource:
 
     def report(self) -> dict[str, Any]:
         """How often the hook failed, for the status."""
-        return {"hook": self.path, "failed": {name: count for name, count in self._failures.items() if count}, "last": self._last_failure}
+        failures = {"failures": self._failures, "last_failure": self._last_failure} if self._failures else {}
+        return {"hook": self.path, **failures}
 
     def _keep_feedback(self) -> None:
         if self._is_dirty:
@@ -164,14 +166,14 @@ class HookSource:
     def _encoded(self) -> bytes:
         state = self._call("save")
         if not isinstance(state, dict):
-            raise self._failed("save", f"save gave {type(state).__name__}; expected a map")
+            raise self._failed(f"save gave {type(state).__name__}; expected a map")
         try:
             encoded = msgspec.msgpack.encode(state)
             msgspec.msgpack.decode(encoded)
         except (TypeError, ValueError, OverflowError, RecursionError) as bad:
-            raise self._failed("save", f"save gave what cannot be kept: {bad}; expected maps, lists, text, numbers") from None
+            raise self._failed(f"save gave what cannot be kept: {bad}; expected maps, lists, text, numbers") from None
         if len(encoded) > MAX_STATE_BYTES:
-            raise self._failed("save", f"save gave {len(encoded)} bytes; at most {MAX_STATE_BYTES}")
+            raise self._failed(f"save gave {len(encoded)} bytes; at most {MAX_STATE_BYTES}")
         return encoded
 
     def _go_back(self) -> None:
@@ -185,13 +187,13 @@ class HookSource:
         try:
             answer = getattr(self._hook, method)(*given)
         except Exception as bad:  # a plug-in may fail in any way
-            raise self._failed(method, f"{method} failed: {type(bad).__name__}: {bad}") from bad
+            raise self._failed(f"{method} failed: {type(bad).__name__}: {bad}") from bad
         if time.monotonic() - start > SLOW_S:
             log.warning("source hook %s: %s took %.1f s; the broker answers nobody meanwhile", self.path, method, time.monotonic() - start)
         return answer
 
-    def _failed(self, method: str, text: str) -> HookError:
-        self._failures[method] += 1
+    def _failed(self, text: str) -> HookError:
+        self._failures += 1
         self._last_failure = text[:500]
         return HookError(f"source hook {self.path}: {text}")
 

@@ -24,6 +24,9 @@ def batch(state: State, event: Event, client: Client, ask: Batch, now: float) ->
         raise SlimebusError("batch before resume; tell the broker which step is trained next", code="not_resumed")
     if ask.step < state.meta.next_step:
         raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
+    earlier = state.parked_batches.get(ask.step)
+    if earlier is not None and earlier.to != event.to:
+        give_up(state, ask.step, now)
     state.parked_batches[ask.step] = Parked(to=event.to, client=client.name, key=str(ask.step))
     state.timers.set(("parked batch", ask.step), now + bounded_wait(ask.wait_s))
     assign(state, now)

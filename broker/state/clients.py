@@ -6,8 +6,9 @@ name is refused as `fenced`; so is every trainer but the newest, whatever its na
 
 from collections.abc import Collection
 
-from broker.state import hedging
+from broker.state import bounds, evaluation, hedging
 from broker.state.effects import Event
+from broker.state.groups import EVAL, Group
 from broker.state.table import Client, State
 from slimebus import protocol
 from slimebus.envelope import error_reply
@@ -115,10 +116,11 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
     if known is not None and known.instance == hello.instance and known.role == hello.role and known.key == event.key:
         heard(state, known, now)
         return known
+    _make_room(state, known)
     former = [] if known is None else [*known.former, known.instance][-MAX_FORMER:]
     if known is not None:
         state.note(f"{event.sender} was restarted; its older process is fenced")
-        leave(state, known, "its worker was restarted")
+        leave(state, known, "its worker was restarted", has_failed=True)
     client = Client(
         name=event.sender,
         role=hello.role,
@@ -139,6 +141,16 @@ def join(state: State, event: Event, hello: Hello, now: float) -> Client:
         state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
     heard(state, client, now)
     return client
+
+
+def _make_room(state: State, known: Client | None) -> None:
+    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
+    if known is not None or len(state.clients) < state.rules.max_clients:
+        return
+    for client in [c for c in state.clients.values() if c.is_gone and not c.is_fenced]:
+        _forget(state, client)
+    if len(state.clients) >= state.rules.max_clients:
+        raise bounds.hit(state, "max_clients", f"{len(state.clients)} processes have joined")
 
 
 def _refuse_other_key(event: Event, client: Client) -> None:
@@ -198,7 +210,8 @@ def _fence_other_trainers(state: State, newest: Client) -> None:
             client.is_fenced = True
             state.changed("clients", client.name)
             state.note(f"trainer {client.name} is fenced: {newest.name} has taken its place", is_warning=True)
-    for parked in state.parked_batches.values():
+    for step, parked in state.parked_batches.items():
+        state.timers.cancel(("parked batch", step))
         state.reply(parked.to, fenced_error(parked.client))
     state.parked_batches.clear()
 
@@ -237,16 +250,25 @@ def keep_alive(state: State, event: Event, leases: list[int], now: float) -> boo
     return True
 
 
-def leave(state: State, client: Client, reason: str) -> None:
-    """Take back what a client holds and waits for."""
+def leave(state: State, client: Client, reason: str, *, has_failed: bool = False) -> None:
+    """Take back what a client holds and waits for. has_failed: it died, maybe of one of its groups, so each attempt counts."""
     for group in state.groups.leased_by(client.name):
         if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason):
-            state.requeue(group, reason)
+            _take_back(state, group, reason, has_failed=has_failed)
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]
         state.timers.cancel(("parked lease", *key))
     if state.parked_reads.pop(client.name, None) is not None:
         state.timers.cancel(("parked read", client.name))
+
+
+def _take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> None:
+    if group.kind == EVAL:
+        evaluation.retry(state, group, reason, counts=has_failed)
+    elif has_failed:
+        state.fail(group, reason)
+    else:
+        state.requeue(group, reason)
 
 
 def goodbye(state: State, event: Event) -> Ok:

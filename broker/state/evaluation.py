@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from broker.state import bounds
 from broker.state.effects import Event, Inline
 from broker.state.groups import EVAL, Group
 from broker.state.table import Evaluation, Parked, State, Tally
@@ -72,7 +73,7 @@ def evaluate(state: State, event: Event, ask: Evaluate, now: float) -> None:
         state.reply(event.to, _reply(evaluation), [Inline(encoded_results(evaluation))])
         return
     if len(state.parked_evaluations) >= state.rules.max_parked:
-        raise SlimebusError("too many requests wait already (max_parked)", code="busy", retryable=True)
+        raise bounds.hit(state, "max_parked", f"{len(state.parked_evaluations)} requests wait for evaluations already")
     key = (event.sender, event.to.request)
     state.parked_evaluations[key] = Parked(to=event.to, client=event.sender, key=ask.key)
     state.timers.set(("parked evaluation", *key), now + bounded_wait(ask.wait_s))

@@ -70,8 +70,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
 
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
-    oldest and newest version over their trainable and all tokens. num_frames counts the stored frames, header included.
-    second: the other lease, while it is hedged; hedge_attempt: the last attempt that was one.
+    oldest and newest version over their trainable and all tokens, the steps trained behind the newest. num_frames counts the stored
+    frames, header included. second: the other lease, while it is hedged; hedge_attempt: the last attempt that was one.
     lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; arrival: the position for consumers.
     The partial_ fields say the same of samples that a leaving worker had not finished (broker/state/partials.py).
     """
@@ -98,6 +98,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     size_bytes: int = 0
     oldest_version: int = NO_VERSION
     newest_version: int = NO_VERSION
+    steps_behind: int = 0
     reward_mean: float = 0.0
     reward_std: float = 0.0
     rewards: list[float | None] = []
@@ -110,6 +111,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     partial_tokens: int = 0
     partial_oldest: int = NO_VERSION
     partial_newest: int = NO_VERSION
+    partial_steps: int = 0
     arrival: int = 0
     lengths: list[int] = []
     fields: list[str] = []

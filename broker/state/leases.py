@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from broker.state import admission, evaluation, hedging, partials, prompts, staleness
+from broker.state import admission, bounds, evaluation, hedging, partials, prompts, staleness
 from broker.state.buffer_filter import spread
 from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
@@ -17,7 +17,7 @@ from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
 from broker.state.rules import Sampling
 from broker.state.table import Client, ParkedLease, State
 from broker.state.timers import bounded_wait
-from slimebus.errors import ProtocolError, SlimebusError
+from slimebus.errors import ProtocolError
 from slimebus.messages import (
     NO_VERSION,
     GiveBack,
@@ -27,6 +27,7 @@ from slimebus.messages import (
     Ok,
     Put,
     PutReply,
+    SampleHeader,
     has_failed,
 )
 
@@ -55,7 +56,11 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
     if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
         deal(state, now)  # those before it in the same burst may have their groups now
     if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
-        raise SlimebusError(f"{len(state.parked_leases)} lease requests wait already (max_parked)", code="busy", retryable=True)
+        raise bounds.hit(state, "max_parked", f"{len(state.parked_leases)} lease requests wait already")
+    if key not in state.parked_leases and bounds.has_too_many_parked(state, client.name):
+        raise bounds.hit(
+            state, "max_parked_per_client", f"{state.rules.max_parked_per_client} lease requests of {client.name} wait already"
+        )
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
     state.newly_parked[key] = now + bounded_wait(ask.wait_s)
     if not ask.wait_s > 0:
@@ -286,15 +291,24 @@ def check_samples(done: Put | GiveBack, num_frames: int) -> None:
     if num_frames != len(done.fields):
         raise ProtocolError(f"{where}: {num_frames} bulk frames for {len(done.fields)} fields")
     for i, sample in enumerate(done.samples):
-        runs = sum(length for _, length in sample.versions)
-        if sample.num_tokens > MAX_TOKENS:
-            raise ProtocolError(f"{where}, sample {i}: {sample.num_tokens} tokens; at most {MAX_TOKENS}")
-        if runs != sample.num_tokens or any(length < 0 or version < NO_VERSION for version, length in sample.versions):
-            raise ProtocolError(f"{where}, sample {i}: version runs cover {runs} of {sample.num_tokens} tokens")
-        if not 0 <= sample.num_trainable <= sample.num_tokens:
-            raise ProtocolError(f"{where}, sample {i}: {sample.num_trainable} trained of {sample.num_tokens} tokens")
-        if sample.oldest_version != NO_VERSION and all(version != sample.oldest_version for version, _ in sample.versions):
-            raise ProtocolError(f"{where}, sample {i}: no run of its oldest version {sample.oldest_version}")
+        problem = _problem_of(sample)
+        if problem:
+            raise ProtocolError(f"{where}, sample {i}: {problem}")
+
+
+def _problem_of(sample: SampleHeader) -> str:
+    runs, is_sound, has_oldest = 0, True, sample.oldest_version == NO_VERSION
+    for version, length in sample.versions:
+        runs += length
+        is_sound = is_sound and length >= 0 and version >= NO_VERSION
+        has_oldest = has_oldest or version == sample.oldest_version
+    if sample.num_tokens > MAX_TOKENS:
+        return f"{sample.num_tokens} tokens; at most {MAX_TOKENS}"
+    if runs != sample.num_tokens or not is_sound:
+        return f"version runs cover {runs} of {sample.num_tokens} tokens"
+    if not 0 <= sample.num_trainable <= sample.num_tokens:
+        return f"{sample.num_trainable} trained of {sample.num_tokens} tokens"
+    return "" if has_oldest else f"no run of its oldest version {sample.oldest_version}"
 
 
 def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
@@ -312,6 +326,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
             state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     describe(group, done)
+    group.steps_behind = _steps_behind(state, group)
     if group.second is not None and staleness.is_stale(state, group, state.next_unassigned):
         state.wasted("stale", 1, group.num_tokens)
         hedging.end_one(state, group, done.lease, "stale")
@@ -335,6 +350,11 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     else:
         state.save("payloads", group.id, [event.body, *event.bulk])
     return PutReply(result="accepted")
+
+
+def _steps_behind(state: State, group: Group) -> int:
+    made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
+    return max(made_after, group.partial_steps)
 
 
 def describe(group: Group, done: Put) -> None:

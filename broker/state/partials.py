@@ -21,6 +21,7 @@ def keep(state: State, event: Event, group: Group, back: GiveBack) -> None:
     group.partial_tokens = sum(s.num_tokens for s in back.samples)
     group.partial_oldest = min((s.oldest_version for s in back.samples if s.oldest_version != NO_VERSION), default=NO_VERSION)
     group.partial_newest = max(versions, default=NO_VERSION)
+    group.partial_steps = state.steps_behind(group.partial_newest) if group.partial_newest != NO_VERSION else 0
     state.save("partials", group.id, [event.body, *event.bulk])
     state.tally(state.meta.counted, "partials kept")
 
@@ -55,8 +56,8 @@ def waste(state: State, group: Group, reason: str) -> None:
         state.forget_partial(group)
 
 
-def rewind(state: State, version: int) -> None:
-    """Let go of every partial with tokens of a version that the new timeline never had."""
+def rewind(state: State, step: int, version: int) -> None:
+    """Let go of every partial with tokens of a version that the new timeline never had: newer, or of its number and trained further."""
     for group in state.groups.by_id.values():
-        if group.partial_frames and group.partial_newest > version:
+        if group.partial_frames and (group.partial_newest > version or group.partial_steps > step):
             waste(state, group, "partial of the abandoned timeline")

@@ -32,7 +32,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     batch_tokens: tokens a step instead of batch_size groups, which is then the first guess of how many fill it; 0: by groups.
     over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. stale_wait_s: with `wait`, the longest
     that a full batch waits. needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
-    max_parked: requests waiting for an answer. stall_min_s: a run without a step for less than this never counts as stalled.
+    max_parked: requests waiting for an answer, max_parked_per_client: of one client.
+    max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
     required_fields: a group is in no batch before it has all of them. hedge_after: a group is leased a second time once it takes so many
     times the usual; 0: never. eval_interval: versions between evaluations, 0 for none.
@@ -55,6 +56,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     needs_spread: bool = False
     max_filtered: int = 1024
     max_parked: int = 4096
+    max_parked_per_client: int = 64
+    max_clients: int = 4096
     max_pushed: int = 1_000_000
     waits_for_push: bool = False
     stall_min_s: float = 30.0
@@ -92,7 +95,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("batch_size", self.batch_size, 1)
         _at_least("samples_per_prompt", self.samples_per_prompt, 1)
         _at_least("max_staleness", self.max_staleness, 0)
-        if not self.is_unbounded and self.max_staleness != int(self.max_staleness):
+        if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
             raise ConfigError(f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound")
         if self.on_stale not in ON_STALE:
             raise ConfigError(f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}")
@@ -100,6 +103,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_parked", self.max_parked, 1)
+        _at_least("max_parked_per_client", self.max_parked_per_client, 1)
+        _at_least("max_clients", self.max_clients, 1)
         _at_least("hedge_after", self.hedge_after, 0)
         _at_least("max_pushed", self.max_pushed, 1)
         _at_least("eval_interval", self.eval_interval, 0)
@@ -130,6 +135,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
 ON_STALE = ("requeue", "drop", "wait")
 UNBOUNDED_BATCHES = 4
 """Batches of room when no staleness bound limits how far ahead workers may run."""
+MAX_STALENESS = 1 << 40
+"""Versions; more is no bound, and then inf says so."""
 MAX_BATCH_SIZE = 2048
 """A batch reply names every group in one header of at most 64 KiB: about 25 bytes a group."""
 

@@ -18,6 +18,8 @@ from broker.state.table import Change, State
 from slimebus.errors import ConfigError, ProtocolError, SlimebusError
 from slimebus.messages import Scalar, Set, SetReply
 
+LARGEST = 1 << 40
+"""Of a whole number; far beyond any size, and what every store and wire can hold."""
 MAX_CHANGES = 32
 """Changes kept for repeats of a request and for the status."""
 UNBOUNDED = "unbounded"
@@ -90,6 +92,8 @@ def _check_sender(state: State, event: Event) -> None:
 
 def _make(state: State, by: str, ask: Set) -> Change:
     wanted = {setting_of(name).name: typed(name, value) for name, value in ask.settings.items()}
+    if len(wanted) < len(ask.settings):
+        raise ConfigError("set: a setting is given twice, with and without its section")
     old = values(state.rules)
     changed = {name: (old[name], value) for name, value in wanted.items() if value != old[name]}
     made = Change(key=ask.key, by=by[:64], step=state.next_unassigned, changed=changed)
@@ -136,9 +140,9 @@ def typed(name: str, value: Scalar) -> Scalar:
         return value
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if kind is int and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value == int(value):
+    if kind is int and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST and value == int(value):
         return int(value)
-    expected = {str: "a word", float: "a number", int: "a whole number"}[kind]
+    expected = {str: "a word", float: "a number", int: f"a whole number up to {LARGEST}"}[kind]
     raise ConfigError(f"set: {name[:64]} is {str(value)[:64]!r}; expected {expected}")
 
 

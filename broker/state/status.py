@@ -34,6 +34,7 @@ def status(state: State, now: float) -> dict[str, Any]:
             "limit": state.rules.max_filtered,
         },
         "source": _source(state),
+        "skipped_prompts": state.source.skipped if isinstance(state.source, ReportingSource) else [],
         "clients": [_client(state, c, now) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state, now),
         "evaluations": [row for e in list(state.evaluations.values())[-MAX_ROWS:] for row in _evaluation(e)],
@@ -57,16 +58,15 @@ def _state(state: State) -> str:
 
 
 def _source(state: State) -> dict[str, Any]:
-    report = state.source.report() if isinstance(state.source, ReportingSource) else {}
     pushed = sum(end for _, end in state.meta.pushed.values())
-    return {
+    found = {
         "position": state.meta.cursor,
         "ended": state.meta.source_ended,
         "pushed": pushed,
         "waiting": prompts.num_waiting(state),
-        "problem": state.source_problem,
-        **report,
+        **(state.source.report() if isinstance(state.source, ReportingSource) else {}),
     }
+    return {**found, "problem": state.source_problem} if state.source_problem else found
 
 
 def _groups(state: State) -> dict[str, int]:

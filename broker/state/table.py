@@ -62,10 +62,12 @@ class StatefulSource(PromptSource, Protocol):
 
 @runtime_checkable
 class ReportingSource(PromptSource, Protocol):
-    """A source that has something to say in the status."""
+    """A source that has something to say in the status. skipped: malformed prompts left out, the first ones with place and reason."""
+
+    skipped: list[str]
 
     def report(self) -> dict[str, Any]:
-        """What to show under `source`."""
+        """What to show under `source`: names to numbers or text."""
 
 
 class GroupResult(msgspec.Struct, kw_only=True):
@@ -298,6 +300,7 @@ class State:
         self.recent_puts: dict[int, str] = {}
         self.finished_said = False
         self.had_members = False
+        self.bound_hits: dict[str, int] = {}
         self.disk_full = ""
         self.store: dict[str, Any] = {}
         self._saved_meta = b""
@@ -470,6 +473,7 @@ class State:
         self.forget_payload(group)
         group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = 0
         group.oldest_version = group.newest_version = NO_VERSION
+        group.steps_behind = 0
 
     def tell(self, group: Group, outcome: str, reason: str, step: int = -1) -> None:
         """Have a stateful source know what became of a group that it gave: each attempt once, and each end."""
@@ -524,6 +528,7 @@ class State:
         self.delete("partials", group.id)
         group.partial_frames = group.partial_tokens = 0
         group.partial_oldest = group.partial_newest = NO_VERSION
+        group.partial_steps = 0
         self.changed("groups", group.id)
 
     # --- questions ---
@@ -534,6 +539,13 @@ class State:
             return self.steps[step].version
         interval, meta = self.rules.publish_interval, self.meta
         return meta.pace_version + step // interval - meta.pace_step // interval
+
+    def steps_behind(self, version: int) -> int:
+        """How many steps this timeline had trained when it made a version; versions of one number may differ in it across lineages."""
+        step = self.meta.next_step + 1
+        while step > self.meta.base_step and self.version_of(step - 1) >= version:
+            step -= 1
+        return step
 
     @property
     def next_unassigned(self) -> int:

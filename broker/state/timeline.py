@@ -43,7 +43,7 @@ def _begin(state: State, ask: Resume) -> None:
     _accept_trained(state, ask.step)
     _rewind(state, ask)
     _revoke_leases(state)
-    partials.rewind(state, ask.version)
+    partials.rewind(state, ask.step, ask.version)
     evaluation.cancel_running(state, "the trainer resumed from an earlier step")
     meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
@@ -94,7 +94,7 @@ def _rewind(state: State, ask: Resume) -> None:
                 group.step = -1
                 state.move(group, READY, "rewound")
     for group in state.groups.every_ready():
-        if group.newest_version > ask.version:
+        if group.newest_version > ask.version or group.steps_behind > ask.step:
             state.requeue(group, "made by a version of the abandoned timeline")
 
 
@@ -138,6 +138,9 @@ def publish(state: State, event: Event, news: Publish) -> None:
         raise SlimebusError(f"publish of lineage {news.lineage[:8]!r}; the broker is on {meta.lineage[:8]!r}, resume first", code="lineage")
     if len(news.publishers) > MAX_PUBLISHERS:
         raise ProtocolError(f"publish: {len(news.publishers)} publishers; at most {MAX_PUBLISHERS}")
+    if meta.base_version <= news.version < meta.version:  # a late repetition of what has been published
+        state.reply(event.to, Ok())
+        return
     newest = state.version_of(meta.next_step + 1)
     first = meta.base_version if meta.version == NO_VERSION else meta.version
     if not first <= news.version <= newest:

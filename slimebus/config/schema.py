@@ -67,10 +67,10 @@ class BrokerConfig(Section, frozen=True):
     """[requests] Most lease requests that wait for an answer; one more is answered `busy`."""
     max_parked_per_client: Positive = 64
     """[requests] The same, of one process."""
-    max_queued_per_client: Positive = 128
+    max_queued_per_client: Positive = 256
     """[messages] Received from one connection and not looked at yet; beyond that its sender waits (TCP back-pressure)."""
-    burst_mib: Positive = 64
-    """[MiB] Most taken from the network before it is stored and answered: what one burst may hold in memory, and one message more."""
+    burst_mib: Positive = 4
+    """[MiB] Bulk that is taken from the network before it is stored and answered; the message that exceeds it is the last of its burst."""
     unsent_mib: Positive = 1024
     """[MiB] Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
     required_fields: list[str] = []

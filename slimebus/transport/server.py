@@ -22,6 +22,7 @@ from slimebus.security.roles import JOINS_AS, PULL
 from slimebus.transport.curve import serve_curve
 from slimebus.transport.doorman import Doorman
 from slimebus.transport.patience import LIMIT, Patience
+from slimebus.transport.unsent import TRACKED_BYTES, Unsent
 
 log = logging.getLogger("slimebus.transport")
 
@@ -30,15 +31,13 @@ ZERO_COPY_BYTES = 16 * 1024
 kept holds no more than the frame."""
 DONTWAIT, MORE, POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining the enumeration's members takes longer than sending a frame."""
-BURST_BYTES = 4 * 1024 * 1024
-"""Bulk bytes after which a burst ends: whoever asks for little waits for no more than so much to reach the disk, and at some hundred
-megabytes a second an fsync costs little beside it."""
 MAX_JUNK = 4
 """Messages of a burst that may turn out to be nothing, once there is a request that waits for its answer."""
-DEFAULT_MAX_QUEUED = 4096
-"""Replies that wait for a peer that does not read. Of its requests a sixteenth of that waits here, the rest on its own side."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-DEFAULT_MAX_CONNECTIONS = 2048
+MAX_REPLIES = 1024
+"""Replies that wait for one peer; more than a burst, so that only one that reads none has more."""
+PUT_OFF = "what you asked for before is not taken yet, and there is no room for more (broker.unsent_mib)"
+SAY_EVERY_S = 0.2
 HANDSHAKE_MS = 10_000
 """A connection that has not said by then who it is, is closed."""
 REBIND_S = 5.0
@@ -54,10 +53,26 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     key: str = ""
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server holds in memory at most, besides MAX_REPLIES replies that wait for one peer.
+
+    max_connections: open at once. max_queued: messages of one connection that wait to be looked at, before TCP makes its sender
+    wait. burst_bytes: bulk after which a burst ends: whoever asks for little waits for no more than so much to reach the disk, and at
+    some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of large replies on their way (transport/unsent.py).
+    """
+
+    max_connections: int = 2048
+    max_queued: int = 256
+    burst_bytes: int = 4 << 20
+    unsent_bytes: int = 1024 << 20
+
+
 class Server:
     """A bound ROUTER socket. `endpoint` is the address it got (port 0 binds any free port).
 
     keyring: whose keys may connect and what they may ask for, encrypted; None lets everyone in, in the clear.
+
+    `refused` counts what was refused or hit a bound, by its name.
     """
 
     def __init__(
@@ -69,22 +84,25 @@ class Server:
         types: Mapping[str, type[Message]] = TYPES,
         burst: int = 256,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_queued: int = DEFAULT_MAX_QUEUED,
-        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        limits: Limits | None = None,
         keyring: Keyring | None = None,
     ) -> None:
         self.run, self.name, self.types, self.burst, self.keyring = run, name, types, burst, keyring
+        self.limits = limits = limits or Limits()
+        self.unsent = Unsent(limits.unsent_bytes)
+        self._silent_until = 0.0
         self._user = ""  # the public key of the connection that the message in hand came through
         self.refused: Counter[str] = Counter()
         self.patience = Patience()
         self.context = zmq.Context()
-        self.doorman = Doorman(self.context, keyring, max_connections=max_connections, refused=self.refused)
+        self.doorman = Doorman(self.context, keyring, max_connections=limits.max_connections, refused=self.refused)
         self.socket = self.context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self.socket.linger = 200
         self.socket.maxmsgsize = max_message_bytes
-        self.socket.rcvhwm, self.socket.sndhwm = max(1, max_queued // 16), max_queued
+        self.socket.rcvhwm, self.socket.sndhwm = limits.max_queued, MAX_REPLIES
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that has no place is an error, not a silent loss
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
@@ -104,7 +122,7 @@ class Server:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
     def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests, or BURST_BYTES of them; waits at most `timeout_s` for the first. Nonsense does not make them wait."""
+        """Up to `burst` requests, or `limits.burst_bytes` of them; waits at most `timeout_s` for the first. Nonsense makes none wait."""
         requests: list[Request] = []
         size_bytes = 0
         if not self.wait(timeout_s):
@@ -121,7 +139,8 @@ class Server:
                 continue
             requests.append(request)
             size_bytes += sum(map(len, request.bulk))
-            if size_bytes >= BURST_BYTES:
+            if size_bytes >= self.limits.burst_bytes:
+                self.refused["burst_mib"] += 1
                 break
         return requests
 
@@ -177,11 +196,51 @@ class Server:
             log.error("reply too large: %s", bad.text)
             bulk = ()
             header = envelope.encode(Error(code=bad.code, text=bad.text), id=request_id, run=self.run, sender=self.name)
+        size = sum(map(len, bulk)) if bulk else 0
+        if size >= TRACKED_BYTES:
+            self._answer_large(peer, request_id, header, bulk, size)
+            return
         try:
             self._send([peer, header, *bulk])
         except zmq.ZMQError as bad:
-            self.refused["reply_unsent"] += 1
-            log.warning("reply to peer %s not sent: %s", peer.hex(), bad)
+            self._count_unsent(peer, bad)
+
+    def _answer_large(self, peer: bytes, request_id: int, header: bytes, bulk: Sequence[Any], size: int) -> None:
+        """Hand a large reply over if there is room for it; else have the peer ask again when it has taken the one before."""
+        if not self.unsent.has_room(peer, size):
+            self._count("unsent_mib", "reply of %d bytes to peer %s put off: %d wait already", size, peer.hex(), self.unsent.total_bytes)
+            self.answer(peer, request_id, Error(code="busy", text=PUT_OFF, retryable=True))
+            return
+        try:
+            self._send([peer, header, *bulk[:-1], self.unsent.frame(peer, bulk[-1], size)])
+        except zmq.ZMQError as bad:
+            self.unsent.take_back(peer)
+            self._count_unsent(peer, bad)
+
+    def _count_unsent(self, peer: bytes, bad: zmq.ZMQError) -> None:
+        is_gone = bad.errno == zmq.EHOSTUNREACH
+        text = "it is gone" if is_gone else f"{MAX_REPLIES} wait for it already"
+        self._count("peer_gone" if is_gone else "max_replies", "reply to peer %s not sent: %s", peer.hex(), text)
+
+    def _count(self, reason: str, text: str, *words: object) -> None:
+        """Count what was refused; say it, but not so often that the log grows with what someone sends."""
+        self.refused[reason] += 1
+        now = time.monotonic()
+        if now >= self._silent_until:
+            self._silent_until = now + SAY_EVERY_S
+            log.warning(text + " (%s: %d so far)", *words, reason, self.refused[reason])
+
+    def bounds(self) -> dict[str, dict[str, Any]]:
+        """Name of each bound of this socket -> limit, used, hits."""
+        mib = 1 << 20
+        limits: dict[str, tuple[int, int | None]] = {
+            "max_connections": (self.doorman.max_connections, self.doorman.num_connections),
+            "max_queued_per_client": (self.limits.max_queued, None),
+            "burst_mib": (self.limits.burst_bytes // mib, None),
+            "unsent_mib": (self.unsent.limit_bytes // mib, self.unsent.total_bytes // mib),
+            "max_replies": (MAX_REPLIES, None),
+        }
+        return {name: {"limit": limit, "used": used, "hits": self.refused[name]} for name, (limit, used) in limits.items()}
 
     def renew_key(self) -> None:
         """Listen anew under the keyring's newest pair. Connections that are open stay; new ones must expect the new key."""
@@ -195,7 +254,8 @@ class Server:
         """Send without waiting. Only the first frame can be refused; the others go where it went."""
         for frame in frames[:-1]:
             self.socket.send(frame, DONTWAIT | MORE, copy=len(frame) < ZERO_COPY_BYTES)
-        self.socket.send(frames[-1], DONTWAIT, copy=len(frames[-1]) < ZERO_COPY_BYTES)
+        last = frames[-1]
+        self.socket.send(last, DONTWAIT, copy=not isinstance(last, zmq.Frame) and len(last) < ZERO_COPY_BYTES)
 
     def close(self) -> None:
         """Release the address."""

@@ -37,7 +37,7 @@ def test_filtered_over_sampled_and_chosen_groups_fill_every_step(tmp_path: Path,
         broker = run.start("broker")
         run.start("trainer")
         run.start("rollout", name="w1")
-        run.complete()
+        run.complete(180.0)
         run.assert_accounted(num_steps=8)
         final = run.final_status()
         assert final["filter"]["groups"] == final["groups"]["dropped"] == final["waste"]["filtered: no reward spread"]["groups"] > 0
@@ -66,7 +66,8 @@ def test_a_run_in_which_everything_is_filtered_ends_with_a_word(tmp_path: Path, 
         assert trainer.wait() == 1
         assert "the last 20 groups were all dropped by the dynamic sampling filter and none was kept" in trainer.text()
         status = run.status()
-        assert (status["step"], status["filter"]["in_a_row"]) == (0, 20)
+        assert status["step"] == 0
+        assert 20 <= status["filter"]["in_a_row"] <= 24, "and those in flight when the last of the 20 was dropped"
         assert status["source"]["position"] <= 24, "workers stop too"
 
 
@@ -75,7 +76,7 @@ def test_a_step_of_tokens_holds_as_many_groups_as_fit(tmp_path: Path, task: Path
         run.start("broker")
         run.start("trainer")
         run.start("rollout", name="w1")
-        run.complete()
+        run.complete(180.0)
         steps = [row for row in run.rows("broker") if "groups" in row]
         assert len(steps) == 8
         assert all(row["tokens"] <= 400 for row in steps)

@@ -35,3 +35,10 @@ def test_processes_started_in_the_wrong_order_find_each_other_within_seconds_and
         assert {c["role"] for c in json.loads(asked.stdout)["clients"]} >= {"trainer", "rollout"}
         run.complete()
         run.assert_accounted(num_steps=6)
+
+
+def test_a_trainer_that_loads_its_model_is_heard_meanwhile(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task) as run:
+        run.start("broker")
+        run.start("trainer")
+        run.wait_for("a trainer that loads", lambda s: any(c["state"] == "loading" for c in clients(s, "trainer")))

@@ -37,7 +37,7 @@ def test_bound_batch_group_size_and_pace_change_in_a_live_run(tmp_path: Path, ta
         second = change(run, "max-staleness=1", "weights.update_weights_interval=2")["step"]
         status = run.wait_for("steps at half the pace", lambda s: s["step"] >= second + 4)
         assert [c["step"] for c in status["changes"]] == [first, second]
-        run.complete(120.0)
+        run.complete(240.0)
 
         rows = run.trained()
         assert sorted(rows) == list(range(30))

@@ -4,7 +4,7 @@ import pytest
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION, BatchGroup, BatchReply
 from slimebus.samples import Sample
-from trainer.feed import lag_of, parts
+from trainer.feed import is_failed, lag_of, parts
 
 
 def sample(version: int) -> Sample:
@@ -39,3 +39,14 @@ def test_demonstrations_have_no_lag() -> None:
 def test_fetches_are_cut_by_tokens_and_keep_the_order() -> None:
     groups = [BatchGroup(group=str(i), num_samples=1, num_tokens=n) for i, n in enumerate([40, 50, 30, 200, 10])]
     assert [[g.group for g in part] for part in parts(groups, 100)] == [["0", "1"], ["2"], ["3"], ["4"]]
+
+
+def test_a_failed_sample_is_left_out_by_the_rule_of_the_broker() -> None:
+    kinds = {"completed": (1.0, False), "failed": (1.0, True), "truncated": (float("nan"), True), "aborted": (None, True)}
+    for status, (reward, fails) in kinds.items():
+        one = sample(5)
+        one.status, one.reward = status, reward
+        assert is_failed(one) == fails
+    demonstration = sample(NO_VERSION)
+    demonstration.reward = None
+    assert not is_failed(demonstration)

@@ -95,7 +95,7 @@ def test_a_take_that_fails_changes_nothing(trouble: str, reason: str) -> None:
             source.take(1)
     assert (hook.given, len(hook.told)) == (1, 1)
     assert _state(source) is None
-    assert sum(source.report()["failed"].values()) == 2
+    assert source.report()["failures"] == 2
     hook.trouble = ""
     prompt = source.take(1)
     assert prompt is not None
@@ -129,7 +129,7 @@ def test_feedback_that_fails_is_counted_and_the_run_goes_on(caplog: pytest.LogCa
     source.take(0)
     source.tell(_result(0))
     assert "group hook/0: source hook h: feedback failed: RuntimeError: no feedback" in caplog.text
-    assert source.report() == {"hook": "h", "failed": {"feedback": 1}, "last": "feedback failed: RuntimeError: no feedback"}
+    assert source.report() == {"hook": "h", "failures": 1, "last_failure": "feedback failed: RuntimeError: no feedback"}
     assert source.take(1) is not None
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from slimebus import messages as m
 
 
@@ -113,3 +115,22 @@ def test_the_end_of_the_source_ends_the_last_batch(new_desk: Any) -> None:
     refused = desk.ask("t", m.Batch(step=1, wait_s=0.0))
     assert refused.code == "source_ended"
     assert desk.status["groups"]["dropped"] == 1
+
+
+def test_a_newer_request_for_the_same_step_answers_the_older_one(desk: Any) -> None:
+    """A late copy of a request that is long answered must not keep the living one waiting."""
+    living = desk.send("t", m.Batch(step=0, wait_s=60.0))
+    late = desk.send("t", m.Batch(step=0, wait_s=60.0))
+    assert desk.answers[living].groups == []
+    assert late not in desk.answers
+    desk.fill(2)
+    assert len(desk.answers[late].groups) == 2
+
+
+def test_nobody_is_waited_for_when_nobody_makes_anything(new_desk: Any) -> None:
+    """`wait` holds a batch back for groups in flight; what is ready and too much for its last step holds back nothing."""
+    desk = new_desk(on_stale="wait", max_staleness=0, batch_size=2)
+    desk.begin()
+    desk.fill(2)
+    desk.state.rules = msgspec.structs.replace(desk.state.rules, batch_size=1)  # the second group would be too old for step 1
+    assert len(desk.batch(0)) == 1

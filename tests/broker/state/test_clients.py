@@ -70,3 +70,19 @@ def test_a_hello_without_a_common_protocol_version_is_refused_with_both_ranges(d
     assert isinstance(answer, m.Error)
     assert answer.code == "protocol_version"
     assert "'w' (slimebus 9.0) speaks protocol 8 to 9, this process" in answer.text
+
+
+def test_a_group_whose_worker_dies_again_and_again_is_dead_in_the_end(new_desk: Any) -> None:
+    desk = new_desk(max_attempts=3)
+    desk.begin()
+    for instance in ("2", "3", "4"):
+        (group,) = desk.lease()
+        desk.join("w", "rollout", instance=instance)
+    assert desk.state.meta.ended == {"dead": 1}
+    assert desk.store.get("ended", group.group) is not None
+
+
+def test_a_fenced_trainer_leaves_no_timer_behind(desk: Any) -> None:
+    desk.send("t", m.Batch(step=0, wait_s=60.0))
+    desk.join("t2", "trainer")
+    assert ("parked batch", 0) not in desk.state.timers._deadline

@@ -40,11 +40,14 @@ def test_asking_for_nothing_shows_every_setting(desk: Any) -> None:
         ({"weights.max_staleness": 1}, "'weights.max_staleness' cannot be changed"),
         ({"max_staleness": "many"}, "expected a number"),
         ({"max_staleness": 1.5}, "expected a whole number of versions"),
+        ({"max_staleness": 1e308}, "expected a whole number of versions"),
         ({"max_staleness": -1}, "expected at least 0"),
         ({"rollout_batch_size": 2.5}, "expected a whole number"),
         ({"rollout_batch_size": True}, "expected a whole number"),
         ({"rollout_batch_size": math.inf}, "expected a whole number"),
         ({"rollout_batch_size": 0}, "set: rollout_batch_size is 0; expected at least 1"),
+        ({"max_staleness": 3, "broker.max_staleness": 4}, "is given twice"),
+        ({"batch_tokens": 1e300}, "expected a whole number up to 1099511627776"),
         ({"max_stalenes": 3}, "did you mean max_staleness?"),
         ({"over_sampling_batch_size": 1}, "over_sampling_batch_size 1 is below the batch of 2 groups"),
         ({"on_stale": "burn"}, "expected one of requeue, drop, wait"),
@@ -73,6 +76,26 @@ def test_a_repeated_change_gets_the_first_answer_and_does_not_undo_a_later_one(d
     again = change(desk, "a", max_staleness=4)
     assert again.changed == first.changed
     assert desk.state.rules.max_staleness == 2
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.sampled_from(["drop", "wait", "", "x" * 100])
+)
+
+
+@hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(st.sampled_from([*SETTINGS, "broker.max_staleness", "colour"]), VALUES, max_size=3), max_size=4))
+def test_whatever_is_asked_for_is_answered_and_the_broker_starts_again(new_desk: Any, asked: list[dict[str, Any]]) -> None:
+    desk = new_desk()
+    desk.begin()
+    for settings in asked:
+        before = desk.state.rules
+        reply = change(desk, **settings)
+        assert isinstance(reply, m.SetReply) or (reply.code == "config" and desk.state.rules == before)
+        held = desk.state.rules
+        desk.restart()
+        assert desk.state.rules == held
+        assert "max_staleness" in desk.status["settings"]
 
 
 # --- the bound ---

@@ -90,3 +90,24 @@ def test_finish_tells_workers_to_leave_and_the_broker_is_over_when_they_did(desk
     assert not desk.machine.is_over
     desk.ask("t", m.Goodbye())
     assert desk.machine.is_over
+
+
+def test_samples_of_a_version_that_was_trained_further_than_the_checkpoint_are_requeued(new_desk: Any) -> None:
+    """With a publish every two steps, version 0 of a trainer resumed at step 1 holds a step that the next one, back at 0, never had."""
+    desk = new_desk(publish_interval=2)
+    desk.begin()
+    desk.fill(2)
+    desk.train(0)
+    desk.begin(step=1, version=0, lineage="M")
+    desk.fill(2, lineage="M")
+    ready = {g.id for g in desk.state.groups.by_id.values() if g.phase == "ready"}
+    desk.begin(step=0, version=0, lineage="N")
+    assert {g.id for g in desk.state.groups.by_id.values() if g.phase == "queued"} == ready
+
+
+def test_a_late_repetition_of_an_older_publish_is_acknowledged_and_changes_nothing(desk: Any) -> None:
+    desk.fill(2)
+    desk.train(0)
+    desk.publish(1)
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["old"])) == m.Ok()
+    assert (desk.status["version"], desk.state.meta.publishers) == (1, ["p"])

@@ -16,7 +16,7 @@ from slimebus.security import key_folder
 from slimebus.security.credentials import Credentials
 from slimebus.security.keyring import FolderKeyring
 from slimebus.transport.client import Client
-from slimebus.transport.server import Request, Server
+from slimebus.transport.server import Limits, Request, Server
 
 
 class Welcoming:
@@ -250,7 +250,7 @@ def test_a_list_that_does_not_parse_changes_nothing_and_is_named(folder: Path, s
 
 
 def test_connections_beyond_the_bound_are_refused_and_those_inside_still_work(serve: Any, connect: Any) -> None:
-    server = serve(None, max_connections=8)
+    server = serve(None, limits=Limits(max_connections=8))
     client = connect(server.server.endpoint, None)
     client.join("rollout", timeout_s=5)
     with zmq.Context() as context:

@@ -7,7 +7,7 @@ import zmq
 
 from slimebus import envelope
 from slimebus.messages import Ok, Status
-from slimebus.transport.server import BURST_BYTES, ZERO_COPY_BYTES, Server
+from slimebus.transport.server import ZERO_COPY_BYTES, Limits, Server
 
 SIZES = [0, 1, 255, ZERO_COPY_BYTES - 1, ZERO_COPY_BYTES, 300_000]
 
@@ -51,7 +51,7 @@ def test_a_reply_of_large_and_small_frames_arrives_whole(server: Server, dealer:
 
 
 def test_a_burst_ends_when_it_is_large(server: Server, dealer: zmq.Socket[bytes]) -> None:
-    bulk = bytes(BURST_BYTES // 4 + 1)
+    bulk = bytes(Limits().burst_bytes // 4 + 1)
     for number in range(9):
         dealer.send_multipart([envelope.encode(Status(), id=number), bulk])
     sizes = []

@@ -1,0 +1,182 @@
+"""A simulated process that talks to the broker as slimebus/transport/client.py does.
+
+Requests are sent again, with the same id, until they are answered; heartbeats go on beside them; a stopped process
+(SIGSTOP, swapped out) does and hears everything later; a dead one does and hears nothing.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simulation.clock import Act
+
+from broker.state.effects import Address, Event
+from slimebus import messages as m
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+RUN = "sim"
+RESEND_S = 2.0
+RETRY_S = 0.5
+FOREVER = float("inf")
+
+Done = Callable[[Any, list[Any]], None]
+
+
+class Broken(AssertionError):
+    """A promise does not hold."""
+
+
+def require(holds: bool, text: str) -> None:
+    """Raise Broken unless `holds`."""
+    if not holds:
+        raise Broken(text)
+
+
+class Request:
+    """One request that waits for its answer."""
+
+    __slots__ = ("body", "bulk", "deadline", "done", "id", "message", "sends")
+
+    def __init__(self, id: int, message: m.Message, done: Done, bulk: Sequence[bytes], deadline: float) -> None:
+        self.id, self.message, self.done, self.bulk, self.deadline, self.sends = id, message, done, bulk, deadline, 0
+        self.body = msgspec.msgpack.encode(message) if bulk else b""
+
+
+class Actor:
+    """A process with a name that may be reused and an instance that is its own."""
+
+    role = ""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world, self.name = world, name
+        self.instance = f"{name}#{world.timeline.serial()}"
+        self.born = 1.0 + world.wall_of(name)
+        self.is_dead, self.stopped_until, self.epoch, self.run = False, 0.0, 0, ""
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Request] = {}
+        self._is_beating = False
+        world.processes[self.instance.encode()] = self
+        self.hello()
+
+    # --- life ---
+
+    def die(self) -> None:
+        """End without a word."""
+        self.is_dead = True
+        self.world.processes.pop(self.instance.encode(), None)
+        self._pending.clear()
+
+    def stop_for(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after a while."""
+        self.stopped_until = max(self.stopped_until, self.world.now + seconds)
+
+    def leave(self) -> None:
+        """Say goodbye and end."""
+        if not self.epoch:
+            self.die()
+        elif not self.is_dead:
+            self.ask(m.Goodbye(), lambda *_: self.die())
+            self.later(3 * RESEND_S, self.die)
+
+    def later(self, delay_s: float, act: Act) -> None:
+        """Do something after a delay, unless dead by then; when stopped, as soon as it goes on."""
+        self.world.timeline.later(delay_s, lambda: self._when_awake(act))
+
+    def _when_awake(self, act: Act) -> None:
+        if self.is_dead:
+            return
+        if self.world.now < self.stopped_until:
+            self.later(self.stopped_until - self.world.now, act)
+        else:
+            act()
+
+    # --- requests ---
+
+    def ask(self, message: m.Message, done: Done, bulk: Sequence[bytes] = (), *, timeout_s: float = FOREVER) -> None:
+        """Send a request until it is answered; `done` gets the answer, `refused` an error that no repetition helps."""
+        request = Request(next(self._ids), message, done, bulk, self.world.now + timeout_s)
+        self._pending[request.id] = request
+        self._send(request)
+
+    def _send(self, request: Request) -> None:
+        if request.id not in self._pending:
+            return
+        if self.world.now >= request.deadline:
+            del self._pending[request.id]
+            return
+        self.world.trace(f"{self.name} asks {request.id} {m.wire_name(type(request.message))}")
+        event = Event(
+            to=Address(self.instance.encode(), request.id),
+            sender=self.name,
+            epoch=self.epoch,
+            run=self.run,
+            message=request.message,
+            body=request.body,
+            bulk=request.bulk,
+        )
+        self.world.network.carry(self.name, lambda: self.world.broker.deliver(event))
+        self._resend_in(request, RESEND_S)
+
+    def _resend_in(self, request: Request, delay_s: float) -> None:
+        request.sends += 1
+        turn = request.sends
+        self.later(delay_s, lambda: self._send(request) if request.sends == turn else None)
+
+    def hear(self, request_id: int, message: m.Message, bulk: list[Any]) -> None:
+        """An answer arrives; all but the first are ignored."""
+        self._when_awake(lambda: self._hear(request_id, message, bulk))
+
+    def _hear(self, request_id: int, message: m.Message, bulk: list[Any]) -> None:
+        request = self._pending.get(request_id)
+        if request is None:
+            return
+        if isinstance(message, m.Error) and message.retryable:
+            self._resend_in(request, RETRY_S)
+            return
+        del self._pending[request_id]
+        if isinstance(message, m.Error):
+            self.world.trace(f"{self.name} is refused: {message.code}: {message.text}")
+            self.refused(message, request)
+        else:
+            request.done(message, bulk)
+
+    # --- membership ---
+
+    def hello(self) -> None:
+        """Join, or join again."""
+        self.epoch = 0
+        self.ask(m.Hello(role=self.role, instance=self.instance, born=self.born), self._welcomed)
+
+    def _welcomed(self, welcome: m.Welcome, _: list[Any]) -> None:
+        is_first, self.epoch, self.run = not self._is_beating, welcome.epoch, welcome.run
+        if is_first:
+            self._is_beating = True
+            self.begin(welcome)
+            self._beat()
+
+    def _beat(self) -> None:
+        heartbeat_s = self.world.rules.heartbeat_s
+        self.ask(self.beat(), lambda reply, _: self.beaten(reply), timeout_s=4 * heartbeat_s)
+        self.later(heartbeat_s, self._beat)
+
+    # --- what each role does ---
+
+    def begin(self, welcome: m.Welcome) -> None:
+        """Start working: the broker has taken us in."""
+
+    def beat(self) -> m.Heartbeat:
+        """What a heartbeat says."""
+        return m.Heartbeat()
+
+    def beaten(self, reply: m.HeartbeatReply) -> None:
+        """A heartbeat is answered."""
+
+    def told(self, hint: m.Hint) -> None:
+        """A hint is heard."""
+
+    def refused(self, error: m.Error, request: Request) -> None:
+        """The broker will not do it, now or later."""
+        raise Broken(f"{self.name} was refused: {error.code}: {error.text}")

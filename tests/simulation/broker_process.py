@@ -1,0 +1,244 @@
+"""The simulated broker process: the real state machine in a shell like broker/shell.py, which may end at any point of a turn.
+
+inbox --burst--> Machine --effects--> [decided] commit [committed] replies, one by one [answering]
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from simulation.actor import RUN
+from simulation.clock import MachineClock
+from simulation.disk import Disk
+
+from broker.awake_clock import AwakeClock
+from broker.held import RETRY_S, Held
+from broker.shell import RESTORED_TABLES
+from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPartial, StoredPayload, StoredPrompt
+from broker.state.machine import Machine
+from broker.store import Damaged, StoreError, Write
+from slimebus import messages as m
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+CrashPoint = Literal["decided", "committing", "committed", "answering"]
+CRASH_POINTS: tuple[CrashPoint, ...] = ("decided", "committing", "committed", "answering")
+
+BURST = 16
+MAX_IDLE_S = 0.5
+
+
+class Crashed(Exception):
+    """The broker process ends here."""
+
+
+class BrokerProcess:
+    """The broker and the machine it runs on. Its disk outlives it; `machine` is None while it is down."""
+
+    def __init__(self, world: "World") -> None:
+        self.world, self.disk = world, Disk(world.scenario.durability)
+        self.machine: Machine | None = None
+        self.held: Held | None = None
+        self._last_hint = m.Hint()
+        self.inbox: deque[Event] = deque()
+        self.crash_at: CrashPoint | None = None
+        self.stopped_until = self._wake_at = 0.0
+        self.is_over = False
+        self.num_boots = 0
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Read the state back from the disk, with whatever the clocks of the machine say."""
+        rng, world = self.world.random, self.world
+        monotonic_s = rng.choice([0.0, rng.uniform(-1e6, 1e6)])
+        self.clock = MachineClock(world.timeline, monotonic_ahead_s=monotonic_s, wall_ahead_s=1e6 + world.skew_of("broker"))
+        self.awake = AwakeClock(self.clock)
+        self.machine = self.restored()
+        self.num_boots += 1
+        self.is_over = False
+        self._wake_at = world.now
+        world.trace(f"broker starts ({self.num_boots})")
+        world.invariants.started()
+
+    def restored(self) -> Machine:
+        """A machine made from what is on the disk."""
+        machine = Machine(
+            self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.wall() * 1000), records=self.disk.get
+        )
+        machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.disk.scan(t)], self.awake.now)
+        return machine
+
+    def crash(self, *, down_s: float, torn: int = 0) -> None:
+        """kill -9, or with `torn` a power cut that takes the last transactions along. It is started again `down_s` later."""
+        if self.machine is None:
+            return
+        self.machine, self.crash_at, self.held = None, None, None
+        self.inbox.clear()
+        self.world.trace(f"broker is killed, {torn} transactions are torn off")
+        if torn:
+            self.world.account.tore_off(self.disk.tear_off(torn))
+        self.world.timeline.later(down_s, self.start)
+
+    def stop_for(self, seconds: float) -> None:
+        """SIGSTOP: what arrives waits in its sockets."""
+        self.stopped_until = max(self.stopped_until, self.world.now + seconds)
+
+    def deliver(self, event: Event) -> None:
+        """A request arrives."""
+        if self.machine is None:
+            return
+        self.inbox.append(event)
+        self.world.invariants.arrived(event)
+        self._wake_at = min(self._wake_at, self.world.now + self.world.random.choice([0.0, 0.001, 0.05]))
+
+    def wake_at(self) -> float:
+        """When the next turn is, by the true time."""
+        return float("inf") if self.machine is None or self.is_over else max(self._wake_at, self.stopped_until)
+
+    # --- a turn ---
+
+    def turn(self) -> None:
+        """One burst: receive, decide, commit, answer."""
+        assert self.machine is not None
+        events = [self.inbox.popleft() for _ in range(min(BURST, len(self.inbox)))]
+        now = self.awake.advance()
+        try:
+            self._turn(self.machine, events, now)
+        except Crashed:
+            self.crash(down_s=self.world.random.expovariate(1.0))
+            return
+        self._sleep(self.machine)
+
+    def _turn(self, machine: Machine, events: list[Event], now: float) -> None:
+        watch = self.world.invariants
+        if self.held is not None:
+            self._turn_held(machine, self.held, events, now)
+            return
+        effects: list[Effect] = []
+        events = self._admitted(machine, events)
+        for part in self._parts(events):
+            watch.before(machine, part)
+            decided = machine.apply(part, now)
+            watch.applied(machine, part, decided)
+            effects += decided
+        if self.awake.is_time_to_judge(all_heard=len(events) < BURST):
+            watch.before_tick(machine)
+            late = machine.tick(now)
+            watch.ticked(machine, late)
+            effects += late
+        self._perform(machine, effects)
+
+    def _parts(self, events: list[Event]) -> list[list[Event]]:
+        """A whole burst at once, or each event by itself, which shows more precisely what it did."""
+        if len(events) > 1 and self.world.random.random() < 0.5:
+            return [events]
+        return [[event] for event in events]
+
+    def _perform(self, machine: Machine, effects: Sequence[Effect]) -> None:
+        writes: dict[tuple[str, str], Write] = {}
+        for effect in effects:
+            if isinstance(effect, Save | Delete):
+                writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value if isinstance(effect, Save) else None)
+        if writes:
+            self._may_crash("decided")
+            try:
+                self._commit(list(writes.values()))
+            except StoreError as full:
+                self.world.trace("broker holds what the full disk does not take")
+                self.held = Held(
+                    writes=writes, effects=effects, problem=full, since=self.awake.now, retry_at=self.awake.now + RETRY_S, said_at=0.0
+                )
+                return
+            self._may_crash("committed")
+        self._say(machine, effects)
+
+    def _say(self, machine: Machine, effects: Sequence[Effect]) -> None:
+        self.world.invariants.committed(machine)
+        self._answer(machine, [e for e in effects if isinstance(e, Reply)])
+        for effect in effects:
+            if isinstance(effect, Notify):
+                self._last_hint = effect.hint
+                self.world.hint(effect.hint)
+
+    # --- a disk that takes no more ---
+
+    def _admitted(self, machine: Machine, events: list[Event]) -> list[Event]:
+        """Samples for which there is no room are refused."""
+        machine.state.disk_full = full = self.disk.refusal(0)
+        if not full:
+            return events
+        for event in events:
+            if event.bulk:
+                self.world.answer(event.to, m.Error(code="disk_full", text=full, retryable=True), [])
+        return [event for event in events if not event.bulk]
+
+    def _turn_held(self, machine: Machine, held: Held, events: list[Event], now: float) -> None:
+        """Nothing is decided or told until what was decided is written."""
+        for event in events:
+            self.world.answer(event.to, *machine.answer_held(event, self._last_hint, held.problem, now))
+        if now < held.retry_at:
+            return
+        try:
+            self._commit(list(held.writes.values()))
+        except StoreError:
+            held.retry_at = now + RETRY_S
+            return
+        self.held = None
+        self._say(machine, held.effects)
+
+    def _commit(self, writes: list[Write]) -> None:
+        if self.crash_at == "committing" and self.world.random.random() < 0.5:
+            raise Crashed  # nobody was answered: the transaction may be there or not
+        self.disk.commit(writes)
+        self._may_crash("committing")
+
+    def _answer(self, machine: Machine, replies: list[Reply]) -> None:
+        last = self.world.random.randrange(len(replies) + 1) if self.crash_at == "answering" else -1
+        for i, reply in enumerate(replies):
+            if i == last:
+                self._may_crash("answering")
+            if isinstance(reply.message, m.BatchReply) and reply.message.groups:
+                self.world.invariants.handed_out(machine, reply.message)
+            elif isinstance(reply.message, m.LeaseReply):
+                self.world.invariants.granted(machine, reply.to, reply.message)
+            try:
+                bulk = [frame for part in reply.bulk for frame in self._frames(part)]
+            except Damaged as gone:
+                self._perform(machine, machine.damaged(gone.table, gone.key, self.awake.now))
+                self.world.answer(reply.to, m.Error(code=gone.code, text=gone.text, retryable=gone.retryable), [])
+            else:
+                self.world.answer(reply.to, reply.message, bulk)
+        self._may_crash("answering")
+
+    def _frames(self, part: Bulk) -> Sequence[Any]:
+        match part:
+            case Inline(value):
+                return [value]
+            case StoredPrompt(group):
+                return [self._stored("prompts", group)]
+            case StoredPayload(group):
+                return list(self._stored("payloads", group))
+            case StoredPartial(group):
+                return list(self._stored("partials", group))
+        return [b"a held-out prompt"]
+
+    def _stored(self, table: str, key: str) -> Any:
+        value = self.disk.tables[table].get(key)
+        if value is None:
+            raise Damaged(table, key, f"{table} of group {key} are gone", code="gone")
+        return value
+
+    def _may_crash(self, point: CrashPoint) -> None:
+        if self.crash_at == point:
+            raise Crashed
+
+    def _sleep(self, machine: Machine) -> None:
+        if self.inbox:
+            self._wake_at = self.world.now
+            return
+        self.is_over = machine.is_over and self.held is None
+        deadline = machine.next_deadline()
+        idle_s = MAX_IDLE_S if deadline is None else min(MAX_IDLE_S, max(0.001, deadline - self.awake.now))
+        self._wake_at = self.world.now + idle_s

@@ -1,0 +1,63 @@
+"""Many seeds, and what became of each."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from multiprocessing import Pool
+
+import msgspec
+from simulation import mutations
+from simulation.world import World
+
+SEEDS_PER_MUTATION = 200
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a seed ended: `broken` is empty when everything held; `recent` are its last events."""
+
+    seed: int
+    events: int
+    seconds: float
+    steps: int
+    faults: dict[str, int]
+    broken: str = ""
+    recent: list[str] = []
+
+
+def run_seed(seed: int, *, is_verbose: bool = False) -> Outcome:
+    """One world from beginning to end. An exception in the state machine is a broken promise too."""
+    world = World(seed, is_verbose=is_verbose)
+    broken = ""
+    try:
+        world.run()
+    except Exception as problem:  # noqa: BLE001 - whatever it is, it is told with its seed
+        broken = f"{type(problem).__name__}: {problem}"
+    return Outcome(
+        seed, world.events, world.now, len(world.trainer.trained), dict(world.faults), broken, list(world.recent) if broken else []
+    )
+
+
+def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
+    """Each seed's outcome, as they come."""
+    if jobs == 1:
+        yield from map(run_seed, seeds)
+        return
+    with Pool(jobs) as pool:
+        yield from pool.imap_unordered(run_seed, seeds, chunksize=8)
+
+
+def seeds_to_catch(name: str, limit: int = SEEDS_PER_MUTATION) -> tuple[int, str]:
+    """How many seeds it takes to catch a mutation, and what was broken; 0 when `limit` seeds do not."""
+    with mutations.applied(name):
+        for seed in range(limit):
+            outcome = run_seed(seed)
+            if outcome.broken:
+                return seed + 1, outcome.broken
+    return 0, ""
+
+
+def faults_of(outcomes: Iterable[Outcome]) -> Counter[str]:
+    """How often each fault happened."""
+    total: Counter[str] = Counter()
+    for outcome in outcomes:
+        total.update(outcome.faults)
+    return total

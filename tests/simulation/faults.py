@@ -1,0 +1,157 @@
+"""What goes wrong, and how: one function a fault, chosen by chance until the world is calm."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simulation.broker_process import CRASH_POINTS
+from simulation.trainer import Trainer
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+def kill_broker(world: "World") -> None:
+    """Between two turns."""
+    world.broker.crash(down_s=world.random.expovariate(0.5))
+
+
+def kill_broker_within_a_turn(world: "World") -> None:
+    """Between decide and commit, in the commit, between commit and replies, or among the replies of the next turn."""
+    world.broker.crash_at = world.random.choice(CRASH_POINTS)
+
+
+def cut_power_of_broker(world: "World") -> None:
+    """With durability os the last transactions are lost as a whole suffix; with fsync, none that was answered."""
+    torn = world.random.randint(1, 8) if world.scenario.durability == "os" else 0
+    world.broker.crash(down_s=world.random.expovariate(0.5), torn=torn)
+
+
+def stop_broker(world: "World") -> None:
+    """SIGSTOP, a machine that sleeps, a disk that is stuck."""
+    world.broker.stop_for(world.random.choice([1.0, 8.0, 40.0]))
+
+
+def kill_worker(world: "World") -> None:
+    """kill -9; started again under its name."""
+    world.random.choice(world.workers).crash()
+
+
+def stop_worker(world: "World") -> None:
+    """SIGSTOP for less or longer than a lease."""
+    world.random.choice(world.workers).stop_for(world.random.uniform(1, 15))
+
+
+def replace_worker(world: "World") -> None:
+    """A worker ends for good, another of a new name comes."""
+    gone = world.random.choice(world.workers)
+    gone.die()
+    world.replace_worker(gone, world.new_worker())
+
+
+def preempt_worker(world: "World") -> None:
+    """SIGTERM; another comes in its place."""
+    gone = world.random.choice(world.workers)
+    gone.preempt()
+    world.replace_worker(gone, world.new_worker())
+
+
+def storm_of_workers(world: "World") -> None:
+    """Many join at once and leave again, in good order or not."""
+    for _ in range(world.random.randint(3, 12)):
+        worker = world.new_worker()
+        world.guests.append(worker)
+        worker.later(world.random.uniform(0, 10), world.random.choice([worker.die, worker.preempt]))
+
+
+def kill_trainer(world: "World") -> None:
+    """kill -9; it goes on from its newest checkpoint."""
+    world.trainer.crash()
+
+
+def rewind_trainer(world: "World") -> None:
+    """It goes on from an older checkpoint, maybe from before steps whose samples are freed."""
+    world.trainer.crash(keep=world.random.randint(1, len(world.trainer.checkpoints)))
+
+
+def stop_trainer(world: "World") -> None:
+    """SIGSTOP."""
+    world.trainer.stop_for(world.random.uniform(1, 20))
+
+
+def second_trainer(world: "World") -> None:
+    """Another trainer comes, of another name or of the same, while the first one lives on."""
+    old = world.trainer
+    if not old.is_done:
+        world.trainer = Trainer(world, world.random.choice(["t2", old.name]), old.checkpoints)
+
+
+def cut_network(world: "World") -> None:
+    """One process and the broker do not hear each other for a while."""
+    world.network.cut(world.random.choice([world.trainer, *world.workers]).name, world.random.uniform(1, 12))
+
+
+def fill_disk(world: "World") -> None:
+    """No room for a while: for samples, or for anything."""
+    disk = world.broker.disk
+    disk.is_nearly_full, disk.is_full = True, world.random.random() < 0.7
+
+    def free() -> None:
+        disk.is_full = disk.is_nearly_full = False
+
+    world.timeline.later(world.random.uniform(0.5, 8), free)
+
+
+def jump_broker_clocks(world: "World") -> None:
+    """Both clocks of the broker's machine jump."""
+    world.broker.clock.monotonic_ahead_s += world.random.choice([5.0, 100.0, 1e5])
+    world.skew("broker", world.random.uniform(-50, 50))
+
+
+def jump_wall_clock(world: "World") -> None:
+    """The time of day of some machine is set; processes that start there next believe it."""
+    world.skew(world.random.choice([world.trainer, *world.workers]).name, world.random.uniform(-50, 50))
+
+
+FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
+    fault.__name__: (fault, weight)
+    for fault, weight in (
+        (kill_broker, 3),
+        (kill_broker_within_a_turn, 4),
+        (cut_power_of_broker, 1),
+        (stop_broker, 1),
+        (kill_worker, 4),
+        (stop_worker, 2),
+        (replace_worker, 1),
+        (preempt_worker, 1),
+        (storm_of_workers, 1),
+        (kill_trainer, 3),
+        (rewind_trainer, 2),
+        (stop_trainer, 1),
+        (second_trainer, 2),
+        (cut_network, 2),
+        (fill_disk, 1),
+        (jump_broker_clocks, 1),
+        (jump_wall_clock, 1),
+    )
+}
+"""Every fault and how often it happens, beside the others."""
+
+
+def begin(world: "World", only: str = "") -> None:
+    """Have faults happen until the world is calm, all kinds of them or `only` one."""
+    names = [only] if only else list(FAULTS)
+    weights = [FAULTS[name][1] for name in names]
+
+    def strike() -> None:
+        if world.is_calm:
+            return
+        name = world.random.choices(names, weights)[0]
+        world.trace(f"FAULT {name}")
+        world.faults[name] += 1
+        FAULTS[name][0](world)
+        wait()
+
+    def wait() -> None:
+        world.timeline.later(world.random.expovariate(1 / world.scenario.fault_every_s), strike)
+
+    wait()

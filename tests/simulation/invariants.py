@@ -1,0 +1,289 @@
+"""What must hold after each event, told apart from how the state machine makes it so."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simulation.actor import require
+
+from broker.awake_clock import LONGEST_TURN_S, MAX_UNJUDGED_S
+from broker.state.effects import Address, Effect, Event, Reply
+from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
+from broker.state.machine import Machine
+from broker.state.table import ClientRecord, State, StepRecord
+from slimebus import messages as m
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+DEEP_EVERY = 4
+"""Looking at everything is the slow part. What is lost stays lost, so each fourth turn finds it all the same."""
+RESTORE_EVERY = 16
+EXPIRED = ("leased>queued lease expired", "leased>dead lease expired", "eval leased>queued lease expired")
+
+
+class Invariants:
+    """Watches the broker of one world."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self._turns = 0
+        self._parked: Counter[Address] = Counter()
+        self._heard: dict[int, float] = {}
+        self._held: dict[int, Group] = {}
+        self._granted: dict[Address, set[int]] = {}
+        self._asked: list[tuple[m.Put, bool]] = []
+
+    # --- hooks of the broker process ---
+
+    def started(self) -> None:
+        """The broker has read its state back."""
+        self._parked.clear()
+        self._heard.clear()
+        self.deep(self._machine)
+        require(_durable(self.world.broker.restored().state) == _durable(self._machine.state), "two restores of one disk differ")
+
+    def arrived(self, event: Event) -> None:
+        """A request has reached the broker, which may read it later."""
+        state = self._machine.state
+        client = state.clients.get(event.sender)
+        if isinstance(event.message, m.Heartbeat) and client is not None and client.epoch == event.epoch:
+            for lease in event.message.leases:
+                group = state.groups.by_lease.get(lease)
+                if group is not None and event.sender in (group.worker, group.second and group.second.worker):
+                    self._heard[lease] = max(self.world.now, self.world.broker.stopped_until)
+
+    def before_tick(self, machine: Machine) -> None:
+        self._held = dict(machine.state.groups.by_lease)
+
+    def ticked(self, machine: Machine, effects: list[Effect]) -> None:
+        """Time has done its work: who was heard, by the true time, keeps what it holds. A clock that jumps may cost one long turn."""
+        for lease, group in self._held.items():
+            if lease not in machine.state.groups.by_lease and group.reason == "lease expired":
+                silence_s = self.world.now - self._heard.get(lease, -1e9)
+                spent = machine.state.rules.lease_s
+                require(
+                    silence_s >= spent - 2 * LONGEST_TURN_S,
+                    f"lease {lease} of {group.id} expired {silence_s:.1f} s after a heartbeat for it",
+                )
+        self._answered([], machine, effects)
+
+    def before(self, machine: Machine, events: list[Event]) -> None:
+        self._asked = []
+        for event in events:
+            self._note_divergence(machine.state, event)
+        if len(events) == 1 and isinstance(put := events[0].message, m.Put):
+            self._asked = [(put, _holds(machine.state, events[0].sender, put))]
+
+    def _note_divergence(self, state: State, event: Event) -> None:
+        """A trainer goes on from steps that the broker was told to forget by another one: it warns, and their prompts may come again."""
+        process = self.world.processes.get(event.to.peer)
+        if isinstance(event.message, m.Resume) and process is not None and event.message.lineage != state.meta.lineage:
+            trained: dict[int, tuple[str, ...]] = getattr(process, "trained", {})
+            unknown = [step for step in trained if step >= state.meta.next_step and step not in state.steps]
+            self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
+
+    def applied(self, machine: Machine, events: list[Event], effects: list[Effect]) -> None:
+        """Requests were decided on."""
+        self._answered(events, machine, effects)
+        replies = {e.to: e.message for e in effects if isinstance(e, Reply)}
+        for put, had_lease in self._asked:
+            result = getattr(replies.get(events[0].to), "result", "")
+            require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
+        if len(events) == 1:
+            self._check_trainer(machine, events[0], replies.get(events[0].to))
+        for message in replies.values():
+            if isinstance(message, m.BatchReply) and message.groups:
+                self._check_bound(message)
+            elif isinstance(message, m.LeaseReply) and message.groups:
+                self._check_grant(machine.state, message)
+
+    def committed(self, machine: Machine) -> None:
+        """A turn is on the disk, and nobody is answered yet."""
+        self._turns += 1
+        if self._turns % DEEP_EVERY == 0:
+            self.deep(machine)
+        if self._turns % RESTORE_EVERY == 0:
+            live, stored = _durable(machine.state), _durable(self.world.broker.restored().state)
+            for name in live:
+                require(live[name] == stored[name], f"{name} on disk is not what the broker holds: {_difference(live[name], stored[name])}")
+
+    @property
+    def _machine(self) -> Machine:
+        machine = self.world.broker.machine
+        assert machine is not None
+        return machine
+
+    # --- answers ---
+
+    def _answered(self, events: list[Event], machine: Machine, effects: list[Effect]) -> None:
+        """Each request is answered once or parked; what was parked is answered when it no longer is."""
+        state = machine.state
+        parked = Counter(waiting.to for table in _parked(state) for waiting in table.values())
+        replies = Counter(e.to for e in effects if isinstance(e, Reply))
+        asked = Counter(event.to for event in events)
+        if not (events or replies or parked != self._parked):
+            return
+        for event in events:
+            is_waiting = replies[event.to] + parked[event.to] > 0 or self._is_gone(state, event.to)
+            require(is_waiting, f"{event.sender}'s {type(event.message).__name__} is neither answered nor parked")
+        for to, count in replies.items():
+            require(count <= asked[to] + self._parked[to], f"{to} is answered {count} times")
+        for to in self._parked:
+            if not parked[to] and not replies[to]:
+                require(self._is_gone(state, to), f"the parked request {to} is forgotten without an answer")
+        self._parked = parked
+
+    def _is_gone(self, state: State, to: Address) -> bool:
+        """True when nobody is there to be answered: dead, gone from the broker, or replaced."""
+        process = self.world.processes.get(to.peer)
+        client = None if process is None else state.clients.get(process.name)
+        return process is None or client is None or client.instance != process.instance
+
+    def _check_trainer(self, machine: Machine, event: Event, reply: m.Message | None) -> None:
+        """Only the newest trainer is served."""
+        trains = isinstance(event.message, m.Resume | m.Publish | m.Batch | m.Fetch | m.Commit | m.Finish)
+        if not trains or reply is None or isinstance(reply, m.Error):
+            return
+        newest = max((c.epoch for c in machine.state.clients.values() if c.role == "trainer"), default=0)
+        require(event.epoch == newest, f"trainer {event.sender} of epoch {event.epoch} is served beside {newest}")
+
+    def _check_bound(self, reply: m.BatchReply) -> None:
+        """The bound in force holds for every group handed out."""
+        bound = self.world.bound_of(reply)
+        for group in reply.groups:
+            lag = reply.version - group.oldest_version if group.oldest_version != m.NO_VERSION else 0
+            require(lag <= bound, f"step {reply.step}: {group.group} is {lag} versions old, bound {bound}")
+
+    def granted(self, machine: Machine, to: Address, reply: m.LeaseReply) -> None:
+        """Leases leave the broker: the same request has the same ones."""
+        leases, before = {group.lease for group in reply.groups}, self._granted.get(to, set())
+        is_same = not before or leases <= before or not before & machine.state.groups.by_lease.keys()
+        require(is_same or self.world.account.lost_suffix, f"{to} was granted {before}, now {leases}")
+        self._granted[to] = leases
+
+    def _check_grant(self, state: State, reply: m.LeaseReply) -> None:
+        for leased in reply.groups:
+            group = state.groups.by_lease.get(leased.lease)
+            if group is not None and group.kind == TRAIN and group.lineage and state.lease_since.get(leased.lease) == state.now:
+                self._check_pace(state, group)
+
+    def _check_pace(self, state: State, group: Group) -> None:
+        """A group is let in only if it is still fresh when its turn comes: floor(N / B) <= w + eta, N counted from the first free step."""
+        ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.admitted < group.admitted for g in state.groups.by_id.values())
+        chosen = [step for step, record in state.steps.items() if not record.is_committed]
+        step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // state.rules.batch_size
+        lag = self.world.version_of(step) - group.lease_version
+        require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease_version} is let in for step {step}")
+
+    def handed_out(self, machine: Machine, reply: m.BatchReply) -> None:
+        """A batch leaves the broker: the same step of a timeline has the same groups, each once."""
+        names = [g.group for g in reply.groups]
+        require(len(set(names)) == len(names), f"step {reply.step} has a group twice: {names}")
+        key = (machine.state.meta.lineage, reply.step)
+        known = self.world.handed_out.setdefault(key, names)
+        require(known == names or self.world.account.lost_suffix, f"step {reply.step} was {known}, now it is {names}")
+        self.world.handed_out[key] = names
+
+    # --- the whole state ---
+
+    def deep(self, machine: Machine) -> None:
+        """Every prompt is in one place, and nothing is kept that nobody needs."""
+        state = machine.state
+        self._check_prompts(state)
+        self._check_records(state)
+        self._check_indexes(state)
+        self._check_deadlines(state)
+        machine.status(self.world.broker.awake.now)
+
+    def _check_prompts(self, state: State) -> None:
+        source, meta = self.world.scenario.source, state.meta
+        in_play = {name for name, group in state.groups.by_id.items() if group.kind == TRAIN}
+        ended = set(self.world.broker.disk.tables["ended"])
+        kept = [msgspec.msgpack.decode(record, type=StepRecord) for record in self.world.broker.disk.tables["freed"].values()]
+        freed = {name for record in [*kept, *state.steps.values()] if record.step < meta.floor for name in record.groups}
+        num_drawn = meta.moves.get("source>queued drawn", 0)
+        drawn = {source.id_at(position) for position in range(meta.cursor - num_drawn, meta.cursor)}
+        found = in_play | ended | freed
+        require(found == drawn, f"lost {sorted(drawn - found)}, invented {sorted(found - drawn)}")
+        require(
+            len(in_play) + len(ended) + len(freed) == len(drawn),
+            f"in two places: {sorted((in_play & ended) | (in_play & freed) | (ended & freed))}",
+        )
+
+    def _check_records(self, state: State) -> None:
+        tables = self.world.broker.disk.tables
+        groups = state.groups.by_id
+        require(
+            tables["groups"].keys() == groups.keys(),
+            f"the store does not hold the groups in play: {tables['groups'].keys() ^ groups.keys()}",
+        )
+        dead = {key for key, value in tables["ended"].items() if b"dead" in value}
+        prompts = {name for name, group in groups.items() if group.kind == TRAIN} | dead
+        require(tables["prompts"].keys() == prompts, f"prompt records that leak or lack: {sorted(tables['prompts'].keys() ^ prompts)}")
+        payloads = {name for name, group in groups.items() if group.phase in (READY, ASSIGNED, COMMITTED)}
+        require(tables["payloads"].keys() == payloads, f"payloads that leak or lack: {sorted(tables['payloads'].keys() ^ payloads)}")
+
+    def _check_indexes(self, state: State) -> None:
+        groups = state.groups
+        counts = Counter((g.kind, g.phase) for g in groups.by_id.values())
+        require(+groups.counts == counts, f"counted {groups.counts}, there are {counts}")
+        leased = {g.lease: g for g in groups.by_id.values() if g.phase == LEASED}
+        leased |= {g.second.lease: g for g in groups.by_id.values() if g.second is not None}
+        require(leased == groups.by_lease, "a lease leaks")
+        require(leased.keys() == state.lease_deadlines.keys(), f"deadlines of no lease: {leased.keys() ^ state.lease_deadlines.keys()}")
+        ready = sorted((g.admitted, g.id) for g in groups.by_id.values() if g.phase == READY)
+        require(list(groups.ready) == ready, "the ready list is out of order")
+        for kind in (TRAIN, EVAL):
+            first = groups.first_queued(kind)
+            queued = [g.position for g in groups.by_id.values() if g.kind == kind and g.phase == QUEUED]
+            require((first.position if first else None) == min(queued, default=None), f"the {kind} queue does not begin with its first")
+        assigned = {name for record in state.steps.values() if not record.is_committed for name in record.groups}
+        require(assigned == {g.id for g in groups.by_id.values() if g.phase == ASSIGNED}, "assigned groups and steps disagree")
+        rules = state.rules
+        bound = rules.buffer_capacity + 2 * rules.batch_size * (rules.num_steps or 100)
+        require(state.num_held <= bound, f"{state.num_held} groups are held, bound {bound}")
+
+    def _check_deadlines(self, state: State) -> None:
+        """A timer for each thing that waits, and for nothing else."""
+        overdue_s = self.world.broker.awake.now - min(state.lease_deadlines.values(), default=float("inf"))
+        require(overdue_s <= LONGEST_TURN_S + MAX_UNJUDGED_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
+        timers = set(state.timers._deadline)
+        needed: set[Any] = {("lease", lease) for lease in state.lease_deadlines}
+        needed |= {("parked lease", *key) for key in state.parked_leases}
+        needed |= {("parked batch", step) for step in state.parked_batches}
+        needed |= {("parked read", name) for name in state.parked_reads}
+        needed |= {("parked evaluation", *key) for key in state.parked_evaluations}
+        needed |= {("client", name) for name in state.clients}
+        leak = {key for key in timers - needed if len(key) > 1}
+        require(not leak and needed <= timers, f"timers that leak {leak} or lack {needed - timers}")
+        waiting = sum(len(table) for table in _parked(state))
+        require(waiting <= state.rules.max_parked + len(state.parked_batches), f"{waiting} requests are parked")
+
+
+def _parked(state: State) -> list[dict[Any, Any]]:
+    return [table for name, table in vars(state).items() if name.startswith("parked_")]
+
+
+def _holds(state: State, name: str, put: m.Put) -> bool:
+    group = state.groups.by_id.get(put.group)
+    if group is None or group.phase != LEASED:
+        return False
+    return any((one.worker, one.lease, one.attempt) == (name, put.lease, put.attempt) for one in (group, group.second) if one is not None)
+
+
+def _durable(state: State) -> dict[str, dict[Any, Any]]:
+    """What a restart must give back."""
+    kept = ClientRecord.__struct_fields__
+    return {
+        "meta": {**msgspec.structs.asdict(state.meta), "source_ended": False},
+        "groups": state.groups.by_id,
+        "steps": state.steps,
+        "evaluations": state.evaluations,
+        "clients": {name: [getattr(c, f) for f in kept] for name, c in state.clients.items() if c.role != "client"},
+    }
+
+
+def _difference(live: dict[Any, Any], stored: dict[Any, Any]) -> str:
+    wrong = [key for key in {**live, **stored} if live.get(key) != stored.get(key)]
+    return "; ".join(f"{key}: {live.get(key)!r} became {stored.get(key)!r}" for key in wrong[:3])

@@ -1,0 +1,120 @@
+"""Deliberate bugs, one at a time: the simulation must catch each of them within a few seeds, or it would not catch a real one."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from simulation import broker_process
+
+from broker import awake_clock
+from broker.state import admission, batches, clients, leases, staleness, timeline
+from broker.state.groups import COMMITTED, LEASED, Group, Groups
+from broker.state.table import State
+
+Patch = tuple[Any, str, Callable[..., Any]]
+
+_requeue, _delete, _changed, _sender_of = State.requeue, State.delete, State.changed, clients.sender_of
+_commit = broker_process.BrokerProcess._commit
+
+
+def _keep_abandoned(state: State, group: Group, reason: str) -> None:
+    if "version of the abandoned timeline" not in reason:
+        _requeue(state, group, reason)
+
+
+def _keep_payloads(state: State, table: Any, key: str) -> None:
+    if table != "payloads":
+        _delete(state, table, key)
+
+
+def _keep_prompts(state: State, table: Any, key: str) -> None:
+    if table != "prompts":
+        _delete(state, table, key)
+
+
+def _forget_steps(state: State, table: Any, key: str | int) -> None:
+    if table != "steps":
+        _changed(state, table, key)
+
+
+def _ignore_epoch(state: State, event: Any, now: float) -> Any:
+    client = state.clients.get(event.sender)
+    return client if client is not None and event.epoch else _sender_of(state, event, now)
+
+
+def _answer_first(process: Any, writes: Any) -> None:
+    """Nothing is durable when it is answered: the commit comes a turn later, or never."""
+    late = process.__dict__.setdefault("late_writes", {})
+    writes, process.late_writes = [*late.values()], {(w.table, w.key): w for w in writes}
+    late.clear()
+    if writes:
+        _commit(process, writes)
+
+
+def _take_newest(groups: Groups, kind: str = "train") -> Any:
+    queued = [g for g in groups.by_id.values() if g.kind == kind and g.phase == "queued"]
+    return max(queued, key=lambda g: g.position, default=None)
+
+
+def _free_too_much(state: State, checkpoint: int) -> None:
+    for group in [g for g in state.groups.by_id.values() if g.phase == COMMITTED]:
+        state.groups.remove(group)
+        state.changed("groups", group.id)
+        state.delete("payloads", group.id)
+        state.delete("prompts", group.id)
+
+
+def _jumping(clock: awake_clock.AwakeClock) -> float:
+    seen = clock.clock.monotonic()
+    clock.now, clock._seen = clock.now + max(0.0, seen - clock._seen), seen
+    return clock.now
+
+
+def _forget_parked(state: State, newest: Any) -> None:
+    for client in state.clients.values():
+        if client.role == "trainer" and client is not newest:
+            client.is_fenced = True
+            state.changed("clients", client.name)
+    state.parked_batches.clear()
+
+
+MUTATIONS: dict[str, Patch] = {
+    "nothing is ever stale": (staleness, "is_stale", lambda state, group, step: False),
+    "an expired lease does not requeue": (leases, "expire", lambda state, lease: None),
+    "a rewind keeps samples of abandoned versions": (State, "requeue", _keep_abandoned),
+    "a rewind forgets freed prompts": (timeline, "_restore_freed", lambda state, group_id: None),
+    "a rewind leaves old leases": (timeline, "_revoke_leases", lambda state: None),
+    "two trainers may train": (clients, "_fence_other_trainers", lambda state, newest: None),
+    "a fenced trainer's parked requests are forgotten": (clients, "_fence_other_trainers", _forget_parked),
+    "an older process of the same name is still served": (clients, "sender_of", _ignore_epoch),
+    "admission has no bound": (
+        admission,
+        "refusal_for",
+        lambda state, client, needs_weights: admission.unready_weights(state, client),
+    ),
+    "a put needs no lease": (
+        leases,
+        "_put_refusal",
+        lambda state, group, client, done: "" if group is not None and group.phase == LEASED else "lost",
+    ),
+    "a repeated lease request is granted more": (Groups, "leased_at", lambda groups, worker, request: []),
+    "payloads are never deleted": (State, "delete", _keep_payloads),
+    "prompts are never deleted": (State, "delete", _keep_prompts),
+    "the groups of a step are not on disk": (State, "changed", _forget_steps),
+    "answers go out before the commit": (broker_process.BrokerProcess, "_commit", _answer_first),
+    "the newest queued prompt goes first": (Groups, "first_queued", _take_newest),
+    "a commit frees steps that no checkpoint has": (batches, "free", _free_too_much),
+    "the broker's own stop counts as everyone's silence": (awake_clock.AwakeClock, "advance", _jumping),
+    "deadlines are judged before all is heard": (awake_clock.AwakeClock, "is_time_to_judge", lambda clock, all_heard: True),
+    "a worker that leaves keeps its leases": (clients, "_take_back", lambda state, group, reason, has_failed: None),
+}
+"""Name: what is replaced, and by what."""
+
+
+@contextlib.contextmanager
+def applied(name: str) -> Iterator[None]:
+    """The bug is there within this context."""
+    owner, attribute, bug = MUTATIONS[name]
+    with mock.patch.object(owner, attribute, bug):
+        yield

@@ -1,0 +1,202 @@
+"""A simulated rollout worker: leases groups, takes a while over each with whatever versions it has, puts them."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simulation.actor import Actor, Request, require
+from simulation.scenario import WorkerPlan
+
+from slimebus import messages as m
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+MEAN_PULL_S = 0.3
+LEASE_WAIT_S = 5.0
+
+
+class Truth(msgspec.Struct, array_like=True):
+    """What really made a group's samples; travels as an opaque frame, so only the trainer reads it.
+
+    trained: for each good sample the versions of its trainable tokens; made_by: every version in it.
+    """
+
+    group: str
+    lineage: str
+    trained: list[list[int]]
+    made_by: list[int]
+
+
+class Worker(Actor):
+    """One worker process. `serving` is the version that it has pulled."""
+
+    role = "rollout"
+
+    def __init__(self, world: "World", name: str, plan: WorkerPlan) -> None:
+        self.plan, self.lineage, self.serving = plan, "", m.NO_VERSION
+        self.held: dict[int, m.LeasedGroup] = {}
+        self.putting: set[int] = set()
+        self.is_leasing = self.is_leaving = False
+        self._wanted = ("", m.NO_VERSION)
+        super().__init__(world, name)
+
+    def crash(self) -> None:
+        """kill -9; whoever looks after it starts it again, sooner or later."""
+        if self.is_dead:
+            return
+        self.die()
+        self.world.timeline.later(self.world.random.expovariate(0.5), self._start_again)
+
+    def _start_again(self) -> None:
+        if self.world.counts_on(self):
+            self.world.replace_worker(self, Worker(self.world, self.name, self.plan))
+
+    def preempt(self) -> None:
+        """SIGTERM: give everything back and leave within a deadline."""
+        if self.is_leaving or self.is_dead:
+            return
+        self.is_leaving = True
+        for group in list(self.held.values()):
+            if group.lease not in self.putting:
+                self.ask(m.GiveBack(group=group.group, lease=group.lease, outcome="requeue", reason="worker left"), lambda *_: None)
+        self.leave()
+
+    def _finished(self) -> None:
+        """Leave; should the trainer go back behind its end, whoever looks after the run starts workers again."""
+        if not self.is_leaving:
+            self.world.timeline.later(10.0, lambda: None if self.world.trainer.is_done else self._start_again())
+            self.preempt()
+
+    # --- weights ---
+
+    def beat(self) -> m.Heartbeat:
+        return m.Heartbeat(state="serving", lineage=self.lineage, serving=self.serving, leases=list(self.held))
+
+    def beaten(self, reply: m.HeartbeatReply) -> None:
+        for lease in reply.lost:
+            if lease not in self.putting:
+                self._release(lease)
+        self._news(reply.lineage, reply.version)
+        if reply.finished:
+            self._finished()
+
+    def told(self, hint: m.Hint) -> None:
+        self._news(hint.lineage, hint.version)
+        if hint.finished and self.epoch:
+            self._finished()
+
+    def _news(self, lineage: str, version: int) -> None:
+        """Pull what is newer; an old answer that comes late is not."""
+        newest, known = self._wanted
+        if version == m.NO_VERSION or (lineage == newest and version <= known):
+            return
+        self._wanted = (lineage, version)
+        self.later(self.world.random.expovariate(1 / MEAN_PULL_S), lambda: self._pulled(lineage, version))
+
+    def _pulled(self, lineage: str, version: int) -> None:
+        if self._wanted == (lineage, version):
+            self.lineage, self.serving = lineage, version
+
+    # --- groups ---
+
+    def begin(self, welcome: m.Welcome) -> None:
+        self._news(welcome.lineage, welcome.version)
+        self._lease()
+
+    def _lease(self) -> None:
+        want = self.plan.capacity - len(self.held)
+        if self.is_leasing or self.is_leaving or want < 1:
+            return
+        self.is_leasing = True
+        needs_weights = self.world.scenario.needs_weights
+        lineage, serving = (self.lineage, self.serving) if needs_weights else ("", m.NO_VERSION)
+        ask = m.Lease(want=want, wait_s=LEASE_WAIT_S, lineage=lineage, serving=serving, needs_weights=needs_weights)
+        self.ask(ask, self._leased)
+
+    def _leased(self, reply: m.LeaseReply, bulk: list[Any]) -> None:
+        self.is_leasing = False
+        require(len(bulk) == len(reply.groups), f"{len(bulk)} prompts for {len(reply.groups)} leased groups")
+        for group in reply.groups:
+            self.held[group.lease] = group
+            self._start(group)
+        self.later(0.0 if reply.groups else 0.1, self._lease)
+
+    def _start(self, group: m.LeasedGroup) -> None:
+        rng, lineage, version = self.world.random, self.lineage, self.serving
+        if not self.world.scenario.needs_weights:
+            lineage, version = "", m.NO_VERSION  # demonstrations: no policy makes them
+        seconds = rng.expovariate(1 / self.plan.mean_s)
+        if self.world.is_poison(group.group) and group.kind == "train":
+            self.later(seconds, self.crash)
+        else:
+            self.later(seconds, lambda: self._finish(group, lineage, version))
+
+    def _finish(self, group: m.LeasedGroup, lineage: str, version: int) -> None:
+        if group.lease not in self.held or self.is_leaving:
+            return
+        rng = self.world.random
+        luck = 1.0 if self.world.is_calm else rng.random()
+        if luck < 0.1:
+            outcome = rng.choice(["requeue", "drop", "fail"])
+            back = m.GiveBack(group=group.group, lease=group.lease, outcome=outcome, reason="luck")
+            self.ask(back, lambda *_: self._release(group.lease))
+        else:
+            self._put(group, lineage, version, failed=luck < 0.2)
+
+    def _put(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> None:
+        samples, truth = self._make(group, lineage, version, failed=failed)
+        frame = msgspec.msgpack.encode(truth)
+        field = m.Field(name="truth", dtype="uint8", shapes=[[len(frame)]])
+        put = m.Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage=lineage, samples=samples, fields=[field])
+        self.putting.add(group.lease)
+        self.ask(put, lambda *_: self._release(group.lease), [frame])
+
+    def _make(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> tuple[list[m.SampleHeader], Truth]:
+        """Samples begun with `version`; a newer version of the same lineage may have been taken up in the middle."""
+        rng, newest = self.world.random, self.serving if lineage and self.lineage == lineage else version
+        headers: list[m.SampleHeader] = []
+        truth = Truth(group.group, lineage, [], [])
+        for i in range(group.num_samples):
+            made_by = [version, newest] if version != newest and rng.random() < 0.7 else [version]
+            trained = made_by[-1:] if rng.random() < 0.2 else made_by  # the loss mask may leave out what the older version made
+            good = not failed and (i == 0 or self.world.is_calm or rng.random() < 0.9)
+            runs = [(m.NO_VERSION, 2), *((v, 2) for v in made_by)]
+            headers.append(
+                m.SampleHeader(
+                    num_tokens=2 + 2 * len(made_by),
+                    num_trainable=2 * len(trained),
+                    versions=runs,
+                    oldest_version=min(trained),
+                    reward=1.0 if good else None,
+                    status="completed" if good else "failed",
+                )
+            )
+            truth.made_by += made_by
+            if good:
+                truth.trained.append(trained)
+        return headers, truth
+
+    def _release(self, lease: int) -> None:
+        self.putting.discard(lease)
+        if self.held.pop(lease, None) is not None:
+            self._lease()
+
+    # --- refusals ---
+
+    def refused(self, error: m.Error, request: Request) -> None:
+        if isinstance(request.message, m.Put) and error.code == "protocol" and self.world.account.lost_suffix:
+            self._release(request.message.lease)  # made by a version whose publish was torn off
+            return
+        require(error.code in ("fenced", "not_joined"), f"{self.name}: {error.code}: {error.text}")
+        if isinstance(request.message, m.Goodbye):
+            self.die()
+        elif error.code == "not_joined" and self.plan.rejoins and not self.is_leaving:
+            self._rejoin(request)
+        elif not self.is_leaving:
+            self.crash()
+
+    def _rejoin(self, request: Request) -> None:
+        if self.epoch:
+            self.hello()
+        if not isinstance(request.message, m.Heartbeat):
+            self.later(1.0, lambda: self.ask(request.message, request.done, request.bulk))
