@@ -72,7 +72,8 @@ MAX_IDLE_S = 0.5
 MAX_HINTS = 16
 """Hints that wait for a subscriber that reads none; more are dropped, as hints may be."""
 SUBSCRIBE_ALL = b"\x01"
-MAX_SUBSCRIPTION_BYTES = 256
+MAX_SUBSCRIPTION_BYTES = 4096
+"""Of a subscription, and of the commands of a CURVE handshake, which have some hundred bytes."""
 RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
 
 
