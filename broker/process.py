@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 
 from broker.filter_plugin import load_buffer_filter
@@ -18,7 +19,7 @@ from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
 from slimebus.dynamic_filter import is_reward_spread
-from slimebus.errors import ConfigError
+from slimebus.errors import ConfigError, UsageError
 from slimebus.prompt_record import PromptKeys
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring
@@ -39,7 +40,7 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     try:
         broker.run(stop)
     finally:
-        (resolved.run_dir / "status.json").write_text(json.dumps(broker.last_status(), indent=1))
+        _write_status(resolved.run_dir / "status.json", broker)
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
 
 
@@ -64,13 +65,24 @@ def _settle_memory() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+def _write_status(path: Path, broker: Broker) -> None:
+    """The last status, for whoever looks later; a disk that takes no more must not hide how the run ended."""
+    try:
+        path.write_text(json.dumps(broker.last_status(), indent=1))
+    except OSError as bad:
+        log.error("the last status cannot be written to %s: %s", path, bad)
+
+
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
     keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
-    resolved.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        resolved.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as bad:
+        raise UsageError(f"cannot make the run directory {resolved.run_dir}: {bad}; give another --run-dir") from None
     store = open_store(config.broker.durability, resolved.run_dir / "broker")
     if isinstance(source, HookSource):
         source.record_of = functools.partial(store.get, "prompts")

@@ -14,8 +14,9 @@ from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
+from broker.state.records import Client, ParkedLease
 from broker.state.rules import Sampling
-from broker.state.table import Client, ParkedLease, State
+from broker.state.table import State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError
 from slimebus.messages import (
@@ -53,19 +54,25 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
         _answer(state, ParkedLease(to=event.to, client=client.name, message=ask), held, now)
         return
     key = (client.name, event.to.request)
-    if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
-        deal(state, now)  # those before it in the same burst may have their groups now
-    if key not in state.parked_leases and len(state.parked_leases) >= state.rules.max_parked:
-        raise bounds.hit(state, "max_parked", f"{len(state.parked_leases)} lease requests wait already")
-    if key not in state.parked_leases and bounds.has_too_many_parked(state, client.name):
-        raise bounds.hit(
-            state, "max_parked_per_client", f"{state.rules.max_parked_per_client} lease requests of {client.name} wait already"
-        )
+    if key not in state.parked_leases:
+        _check_parked(state, client.name, now)
     state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
     state.newly_parked[key] = now + bounded_wait(ask.wait_s)
     if not ask.wait_s > 0:
         deal(state, now)
         give_up(state, client.name, event.to.request)
+
+
+def _check_parked(state: State, name: str, now: float) -> None:
+    """Raise SlimebusError `busy` when one more request may not wait."""
+    rules = state.rules
+    if state.newly_parked and (len(state.parked_leases) >= rules.max_parked or bounds.has_too_many_parked(state, name)):
+        deal(state, now)  # those before it in the same burst may have their groups now
+        watch_waits(state)
+    if len(state.parked_leases) >= rules.max_parked:
+        raise bounds.hit(state, "max_parked", f"{len(state.parked_leases)} lease requests wait already")
+    if bounds.has_too_many_parked(state, name):
+        raise bounds.hit(state, "max_parked_per_client", f"{rules.max_parked_per_client} lease requests of {name} wait already")
 
 
 def watch_waits(state: State) -> None:

@@ -13,7 +13,8 @@ class Pace:
 
     intervals: between commits. train_seconds: from fetch, or the commit before, to commit. group_seconds: from lease to put;
     concurrency: leases of their worker at that put. granted: the next step when a worker last got a lease. since: when the run last
-    moved; mark: what it looked like then. assigned_at, fetched: when the next step's batch was chosen, when steps were fetched.
+    moved; mark: what it looked like then; num_tokens: what workers reported when it was last asked. assigned_at, fetched: when the
+    next step's batch was chosen, when steps were fetched.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class Pace:
         self.train_seconds: deque[float] = deque(maxlen=RECENT)
         self.granted: dict[str, int] = {}
         self.since = 0.0
+        self.num_tokens = 0.0
         self.stalled_at: float | None = None
         self.mark: tuple[Any, ...] = ()
         self.next_step, self.lineage = 0, ""

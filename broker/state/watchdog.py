@@ -6,7 +6,8 @@ A run stands still when no step was committed for longer than its own pace expla
 
 An interval enters with at most twice the limit that was in force: one long stop does not blunt the watch, a run that really becomes
 slower is learned within a few steps. Before the first step of a timeline anything that moves counts (somebody joins, a version, a
-finished group), and the limit is what is known: four times `stall_min_s`, twice the lease, four times the slowest group so far.
+finished group, tokens that workers report), and the limit is what is known: ten times `stall_min_s`, twice the lease, four times the
+slowest group so far.
 """
 
 from collections.abc import Iterable
@@ -17,14 +18,16 @@ import msgspec
 from broker.state import admission, batches, choice, consumers, prompts
 from broker.state.clients import is_present
 from broker.state.pace import quantile
-from broker.state.table import Client, State
+from broker.state.records import Client
+from broker.state.table import State
 from slimebus.messages import NO_VERSION
 
 QUANTILE = 0.9
 TIMES_QUANTILE = 4.0
 TIMES_LONGEST = 1.5
 MAX_GROWTH = 2.0
-FIRST_FACTOR = 4.0
+TIMES_MIN = 10.0
+TIMES_SLOWEST = 4.0
 MIN_LEARNED = 3
 """Intervals before the learned limit may be below that of the first step."""
 MAX_BURST_STEPS = 8
@@ -138,7 +141,7 @@ def limit_s(state: State) -> float:
     if pace.has_stepped and len(pace.intervals) >= MIN_LEARNED:
         return max(least, learned)
     slowest_s = max(pace.group_seconds, default=0.0)
-    return max(FIRST_FACTOR * least, 2 * state.rules.lease_s, FIRST_FACTOR * slowest_s, learned)
+    return max(TIMES_MIN * least, 2 * state.rules.lease_s, TIMES_SLOWEST * slowest_s, learned)
 
 
 def check(state: State, now: float) -> None:
@@ -146,6 +149,10 @@ def check(state: State, now: float) -> None:
     pace = state.pace
     if state.meta.finishing or pace.stalled_at is not None:
         return
+    num_tokens = sum(client.metrics.get("tokens", 0.0) for client in state.clients.values())
+    had_tokens, pace.num_tokens = pace.num_tokens, num_tokens
+    if not pace.has_stepped and num_tokens > had_tokens:
+        _restart(state, now, "workers make tokens")
     quiet_s, limit = now - pace.since, limit_s(state)
     if now < pace.since + limit:  # as the timer was set: rounded alike, or it would fall due again at once
         state.timers.set(("watchdog",), pace.since + limit)
@@ -270,6 +277,8 @@ def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
     if len(unready) == len(present):
         verb = "still pulls" if len(unready) == 1 else "still pull"
         return Cause("rollout", unready[:MAX_NAMES], f"{_waiting_text(state)}; {_names(unready)} {verb} version {state.meta.version}")
+    if state.meta.filtered_in_a_row >= state.rules.max_filtered:
+        return Cause("broker", ["filter"], f"{_waiting_text(state)}; {admission.all_filtered(state)}")
     if all(refusals.values()):
         return Cause("trainer", [trainer.name], f"{reason}; trainer {trainer.name} has published version {state.meta.version}")
     idle = [name for name, refusal in refusals.items() if not refusal]

@@ -338,7 +338,7 @@ def test_fields_go_with_their_samples(critic: Any) -> None:
 @pytest.fixture
 def strict(new_desk: Any) -> Any:
     """Two groups a step, none without `values`."""
-    desk = new_desk(required_fields=["values"], stall_min_s=10.0, lease_s=15.0, client_timeout_s=1000.0)
+    desk = new_desk(required_fields=["values"], stall_min_s=4.0, lease_s=15.0, client_timeout_s=1000.0)
     desk.begin()
     desk.join("critic", "consumer")
     return desk

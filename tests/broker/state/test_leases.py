@@ -201,3 +201,13 @@ def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(new_desk: A
     desk.perform(desk.machine.apply(events, desk.now))
     assert [len(desk.answers[number].groups) for number in numbers.values()] == [1, 1, 1]
     assert not desk.state.parked_leases
+
+
+def test_a_burst_of_one_worker_that_can_be_met_is_not_too_much_of_it(new_desk: Any) -> None:
+    desk = new_desk(max_parked_per_client=1, max_staleness=16)
+    desk.begin()
+    ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
+    numbers = range(500, 512)
+    events = [Event(to=Address(b"w", i), sender="w", epoch=desk.epochs["w"], run="r", message=ask) for i in numbers]
+    desk.perform(desk.machine.apply(events, desk.now))
+    assert [len(desk.answers[number].groups) for number in numbers] == [1] * len(numbers)

@@ -111,7 +111,7 @@ def test_it_is_said_once_and_again_when_it_is_over(running: Any, monkeypatch: py
 
 
 def test_before_the_first_step_every_finished_group_counts(new_desk: Any) -> None:
-    desk = new_desk(batch_size=16, stall_min_s=10.0, lease_s=15.0)
+    desk = new_desk(batch_size=16, stall_min_s=4.0, lease_s=15.0)
     desk.begin()
     ask_batch(desk, 0)
     for _ in range(15):
@@ -129,6 +129,19 @@ def test_before_the_first_step_slow_groups_raise_the_limit(new_desk: Any) -> Non
     wait(desk, 300)
     desk.put(group)
     assert desk.status["stall_limit_s"] == pytest.approx(1200.0)
+
+
+def test_before_the_first_step_tokens_that_workers_report_count(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=4.0, lease_s=30.0, client_timeout_s=1000.0)
+    desk.begin()
+    (group,) = desk.lease(1)
+    ask_batch(desk, 0)
+    for tokens in range(20, 400, 20):
+        wait(desk, 20, silent=("w",))
+        desk.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[group.lease], metrics={"tokens": float(tokens)}))
+        assert desk.status["stalled"] is None
+    wait(desk, 130)
+    assert "held for" in stalled(desk)["reason"]
 
 
 def test_a_broker_that_nobody_joined_is_not_stalled(new_desk: Any) -> None:
@@ -262,7 +275,7 @@ def test_a_trainer_that_left_is_named(running: Any) -> None:
 
 
 def test_workers_without_a_trainer_have_a_reason_of_their_own(new_desk: Any) -> None:
-    desk = new_desk(stall_min_s=10.0, lease_s=15.0)
+    desk = new_desk(stall_min_s=4.0, lease_s=15.0)
     desk.join("w", "rollout")
     wait(desk, 30)
     assert desk.status["stalled"] is None
@@ -271,7 +284,7 @@ def test_workers_without_a_trainer_have_a_reason_of_their_own(new_desk: Any) -> 
 
 
 def test_a_trainer_that_never_publishes_is_named(new_desk: Any) -> None:
-    desk = new_desk(stall_min_s=10.0, lease_s=15.0)
+    desk = new_desk(stall_min_s=4.0, lease_s=15.0)
     desk.join("t", "trainer")
     desk.join("w", "rollout")
     wait(desk, 41)
