@@ -26,7 +26,7 @@ BURST_LEAST = 1
 
 
 def rows(quick: bool) -> list[Row]:
-    """All measurements; quick: fewer turns, a tenth of the 10 GB, no peers that take long to start."""
+    """All measurements; quick: fewer turns, a tenth of the 10 GB, Redis with fsync as the only peer."""
     folder = scratch()
     try:
         prompts = write_prompts(folder / "prompts.jsonl", 100_000)

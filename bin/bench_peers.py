@@ -22,12 +22,11 @@ CHUNK_GROUPS = 16
 
 
 def rows(folder: Path, prompts: Path, turns: int, groups: int, *, quick: bool) -> list[Row]:
-    """Every peer; quick leaves TransferQueue out, which takes half a minute to start."""
-    made: list[Row] = []
+    """Every peer; quick leaves out TransferQueue, which takes half a minute to start, and Redis without fsync."""
     if quick:
-        made.append(absent("vs_transferqueue", "not measured by --quick"))
-    else:
-        made += transferqueue_rows(folder, prompts, min(3, turns), groups)
+        left_out = [absent(name, "not measured by --quick") for name in ("vs_transferqueue", "vs_redis_os")]
+        return [*redis_rows(folder, prompts, turns, groups, "fsync", "vs_redis"), *left_out]
+    made = transferqueue_rows(folder, prompts, min(3, turns), groups)
     for durability, name in (("fsync", "vs_redis"), ("os", "vs_redis_os")):
         made += redis_rows(folder, prompts, turns, groups, durability, name)
     return made

@@ -12,7 +12,7 @@ import lmdb
 import msgspec
 
 from broker.state.groups import DEAD, DROPPED, Group
-from broker.state.table import Meta, StepRecord
+from broker.state.records import Meta, StepRecord
 from broker.store.interface import TABLES, Damaged
 from broker.store.lmdb_store import FORMAT_KEY, cannot_open, check_format, open_environment, scan_records
 from broker.store.pages import check_pages

@@ -8,7 +8,7 @@ import msgspec
 
 from broker.buffer.reader import Moment
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
-from broker.state.table import ClientRecord, Consumer, Evaluation, Meta, PushRecord, StepRecord
+from broker.state.records import ClientRecord, Consumer, Evaluation, Meta, PushRecord, StepRecord
 from broker.store.interface import TABLES, Damaged
 from broker.store.records import unpack_frames
 from slimebus.errors import ProtocolError

@@ -10,8 +10,9 @@ the mean of the last groups while it is in flight. These are estimates: they pac
 
 from broker.state import prompts
 from broker.state.groups import LEASED, READY
+from broker.state.records import Client, ParkedLease
 from broker.state.rules import MAX_BATCH_SIZE
-from broker.state.table import Client, ParkedLease, State
+from broker.state.table import State
 from slimebus.messages import NO_VERSION
 
 

@@ -10,7 +10,8 @@ import msgspec
 from broker.state import admission, choice, consumers, prompts, staleness
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
-from broker.state.table import FILTERED, RECENT_STEPS, Client, Parked, State, StepRecord
+from broker.state.records import Client, Parked, StepRecord
+from broker.state.table import FILTERED, RECENT_STEPS, State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok

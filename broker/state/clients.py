@@ -9,7 +9,8 @@ from collections.abc import Collection
 from broker.state import bounds, evaluation, hedging
 from broker.state.effects import Event
 from broker.state.groups import EVAL, Group
-from broker.state.table import Client, State
+from broker.state.records import Client
+from broker.state.table import State
 from slimebus import protocol
 from slimebus.envelope import error_reply
 from slimebus.errors import Fenced, ProtocolError, SlimebusError

@@ -14,7 +14,8 @@ import xxhash
 from broker.state.clients import is_present
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, READY, Group, LateField, field_key
-from broker.state.table import Client, Consumer, ParkedRead, State
+from broker.state.records import Client, Consumer, ParkedRead
+from broker.state.table import State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import Field, PutFields, PutFieldsReply, Read, ReadGroup, ReadReply

@@ -16,7 +16,8 @@ from broker.state import admission, prompts
 from broker.state.clients import is_present
 from broker.state.groups import EVAL, QUEUED
 from broker.state.pace import quantile
-from broker.state.table import Client, State
+from broker.state.records import Client
+from broker.state.table import State
 from slimebus.messages import NO_VERSION
 
 IDLE_STEPS = 2

@@ -11,7 +11,8 @@ import msgspec
 from broker.state import bounds
 from broker.state.effects import Event, Inline
 from broker.state.groups import EVAL, Group
-from broker.state.table import Evaluation, Parked, State, Tally
+from broker.state.records import Evaluation, Parked, Tally
+from broker.state.table import State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, Evaluate, EvaluateReply, SampleHeader

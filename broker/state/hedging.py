@@ -13,7 +13,8 @@ kills its workers must come to an end).
 from broker.state import admission
 from broker.state.groups import TRAIN, Group, SecondLease
 from broker.state.pace import quantile
-from broker.state.table import Client, ParkedLease, State
+from broker.state.records import Client, ParkedLease
+from broker.state.table import State
 from slimebus.messages import NO_VERSION
 
 MIN_MEASURED = 8

@@ -14,8 +14,9 @@ from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
+from broker.state.records import Client, ParkedLease
 from broker.state.rules import Sampling
-from broker.state.table import Client, ParkedLease, State
+from broker.state.table import State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError
 from slimebus.messages import (

@@ -26,8 +26,9 @@ from broker.state import (
 from broker.state.buffer_filter import BufferFilter
 from broker.state.effects import Address, Effect, Event, Inline
 from broker.state.groups import LEASED, Group
+from broker.state.records import Client, ClientRecord, Consumer, Evaluation, Meta, Records, StepRecord
 from broker.state.rules import Rules
-from broker.state.table import Client, ClientRecord, Consumer, Evaluation, Meta, PromptSource, Records, State, StepRecord
+from broker.state.table import PromptSource, State
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.messages import (

@@ -5,7 +5,8 @@ import xxhash
 
 from broker.state import prompts
 from broker.state.effects import Event
-from broker.state.table import PushRecord, State
+from broker.state.records import PushRecord
+from broker.state.table import State
 from slimebus.errors import DataError, ProtocolError, SlimebusError
 from slimebus.messages import Push, PushReply
 from slimebus.prompt_record import check_record

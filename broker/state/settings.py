@@ -13,8 +13,9 @@ import msgspec
 
 from broker.state import staleness
 from broker.state.effects import Event
+from broker.state.records import Change
 from broker.state.rules import Rules
-from broker.state.table import Change, State
+from broker.state.table import State
 from slimebus.errors import ConfigError, ProtocolError, SlimebusError
 from slimebus.messages import Scalar, Set, SetReply
 

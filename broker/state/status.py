@@ -4,7 +4,8 @@ from typing import Any
 
 from broker.state import admission, batches, consumers, demand, evaluation, prompts, settings, watchdog
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
-from broker.state.table import FILTERED, Client, ReportingSource, State
+from broker.state.records import Client
+from broker.state.table import FILTERED, ReportingSource, State
 
 MAX_ROWS = 256
 """Clients and waits listed by name; beyond that they are only counted."""

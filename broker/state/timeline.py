@@ -7,7 +7,8 @@ back to that moment: steps before it are trained, samples that only the abandone
 from broker.state import evaluation, partials, prompts
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
-from broker.state.table import State, StepRecord
+from broker.state.records import StepRecord
+from broker.state.table import State
 from slimebus.errors import ProtocolError, SlimebusError
 from slimebus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
 

@@ -18,7 +18,8 @@ import msgspec
 from broker.state import admission, batches, choice, consumers, prompts
 from broker.state.clients import is_present
 from broker.state.pace import quantile
-from broker.state.table import Client, State
+from broker.state.records import Client
+from broker.state.table import State
 from slimebus.messages import NO_VERSION
 
 QUANTILE = 0.9

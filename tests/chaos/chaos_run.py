@@ -36,7 +36,7 @@ from siege import Siege  # noqa: E402
 
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
-from broker.state.table import Meta, StepRecord  # noqa: E402
+from broker.state.records import Meta, StepRecord  # noqa: E402
 from broker.store import open_store  # noqa: E402
 
 BOUND = 2

@@ -17,7 +17,7 @@ from broker.buffer.imports import read_groups
 from broker.buffer.reader import moment_of
 from broker.buffer.verify import verify
 from broker.state.groups import Group
-from broker.state.table import Meta, StepRecord
+from broker.state.records import Meta, StepRecord
 from broker.store import LmdbStore, Write
 from slimebus.errors import DataError, UsageError
 from slimebus.messages import Put

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from broker.state.evaluation import interval_95
+from broker.state.records import Tally
 from broker.state.rules import EvalDataset
-from broker.state.table import Tally
 from slimebus import messages as m
 
 HELD = {"held": EvalDataset(num_prompts=2, num_samples=3, sampling={"temperature": 0.0})}
