@@ -165,13 +165,9 @@ class Invariants:
     def _check_grant(self, state: State, reply: m.LeaseReply) -> None:
         for leased in reply.groups:
             group = state.groups.by_lease.get(leased.lease)
-            if (
-                group is not None
-                and group.kind == TRAIN
-                and group.lineage
-                and group.lease == leased.lease
-                and state.lease_since.get(leased.lease) == state.now
-            ):
+            if group is None or group.kind != TRAIN or not group.lineage or state.lease_since.get(leased.lease) != state.now:
+                continue
+            if group.second is None or group.second.lease != leased.lease:  # a second lease lets no group in
                 self._check_pace(state, group)
 
     def _check_pace(self, state: State, group: Group) -> None:
