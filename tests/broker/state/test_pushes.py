@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.state import prompts, pushes
+from broker.state import batches, prompts, pushes
 from slimebus import messages as m
 
 
@@ -144,8 +144,10 @@ def test_a_rewind_behind_the_checkpoint_brings_freed_prompts_back(desk: Any) -> 
     assert desk.store.get("prompts", "push/1") == _records("b")[0]
 
 
-def test_records_are_kept_for_a_bounded_number_of_steps(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recent", [1, 64])
+def test_records_are_kept_for_a_bounded_number_of_steps(desk: Any, monkeypatch: pytest.MonkeyPatch, recent: int) -> None:
     monkeypatch.setattr(prompts, "KEPT_STEPS", 2)
+    monkeypatch.setattr(batches, "RECENT_STEPS", recent)
     _push(desk, "k", *"abcdefgh")
     for step in range(4):
         desk.fill(2, step)
