@@ -27,3 +27,7 @@ class Held(msgspec.Struct, kw_only=True):
     def report(self, now: float) -> dict[str, Any]:
         """For the status."""
         return {"problem": self.problem.text, "unwritten_s": round(now - self.since, 3)}
+
+    def with_more(self, writes: Mapping[tuple[str, str], Write], effects: Sequence[Effect]) -> "Held":
+        """This, and what was decided after it."""
+        return msgspec.structs.replace(self, writes={**self.writes, **writes}, effects=[*self.effects, *effects])

@@ -48,7 +48,8 @@ from broker.store import Damaged, LmdbStore, Store, StoreError, Write
 from broker.store.pages import damaged_store
 from slimebus import envelope
 from slimebus.clock import Clock, SystemClock
-from slimebus.errors import UsageError
+from slimebus.envelope import error_reply
+from slimebus.errors import SlimebusError, UsageError
 from slimebus.messages import Error, Field, Hint, Status
 from slimebus.security.keyring import Keyring
 from slimebus.transport.server import (
@@ -199,6 +200,9 @@ class Broker:
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value)
             elif isinstance(effect, Delete):
                 writes[effect.table, effect.key] = Write(effect.table, effect.key, None)
+        if self._held is not None:  # found while the burst before is said, and that found damage and a full disk at once
+            self._held = self._held.with_more(writes, effects)
+            return
         if writes:
             try:
                 self.store.commit(list(writes.values()))
@@ -280,9 +284,12 @@ class Broker:
         except Damaged as bad:
             log.error("%s", bad.text)
             self._perform(self.machine.damaged(bad.table, bad.key, self.awake.advance()))
-            self.server.answer(reply.to.peer, reply.to.request, Error(code=bad.code, text=bad.text, retryable=bad.retryable))
-            return
-        self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
+            self.server.answer(reply.to.peer, reply.to.request, error_reply(bad))
+        except SlimebusError as bad:
+            log.error("%s", bad.text)
+            self.server.answer(reply.to.peer, reply.to.request, error_reply(bad))
+        else:
+            self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
 
     def _frames(self, part: Bulk, writes: Writes) -> Sequence[Any]:
         match part:

@@ -74,6 +74,7 @@ class WeightSync:
         self._weights: Any = None
         self._puller: Any = None
         self._publishers: tuple[str, ...] = ()
+        self._is_closed = False
         self._slot = 0
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
         sweep(root)
@@ -131,10 +132,14 @@ class WeightSync:
             self._close_puller()
             self._publishers, self._pair_used = publishers, pair
             self._puller = self._make_puller(lineage, publishers)
-        if publishers != self._target[2]:  # announced before there was a puller to cancel
+        if self._is_closed or publishers != self._target[2]:  # before there was a puller to close or to cancel
+            self._close_puller()
             raise SlimebusError("the pull was cancelled", retryable=True)
-        weights = self._puller.pull(self._weights, deadline_s=self.pull_timeout_s)
-        self.pulled_bytes = self._puller.counts.received_bytes
+        puller = self._puller
+        if puller is None:
+            raise SlimebusError("the pull was cancelled", retryable=True)
+        weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
+        self.pulled_bytes = puller.counts.received_bytes
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
@@ -154,9 +159,9 @@ class WeightSync:
         return DiskPuller(chain_dir(self.disk, lineage))
 
     def _close_puller(self) -> None:
-        if self._puller is not None:
-            self._puller.close()
-            self._puller = None
+        puller, self._puller = self._puller, None  # the pulling thread may close it too
+        if puller is not None:
+            puller.close()
 
     def _write(self, weights: Any) -> Path:
         from slimebus.weights.safetensors_file import write_model
@@ -167,6 +172,7 @@ class WeightSync:
         return directory
 
     def close(self) -> None:
-        """Close the connections and free the shared memory."""
+        """Close the connections and free the shared memory. A pull that is just beginning in its thread ends too."""
+        self._is_closed = True
         self._close_puller()
         shutil.rmtree(self._dir, ignore_errors=True)

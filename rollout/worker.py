@@ -95,9 +95,10 @@ class Worker:
         try:
             if self.engines is not None:
                 await self._or_stopped(self.engines.start)
-                self.sync = self._make_sync()
-                self.sync.announce(welcome.lineage, welcome.version, welcome.publishers)
-                background += [asyncio.create_task(self.sync.run()), asyncio.create_task(self._watch_engines())]
+                if not self._stopping.is_set():
+                    self.sync = self._make_sync()
+                    self.sync.announce(welcome.lineage, welcome.version, welcome.publishers)
+                    background += [asyncio.create_task(self.sync.run()), asyncio.create_task(self._watch_engines())]
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
             await self._serve(background)

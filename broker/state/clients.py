@@ -254,7 +254,7 @@ def keep_alive(state: State, event: Event, leases: list[int], now: float) -> boo
 def leave(state: State, client: Client, reason: str, *, has_failed: bool = False) -> None:
     """Take back what a client holds and waits for. has_failed: it died, maybe of one of its groups, so each attempt counts."""
     for group in state.groups.leased_by(client.name):
-        if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason):
+        if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason, counts=has_failed):
             _take_back(state, group, reason, has_failed=has_failed)
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]

@@ -4,9 +4,10 @@
           `-- usual x hedge_after --> also by w2 ------ put: accepted, w1 loses its lease and hears of it with its next heartbeat
 
 The group stays one group: admission counts it once and the first put decides. Of two leases either may end (expired, given back, its worker
-gone, every sample failed) without harm to the other, and that counts as no failed attempt; only the last one decides what becomes
-of the group, but for `drop`: what a filter refused is refused. Never hedged: evaluations, groups that would be too stale, and groups whose
-worker serves a newer version than the one that asks.
+gone, every sample failed) without harm to the other: it counts as a failed attempt where it would alone, but only the last one decides
+what becomes of the group, except for `drop`: what a filter refused is refused. Never hedged: evaluations, groups that would be too
+stale, groups whose worker serves a newer version than the one that asks, and groups with one attempt left (a prompt that
+kills its workers must come to an end).
 """
 
 from broker.state import admission
@@ -71,6 +72,8 @@ def _slow(state: State, now: float, after_s: float) -> list[Group]:
 
 def _may_take(state: State, client: Client, parked: ParkedLease, group: Group) -> bool:
     needs_weights = parked.message.needs_weights
+    if group.failures + 1 >= state.rules.max_attempts:
+        return False
     if group.worker == client.name or needs_weights != bool(group.lineage) or (group.partial_frames and not parked.message.takes_partials):
         return False
     if not needs_weights:
@@ -131,10 +134,11 @@ def bring_forward(group: Group, lease: int) -> None:
     group.lineage, group.lease_version = second.lineage, second.version
 
 
-def end_one(state: State, group: Group, lease: int, reason: str) -> bool:
-    """End one of two leases, the group stays leased by the other; False when it has only this one."""
+def end_one(state: State, group: Group, lease: int, reason: str, *, counts: bool = False) -> bool:
+    """End one of two leases, the group stays leased by the other; False when it has only this one. counts: as a failed attempt."""
     if group.second is None:
         return False
+    group.failures += counts
     if lease == group.lease:
         bring_forward(group, group.second.lease)
     ended = group.second

@@ -246,7 +246,7 @@ def expire(state: State, lease_id: int) -> None:
     if group is None:
         return
     state.note(f"lease of group {group.id} by {group.holder_of(lease_id)} expired", is_warning=True)
-    if hedging.end_one(state, group, lease_id, "lease expired"):
+    if hedging.end_one(state, group, lease_id, "lease expired", counts=True):
         return
     if group.kind == EVAL:
         evaluation.retry(state, group, "lease expired")
@@ -329,7 +329,7 @@ def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
     if state.stateful is not None:
         group.rewards = [s.reward if s.reward is not None and math.isfinite(s.reward) else None for s in done.samples]
     if not good:
-        if not hedging.end_one(state, group, done.lease, "every sample failed"):
+        if not hedging.end_one(state, group, done.lease, "every sample failed", counts=True):
             state.fail(group, "every sample failed")
         return PutReply(result="accepted", reason="every sample failed")
     describe(group, done)
@@ -394,7 +394,7 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
         if back.num_tokens > 0:
             state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
         if group.second is not None and back.outcome != "drop":
-            hedging.end_one(state, group, back.lease, f"returned: {back.reason}")
+            hedging.end_one(state, group, back.lease, f"returned: {back.reason}", counts=back.outcome == "fail")
             state.reply(event.to, Ok())
             return
         if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:

@@ -60,6 +60,7 @@ class LmdbStore:
             self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
         except lmdb.Error as bad:
             raise cannot_open(self.path, bad) from None
+        self._is_open = True
 
     def _check_format(self) -> None:
         try:
@@ -97,6 +98,8 @@ class LmdbStore:
         self._room_bytes -= _needed(writes)
 
     def _commit(self, writes: Sequence[Write]) -> None:
+        if not self._is_open:
+            self._reopen()
         retries = 2
         while True:
             try:
@@ -133,11 +136,14 @@ class LmdbStore:
         try:
             self._env.set_mapsize(wanted)
         except (lmdb.Error, OverflowError) as bad:
+            self._map_bytes = size
+            self._reopen()  # LMDB has let go of the old map and would follow a null pointer
             text = f"the map of the broker's store at {self.path} cannot grow from {in_words(size)} to {in_words(wanted)}: {bad}"
             raise StoreError(f"{text}; raise the limit of address space (ulimit -v)") from None
 
     def _reopen(self) -> None:
-        """A meta page could not be written: LMDB refuses everything until the environment is opened anew."""
+        """Open the environment anew: after a meta page that could not be written, LMDB refuses everything until then."""
+        self._is_open = False
         self._env.close()
         try:
             self._open()
@@ -174,6 +180,8 @@ class LmdbStore:
 
     def _spare_bytes(self) -> int:
         """Pages of the file that hold nothing."""
+        if not self._is_open:
+            return 0
         with self._env.begin() as txn:
             stats = [txn.stat(table) for table in self._tables.values()] + [self._env.stat()]
         used: int = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
@@ -197,8 +205,10 @@ class LmdbStore:
             with self._env.begin(buffers=True) as txn:
                 found = txn.get(key.encode(), db=self._tables[table])
                 return None if found is None else unseal(table, key, found)
-        except lmdb.Error as bad:
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
             raise Damaged(table, key, f"record {key!r} of table {table!r} in the store at {self.path} cannot be read: {bad}") from None
+        except lmdb.Error as bad:
+            raise StoreError(f"the broker's store at {self.path} cannot be read now: {bad}") from None
 
     def frames(self, table: str, key: str) -> Sequence[Any] | None:
         """The frames of a record that was written as frames, or None. Raises Damaged."""
@@ -212,13 +222,16 @@ class LmdbStore:
 
     def size_bytes(self) -> int:
         """The size of the file, in pages that were ever used."""
+        if not self._is_open:
+            return (self.path / "data.mdb").stat().st_size
         pages = self._env.info()["last_pgno"] + 1
         return int(pages * self._env.stat()["psize"])
 
     def close(self) -> None:
         """Write what the system may still hold back, and release the folder."""
         try:
-            self._env.sync(True)
+            if self._is_open:
+                self._env.sync(True)
         except lmdb.Error as bad:
             log.error("the store at %s: the last changes may not be on disk: %s", self.path, bad)
         self._env.close()

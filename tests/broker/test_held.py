@@ -263,3 +263,25 @@ def test_a_damaged_prompt_is_read_from_the_source_again(bench: Bench) -> None:
     assert answer.retryable
     assert leased(bench.lease(50)).group == group.group
     assert bench.store.get("prompts", group.group) == b"prompt"
+
+
+def test_damage_found_while_the_disk_is_full_is_mended_once_it_can_be_written(bench: Bench) -> None:
+    group = leased(bench.lease())
+    bench.put(group)
+    assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+    bench.store.commit([Write("payloads", group.group, None)])
+    bench.store.problem = FULL
+    first, second = bench.send("t", m.Fetch(groups=[group.group])), bench.send("t", m.Fetch(groups=[group.group]))
+    bench.broker.turn(0.0)
+    assert isinstance(bench.answers[first], m.Error)
+    assert isinstance(bench.answers[second], m.Error)
+    row = bench.store.get("groups", group.group)
+    assert row is not None
+    assert msgspec.msgpack.decode(row)["phase"] == "assigned"
+    bench.store.problem = None
+    bench.clock.advance(2.0)
+    bench.broker.turn(0.0)
+    row = bench.store.get("groups", group.group)
+    assert row is not None
+    assert "phase" not in msgspec.msgpack.decode(row), "queued again, on disk too"
+    assert bench.store.get("steps", "0") is None

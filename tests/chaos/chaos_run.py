@@ -48,7 +48,7 @@ CALM_S = 90.0
 """Once faults end, a step must be trained within so many seconds."""
 CALM_STEPS = 3
 ZOMBIE_S = 60.0
-"""A process whose place was taken ends within so many seconds of being continued."""
+"""A process whose place was taken ends within so many seconds of being continued and of the start of its successor."""
 RESTART_S = 1.0
 
 HOOKS = '''
@@ -78,13 +78,14 @@ class Keeper:
         self.restart_at = 0.0
         self.restart_after_s = RESTART_S
         self.why = ""
+        self.started_at = 0.0
         self.ends: Counter[str] = Counter()
 
     def tend(self, now: float) -> None:
         """Start it if it is time to."""
         if self.process is None:
             if now >= self.restart_at:
-                self.process, self.why = self._start(), ""
+                self.process, self.why, self.started_at = self._start(), "", now
             return
         code = self.process.popen.poll()
         if code is not None:
@@ -191,7 +192,7 @@ class Chaos:
                 self._agenda = sorted(entry for entry in self._agenda if entry[2].__name__ != "strike")
                 calm = self.num_rows()
                 self._until(lambda: self.num_rows() >= calm + CALM_STEPS, CALM_S, "no progress once the faults had ended")
-                self._until(lambda: not self.zombies and not self._agenda, ZOMBIE_S + 10, "")
+                self._until(lambda: not self.zombies and not self._agenda, 2 * ZOMBIE_S, "")
             finally:
                 for process in self.stopped.values():
                     with contextlib.suppress(psutil.Error):
@@ -228,10 +229,15 @@ class Chaos:
         for name, process, deadline in list(self.zombies):
             if process.popen.poll() is not None:
                 self.zombies.remove((name, process, deadline))
-            elif now > deadline:
+            elif now > deadline and self._has_been_up(name, now):
                 self.zombies.remove((name, process, deadline))
                 self.problems.append(self._about_zombie(name, process))
                 process.popen.kill()
+
+    def _has_been_up(self, name: str, now: float) -> bool:
+        """True once the successor has run long enough to have joined: until then the older process rightly keeps its place."""
+        keeper = self.keepers[name]
+        return keeper.is_up and now - keeper.started_at > ZOMBIE_S
 
     def _about_zombie(self, name: str, process: Process) -> str:
         present = self.keepers[name].process

@@ -3,14 +3,16 @@
 import asyncio
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout.weight_sync import WeightSync, sweep
-from slimebus.errors import WeightsError
+from slimebus.errors import SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.weights.safetensors_file import read_model
 from slimebus.weights.server import WeightServer
@@ -116,3 +118,24 @@ def test_shared_memory_of_a_killed_worker_is_freed_by_the_next(tmp_path: Path) -
         folder.mkdir()
     sweep(tmp_path)
     assert (left.exists(), used.exists()) == (False, True)
+
+
+def test_a_pull_that_begins_while_its_worker_leaves_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = WeightSync(Engines(), tmp_path, shm=str(tmp_path), pull_timeout_s=60.0, on_change=lambda: None)  # type: ignore[arg-type]
+    dead = ["tcp://127.0.0.1:1"]
+    sync.announce("one", 0, dead)
+    make, is_making, may_go_on = sync._make_puller, threading.Event(), threading.Event()
+
+    def slow_make(lineage: str, publishers: tuple[str, ...]) -> object:
+        is_making.set()
+        may_go_on.wait(10)
+        return make(lineage, publishers)
+
+    monkeypatch.setattr(sync, "_make_puller", slow_make)
+    with ThreadPoolExecutor(1) as pool:
+        pulling = pool.submit(sync._pull, "one", tuple(dead))
+        is_making.wait(10)
+        sync.close()
+        may_go_on.set()
+        with pytest.raises(SlimebusError, match="cancelled"):
+            pulling.result(timeout=10)

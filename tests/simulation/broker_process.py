@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 CrashPoint = Literal["decided", "committing", "committed", "answering"]
 CRASH_POINTS: tuple[CrashPoint, ...] = ("decided", "committing", "committed", "answering")
 
-BURST = 16
+BURST = 4
+"""Small, so that much waits unread while the broker is at work."""
 MAX_IDLE_S = 0.5
 
 

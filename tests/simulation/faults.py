@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simulation.broker_process import CRASH_POINTS
+from simulation.operator_client import Operator
 from simulation.trainer import Trainer
+
+from slimebus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -112,6 +115,23 @@ def jump_wall_clock(world: "World") -> None:
     world.skew(world.random.choice([world.trainer, *world.workers]).name, world.random.uniform(-50, 50))
 
 
+def change_settings(world: "World") -> None:
+    """Somebody sets another bound, batch or group size while it runs."""
+    rng = world.random
+    if rng.random() < 0.5:
+        bound = rng.choice([0.0, 1.0, 2.0, 4.0, float("inf")])
+        world.bounds.add(bound)
+        settings: dict[str, m.Scalar] = {"max_staleness": bound}
+    elif rng.random() < 0.6:
+        size = rng.choice([1, 2, 3, 4])
+        world.batch_sizes.add(size)
+        settings = {"rollout_batch_size": size}
+    else:
+        settings = {"n_samples_per_prompt": rng.choice([1, 2, 3])}
+    world.trace(f"somebody sets {settings}")
+    Operator(world, f"operator-{world.timeline.serial()}", settings)
+
+
 FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
     fault.__name__: (fault, weight)
     for fault, weight in (
@@ -132,6 +152,7 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
         (fill_disk, 1),
         (jump_broker_clocks, 1),
         (jump_wall_clock, 1),
+        (change_settings, 2),
     )
 }
 """Every fault and how often it happens, beside the others."""

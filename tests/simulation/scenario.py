@@ -89,6 +89,7 @@ def _rules(rng: random.Random, num_steps: int | None, *, evaluates: bool) -> Rul
         batch_size=rng.choice([1, 2, 4]),
         samples_per_prompt=rng.choice([1, 2]),
         max_staleness=rng.choice([0, 1, 2, 3, float("inf")]),
+        hedge_after=rng.choice([0.0, 0.0, 2.0]),
         publish_interval=rng.choice([1, 1, 2]),
         num_steps=num_steps,
         on_stale=rng.choice(["requeue", "drop", "wait"]),

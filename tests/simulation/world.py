@@ -44,6 +44,7 @@ class World:
         self.handed_out: dict[tuple[str, int], list[str]] = {}
         self._skews: dict[str, float] = {}
         self._progress_at = 0.0
+        self.bounds, self.batch_sizes = {self.rules.max_staleness}, {self.rules.batch_size}
         self.account = Account()
         self.invariants = Invariants(self)
         self.network = Network(self.timeline, self.random, lambda: self.is_calm, roughness=self.scenario.roughness)
@@ -116,7 +117,7 @@ class World:
         trained, rules = self.trainer.trained, self.rules
         if rules.num_steps is not None:
             require(sorted(trained) == list(range(rules.num_steps)), f"trained steps {sorted(trained)} of {rules.num_steps}")
-        require(all(len(groups) == rules.batch_size for groups in trained.values()), "a batch of another size")
+        require(all(len(groups) in self.batch_sizes for groups in trained.values()), "a batch of another size")
         machine = self.broker.machine
         assert machine is not None
         self.invariants.deep(machine)
@@ -127,11 +128,11 @@ class World:
     def _check_whole_source(self, trained: dict[int, tuple[str, ...]]) -> None:
         """The source has ended: each prompt is trained, or dropped or dead with a reason, or left over from the last batch."""
         names = {group for groups in trained.values() for group in groups}
-        left = set(self.broker.disk.tables["groups"]) - names
+        left = {name for name in self.broker.disk.tables["groups"] if not name.startswith("eval/")} - names
         ended = set(self.broker.disk.tables["ended"])
         every = {self.scenario.source.id_at(i) for i in range(self.scenario.source.total)}
         if not self.account.lost_suffix:
-            require(len(left) < self.rules.batch_size, f"{len(left)} prompts are left over: {sorted(left)}")
+            require(len(left) < max(self.batch_sizes), f"{len(left)} prompts are left over: {sorted(left)}")
             require(names | ended | left == every, f"neither trained nor ended: {sorted(every - names - ended - left)}")
             require(not names & ended, f"trained and ended: {sorted(names & ended)}")
 
@@ -168,8 +169,10 @@ class World:
         return self.scenario.poison > 0 and hash_of(group) % self.scenario.poison == 0
 
     def bound_of(self, reply: m.BatchReply) -> float:
-        """The staleness bound in force for a batch."""
-        return self.rules.max_staleness
+        """The staleness bound in force for a batch, as it says; it must be one that somebody has set."""
+        bound = float("inf") if reply.max_staleness is None else reply.max_staleness
+        require(bound in self.bounds, f"batch {reply.step} of bound {bound}; only {sorted(self.bounds)} were ever set")
+        return bound
 
     def version_of(self, step: int) -> int:
         """The version trained in a step: one a publish, every K steps."""

@@ -158,7 +158,7 @@ def test_one_of_two_may_end_and_the_other_finishes(hedged: Hedged, ends: str, ho
     else:
         assert desk.put(gone, 1, name=who, rewards=(None,)).result == "accepted"
     hedged.check()
-    assert (hedged.group.phase, hedged.group.failures) == ("leased", 0)
+    assert (hedged.group.phase, hedged.group.failures) == ("leased", int(how in ("expiry", "fail", "failed samples")))
     assert hedged.group.second is None
     if how not in ("goodbye",):
         assert desk.put(gone, 1, name=who).result == ("duplicate" if how == "failed samples" else "discarded")
@@ -166,11 +166,11 @@ def test_one_of_two_may_end_and_the_other_finishes(hedged: Hedged, ends: str, ho
     hedged.check()
 
 
-def test_when_both_fail_it_counts_as_one_failed_attempt_and_the_next_is_new(hedged: Hedged) -> None:
+def test_when_both_fail_both_count_and_the_next_attempt_is_new(hedged: Hedged) -> None:
     desk, again = hedged.desk, hedged.hedge()
     for who, held in (("w2", again), ("w1", hedged.slow)):
         desk.ask(who, m.GiveBack(group=held.group, lease=held.lease, outcome="fail", reason="test"))
-    assert (hedged.group.phase, hedged.group.failures) == ("queued", 1)
+    assert (hedged.group.phase, hedged.group.failures) == ("queued", 2)
     (third,) = desk.lease(1, 1)
     assert (third.group, third.attempt) == (hedged.slow.group, 3), "no attempt is used twice"
     hedged.check()
@@ -262,3 +262,16 @@ def test_evaluations_are_never_hedged(new_desk: Any) -> None:
     number = hedged.wait("w2")
     hedged.desk.pass_time(500.0)
     assert number not in hedged.desk.answers
+
+
+def test_a_prompt_that_kills_its_workers_comes_to_an_end(new_desk: Any) -> None:
+    hedged = Hedged(new_desk, max_attempts=4)
+    desk = hedged.desk
+    for victim in range(20):
+        desk.join(f"v{victim}", "rollout")
+        hedged.wait(f"v{victim}")
+        desk.pass_time(600.0)  # nobody who holds it is ever heard of again
+        desk.ask("t", m.Heartbeat())
+    assert desk.status["groups"]["dead"] >= 1
+    assert hedged.slow.group not in desk.state.groups.by_id
+    hedged.check()
