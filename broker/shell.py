@@ -72,6 +72,8 @@ MAX_IDLE_S = 0.5
 MAX_HINTS = 16
 """Hints that wait for a subscriber that reads none; more are dropped, as hints may be."""
 SUBSCRIBE_ALL = b"\x01"
+MAX_STRANGE_BYTES = 64 * 1024
+"""Of subscriptions to anything but everything, which nobody has a use for."""
 MAX_SUBSCRIPTION_BYTES = 4096
 """Of a subscription, and of the commands of a CURVE handshake, which have some hundred bytes."""
 RESTORED_TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups")
@@ -342,7 +344,7 @@ class Broker:
         self.hints = self.server.context.socket(zmq.XPUB)
         self.hints.linger = 200
         self.hints.sndhwm, self.hints.rcvhwm, self.hints.maxmsgsize = MAX_HINTS, MAX_HINTS, MAX_SUBSCRIPTION_BYTES
-        self.hints.setsockopt(zmq.XPUB_MANUAL, 1)
+        self._strange_bytes = 0
         self.server.doorman.guard(self.hints)
         self.hints_endpoint = bind_socket(self.hints, address, patience_s=patience_s)
 
@@ -360,10 +362,14 @@ class Broker:
     def _greet_subscribers(self) -> None:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
         is_new = False
-        while has_input(self.hints):
-            if self.hints.recv(zmq.NOBLOCK) == SUBSCRIBE_ALL:  # other topics are never sent, and would only fill the memory
-                self.hints.setsockopt(zmq.SUBSCRIBE, b"")
-                is_new = True
+        while self._strange_bytes <= MAX_STRANGE_BYTES and has_input(self.hints):
+            asked = self.hints.recv(zmq.NOBLOCK)
+            is_new = asked == SUBSCRIBE_ALL or is_new
+            self._strange_bytes += len(asked) - 1
+        if self._strange_bytes > MAX_STRANGE_BYTES:  # libzmq keeps topics that are never sent as long as the socket: a new one has none
+            self.server.refused["subscriptions"] += 1
+            self._close_hints()
+            self._open_hints(self.hints_endpoint, patience_s=REBIND_S)
         if is_new and self._last_hint.lineage:
             self._hint(self._last_hint)
 
