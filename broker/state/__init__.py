@@ -8,4 +8,9 @@ staleness.py   what is too old, what is chosen         batches.py    batch, fetc
 timeline.py    resume, publish, finish                 evaluation.py held-out scores of a version
 timers.py      deadlines                               status.py     the whole picture, and who waits for whom
 damage.py      stored records that cannot be read      edits.py       groups changed, taken in and revived by hand
+archive.py     steps freed long ago                    prompts.py     where the next prompt comes from
+pushes.py      prompts pushed while it goes on         partials.py    samples that a leaving worker had begun
+settings.py    what may change while it goes on        choice.py      the groups of a batch
+consumers.py   others that read groups and add fields  hedging.py     second leases of slow groups
+watchdog.py    has it stalled, and who is waited for   demand.py      how many more workers would be busy
 """

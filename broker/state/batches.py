@@ -5,9 +5,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-import msgspec
-
-from broker.state import admission, choice, consumers, prompts, staleness
+from broker.state import admission, archive, choice, consumers, prompts, staleness
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
 from broker.state.records import Client, Parked, StepRecord
@@ -220,9 +218,11 @@ def step_row(state: State, record: StepRecord, groups: list[Group], lags: list[i
 
 def free(state: State, checkpoint: int) -> None:
     """Let go of the samples of every step before `checkpoint`; which groups they were stays known."""
-    for step in range(state.meta.floor, checkpoint):
-        record = state.steps.get(step)
-        for group_id in record.groups if record else ():
+    floor = state.meta.floor
+    if checkpoint <= floor:
+        return
+    for step in sorted(s for s in state.steps if floor <= s < checkpoint):
+        for group_id in state.steps[step].groups:
             group = state.groups.by_id.get(group_id)
             if group is not None and group.phase == COMMITTED and group.step == step:
                 state.forget_payload(group)
@@ -230,16 +230,7 @@ def free(state: State, checkpoint: int) -> None:
                 state.tally(state.meta.moves, "committed>freed under a checkpoint")
                 state.changed("groups", group_id)
                 prompts.free(state, group_id)
-        prompts.forget_old(state, step)
-    _archive(state, range(state.meta.floor - RECENT_STEPS, checkpoint - RECENT_STEPS))
-    state.meta.floor = max(state.meta.floor, checkpoint)
-
-
-def _archive(state: State, steps: range) -> None:
-    """Which groups long freed steps had is needed only by a trainer that goes far back: it stays on disk, not in memory."""
-    for step in steps if state.records else ():
-        record = state.steps.pop(step, None)
-        if record is not None:
-            record.metrics = {}
-            state.save("freed", str(step), msgspec.msgpack.encode(record))
-            state.changed("steps", step)
+    prompts.forget_old(state, floor, checkpoint)
+    for step in sorted(s for s in state.steps if s < checkpoint - RECENT_STEPS) if state.records else ():
+        archive.put(state, state.steps[step])
+    state.meta.floor = checkpoint

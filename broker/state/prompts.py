@@ -11,6 +11,7 @@ The records of the first three kinds are nowhere but in the store. They are kept
 back behind its checkpoint, until the step that trained them is KEPT_STEPS behind the newest checkpoint.
 """
 
+from broker.state import archive
 from broker.state.groups import Group
 from broker.state.table import Prompt, State
 from slimebus.errors import SlimebusError
@@ -119,12 +120,14 @@ def free(state: State, group_id: str) -> None:
         state.delete("prompts", group_id)
 
 
-def forget_old(state: State, step: int) -> None:
-    """Step `step` is freed: let go of the records kept for the step KEPT_STEPS before it."""
-    record = state.step_record(step - KEPT_STEPS)
-    for group_id in record.groups if record else ():
-        if comes_once(group_id) and group_id not in state.groups.by_id:
-            state.delete("prompts", group_id)
+def forget_old(state: State, first: int, stop: int) -> None:
+    """The steps of [first, stop) are freed: let go of the records kept for the steps KEPT_STEPS before them."""
+    first, stop = first - KEPT_STEPS, stop - KEPT_STEPS
+    for step in [*archive.steps(state, first, stop), *sorted(s for s in state.steps if first <= s < stop)]:
+        record = state.step_record(step)
+        for group_id in record.groups if record else ():
+            if comes_once(group_id) and group_id not in state.groups.by_id:
+                state.delete("prompts", group_id)
 
 
 def is_forgotten(state: State, group_id: str, step: int) -> bool:

@@ -34,6 +34,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
+    archived: ranges [start, stop) of the steps whose records are on disk only (broker/state/archive.py).
     settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
 
@@ -67,6 +68,7 @@ class Meta(msgspec.Struct, kw_only=True):
     num_measured: int = 0
     mean_tokens: float = 0.0
     filtered_in_a_row: int = 0
+    archived: list[tuple[int, int]] = []
     settings: dict[str, Scalar] = {}
     overrides: dict[str, list[Scalar]] = {}
     changes: list[Change] = []

@@ -4,7 +4,7 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import evaluation, partials, prompts
+from broker.state import archive, evaluation, partials, prompts
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
 from broker.state.records import StepRecord
@@ -81,7 +81,7 @@ def _skip_unknown(state: State, num_steps: int) -> None:
 
 
 def _rewind(state: State, ask: Resume) -> None:
-    _recall(state, ask.step)
+    archive.recall(state, ask.step)
     for step in sorted(s for s in state.steps if s >= ask.step):
         record = state.steps.pop(step)
         state.changed("steps", step)
@@ -97,14 +97,6 @@ def _rewind(state: State, ask: Resume) -> None:
     for group in state.groups.every_ready():
         if group.newest_version > ask.version or group.steps_behind > ask.step:
             state.requeue(group, "made by a version of the abandoned timeline")
-
-
-def _recall(state: State, first: int) -> None:
-    """Have the records of steps from `first` on in memory again, those too that were freed long ago."""
-    for step in range(first, state.meta.next_step) if state.records else ():
-        if step not in state.steps and (record := state.step_record(step)) is not None:
-            state.steps[step] = record
-            state.delete("freed", str(step))
 
 
 def _restore_freed(state: State, group_id: str) -> None:

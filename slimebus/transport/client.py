@@ -23,9 +23,21 @@ from typing import Any
 
 import zmq
 
-from slimebus import envelope
+from slimebus import envelope, protocol
 from slimebus.errors import ProtocolError, SlimebusError, Unreachable
-from slimebus.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, TYPES, Goodbye, Heartbeat, HeartbeatReply, Hello, Hint, Message, Welcome
+from slimebus.messages import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
+    TYPES,
+    Error,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Hint,
+    Message,
+    Welcome,
+)
 from slimebus.protocol import release
 from slimebus.security.credentials import Credentials
 from slimebus.transport.curve import connect_curve, end_watch, handshakes, is_vague, refusal, watch_handshakes
@@ -339,6 +351,8 @@ class Client:
             pending = self._pending.pop(got.header.id, None)
             if pending is not None:
                 self._settle(pending, got)
+            elif isinstance(got.message, Error) and got.message.code == "protocol_version":  # it could not even read our ids
+                self._fail_all(protocol.unreadable(got.header.v))
 
     def _fail_all(self, problem: SlimebusError) -> None:
         """The server is of another release: no request will ever be understood, so none waits for its deadline."""

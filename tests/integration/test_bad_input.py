@@ -25,7 +25,7 @@ ROLES = ("broker", "trainer", "rollout", "up")
 class Refusal:
     """How a command ended. `said` is the one line that explains it. others: processes of the run that live on."""
 
-    def __init__(self, run: Run, *words: str, timeout_s: float = 60.0, others: int = 0) -> None:
+    def __init__(self, run: Run, *words: str, timeout_s: float = 60.0, others: int = 0, code: int = 2) -> None:
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(run.folder), MARK: run.mark, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "slimebus", *words]
         started = time.monotonic()
@@ -34,7 +34,7 @@ class Refusal:
         self.out, self.err, self.code = done.stdout, done.stderr, done.returncode
         self.text = f"{' '.join(words)}: exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
         lines = [line for line in self.err.splitlines() if line.startswith("slimebus: ")]
-        assert self.code == 2, self.text
+        assert self.code == code, self.text
         assert "Traceback" not in self.out + self.err, self.text
         assert len(lines) == 1, self.text
         self.said = lines[0]
@@ -142,7 +142,7 @@ def test_an_unreachable_broker_is_named_with_who_asked_and_for_how_long(run: Run
 
 
 def test_status_and_eval_say_who_does_not_answer(run: Run) -> None:
-    said = refused(run, "status", "--timeout-s", "1").said
+    said = Refusal(run, "status", str(run.file), "--timeout-s", "1", code=4).said
     assert run.address in said
     assert "in 1 s" in said
 

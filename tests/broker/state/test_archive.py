@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from broker.state import batches
+from slimebus import messages as m
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +56,11 @@ def test_a_step_freed_and_rewound_in_one_burst_is_not_lost(desk: Any) -> None:
     assert desk.state.read("freed", "1") == desk.store.get("freed", "1")
     desk.state.delete("freed", "1")
     assert desk.state.read("freed", "1") is None
+
+
+def test_a_trainer_that_jumps_ahead_and_back_takes_no_time_for_the_steps_between(desk: Any) -> None:
+    assert desk.ask("t", m.Resume(step=1 << 40, version=0, lineage="M")) == m.Ok()
+    assert desk.ask("t", m.Publish(lineage="M", version=0, publishers=["p"])) == m.Ok()
+    assert desk.ask("t", m.Commit(step=(1 << 40) - 1, checkpoint=1 << 40)) == m.Ok()
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="N")) == m.Ok()
+    assert desk.status["step"] == 0
