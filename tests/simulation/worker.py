@@ -171,8 +171,8 @@ class Worker(Actor):
                     status="completed" if good else "failed",
                 )
             )
-            truth.made_by += made_by
             if good:
+                truth.made_by += made_by
                 truth.trained.append(trained)
         return headers, truth
 
