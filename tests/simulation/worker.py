@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MEAN_PULL_S = 0.3
 LEASE_WAIT_S = 5.0
+LEAVE_S = 5.0
 
 
 class Truth(msgspec.Struct, array_like=True):
@@ -59,7 +60,14 @@ class Worker(Actor):
         for group in list(self.held.values()):
             if group.lease not in self.putting:
                 self.ask(m.GiveBack(group=group.group, lease=group.lease, outcome="requeue", reason="worker left"), lambda *_: None)
-        self.leave()
+        self._leave_by(self.world.now + LEAVE_S)
+
+    def _leave_by(self, deadline: float) -> None:
+        """Say goodbye once what is being put is answered, or the deadline has come."""
+        if self.putting and self.world.now < deadline:
+            self.later(0.2, lambda: self._leave_by(deadline))
+        else:
+            self.leave()
 
     def _finished(self) -> None:
         """Leave; should the trainer go back behind its end, whoever looks after the run starts workers again."""
@@ -171,8 +179,8 @@ class Worker(Actor):
                     status="completed" if good else "failed",
                 )
             )
-            truth.made_by += made_by
             if good:
+                truth.made_by += made_by
                 truth.trained.append(trained)
         return headers, truth
 
