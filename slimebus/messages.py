@@ -264,10 +264,14 @@ class Publish(Message):
 
 
 class Batch(Message):
-    """The groups of `step`: the same answer until it is committed. Parked at most `wait_s` seconds."""
+    """The groups of `step`: the same answer until it is committed. Parked at most `wait_s` seconds.
+
+    `trained`: the first step that this trainer has not committed; a broker that knows of fewer has lost its last moments and says so.
+    """
 
     step: int
     wait_s: float
+    trained: int = 0
 
 
 class BatchGroup(Message, array_like=True):

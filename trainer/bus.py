@@ -158,6 +158,7 @@ class Bus:
     def _on_beat(self, reply: HeartbeatReply) -> None:
         if self.publisher is not None:
             self.publisher.pullers.refresh()
+            self.publisher.heard(reply.lineage, reply.version)
         if reply.finished:
             self._finished.set()
 

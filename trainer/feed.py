@@ -60,12 +60,14 @@ class Feed:
     def __init__(self, client: Client, config: RunConfig) -> None:
         self.client, self.config = client, config
         self.waited_s = 0.0
+        self._trained = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._ahead: dict[int, Future[FetchedBatch]] = {}
 
     def resume(self, step: int, version: int, lineage: str) -> None:
         """Tell the broker which timeline goes on: `step` is trained next, `version` is published first."""
         self.client.call(Resume(step=step, version=version, lineage=lineage), timeout_s=60.0)
+        self._trained = step
 
     def take(self, step: int) -> FetchedBatch:
         """The groups of `step`; the next step's are asked for meanwhile. Raises SlimebusError for a sample beyond the bound."""
@@ -99,7 +101,7 @@ class Feed:
     def _await_batch(self, step: int) -> BatchReply:
         started = said = time.monotonic()
         while True:
-            reply = self.client.call(Batch(step=step, wait_s=WAIT_S), timeout_s=WAIT_S + 600.0).message
+            reply = self.client.call(Batch(step=step, wait_s=WAIT_S, trained=self._trained), timeout_s=WAIT_S + 600.0).message
             if not isinstance(reply, BatchReply):
                 raise SlimebusError(f"broker answered batch with {type(reply).__name__}", code="protocol")
             if reply.groups:
@@ -124,6 +126,7 @@ class Feed:
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
         """`step` is trained. checkpoint: the step at which the newest durable checkpoint would go on."""
         self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=600.0)
+        self._trained = step + 1
 
     def finish(self, reason: str) -> None:
         """The last step is trained."""

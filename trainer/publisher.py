@@ -44,6 +44,7 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
         self._newest: VersionInfo | None = None
+        self._told: Publish | None = None
 
     def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Make the next version from these tensors. Returns once they are copied; the rest goes on beside training."""
@@ -56,10 +57,16 @@ class Publisher:
         self._newest = made
         if self.chain is not None:
             self.chain.publish(self.store)
-        self.client.call(
-            Publish(lineage=made.lineage, version=made.version, publishers=[self.address], digest=made.digest), timeout_s=600.0
-        )
+        news = Publish(lineage=made.lineage, version=made.version, publishers=[self.address], digest=made.digest)
+        self.client.call(news, timeout_s=600.0)
+        self._told = news
         log.debug("version %d published, %.1f%% of the values changed", made.version, 100 * made.changed_fraction)
+
+    def heard(self, lineage: str, version: int) -> None:
+        """What the broker says is the newest. One that lost its last moments in a power cut is told again; does not wait."""
+        told = self._told
+        if told is not None and told.lineage == lineage and version < told.version:
+            self.client.submit(told)
 
     def metrics(self) -> dict[str, float]:
         """Of the newest announced version: the fraction of values that changed, its delta's size and the model's, seconds to encode."""

@@ -23,6 +23,12 @@ def batch(state: State, event: Event, client: Client, ask: Batch, now: float) ->
         raise SlimebusError("batch before resume; tell the broker which step is trained next", code="not_resumed")
     if ask.step < state.meta.next_step:
         raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
+    if ask.trained > state.meta.next_step:
+        raise SlimebusError(
+            f"the trainer has committed the steps before {ask.trained}, this broker knows of those before {state.meta.next_step}: it lost "
+            "its last moments (broker.durability); start the trainer again, it goes on from its newest checkpoint",
+            code="step",
+        )
     earlier = state.parked_batches.get(ask.step)
     if earlier is not None and earlier.to != event.to:
         give_up(state, ask.step, now)

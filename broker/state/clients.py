@@ -205,7 +205,8 @@ def _check_hello(event: Event, hello: Hello) -> None:
 
 
 def _fence_other_trainers(state: State, newest: Client) -> None:
-    state.meta.finishing, state.finished_said = False, False  # a trainer that joins has more to train, or will finish again
+    if not 0 < newest.born <= state.meta.finisher_born:  # else a late hello: its process finished the run, or ended before that
+        state.meta.finishing, state.finished_said = False, False  # a trainer that joins has more to train, or will finish again
     for client in state.clients.values():
         if client.role == "trainer" and client is not newest and not client.is_fenced:
             client.is_fenced = True

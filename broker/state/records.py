@@ -34,6 +34,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
+    finisher_born: when the trainer started that finished the run; a hello of that one or of an older one is a late one.
     archived: ranges [start, stop) of the steps whose records are on disk only (broker/state/archive.py).
     settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
     """
@@ -60,6 +61,7 @@ class Meta(msgspec.Struct, kw_only=True):
     step_seconds: list[float] = []
     next_evaluation: int = 1
     finishing: bool = False
+    finisher_born: float = 0.0
     moves: dict[str, int] = {}
     lags: dict[int, int] = {}
     waste: dict[str, list[int]] = {}

@@ -153,7 +153,7 @@ def publish(state: State, event: Event, news: Publish) -> None:
 def finish(state: State, event: Event, ask: Finish, now: float) -> None:
     """The last step is trained; workers leave once the last evaluation is done."""
     if not state.meta.finishing:
-        state.meta.finishing = True
+        state.meta.finishing, state.meta.finisher_born = True, state.clients[event.sender].born
         if state.rules.eval_last:
             evaluation.start_automatic(state)
         state.timers.set(("finish",), now + state.rules.client_timeout_s)

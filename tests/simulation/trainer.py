@@ -97,7 +97,7 @@ class Trainer(Actor):
         self._train_if_loaded()
 
     def _ask_batch(self, step: int) -> None:
-        self.ask(m.Batch(step=step, wait_s=BATCH_WAIT_S), lambda reply, _: self._got_batch(step, reply))
+        self.ask(m.Batch(step=step, wait_s=BATCH_WAIT_S, trained=self.step), lambda reply, _: self._got_batch(step, reply))
 
     def _got_batch(self, step: int, reply: m.BatchReply) -> None:
         if not reply.groups:

@@ -134,3 +134,10 @@ def test_nobody_is_waited_for_when_nobody_makes_anything(new_desk: Any) -> None:
     desk.fill(2)
     desk.state.rules = msgspec.structs.replace(desk.state.rules, batch_size=1)  # the second group would be too old for step 1
     assert len(desk.batch(0)) == 1
+
+
+def test_a_trainer_that_has_committed_more_than_the_broker_knows_is_told(desk: Any) -> None:
+    desk.fill(2)
+    reply = desk.ask("t", m.Batch(step=3, wait_s=5.0, trained=2))
+    assert (reply.code, "before 2, this broker knows of those before 0" in reply.text) == ("step", True)
+    assert desk.ask("t", m.Batch(step=0, wait_s=5.0)).groups

@@ -86,3 +86,16 @@ def test_a_fenced_trainer_leaves_no_timer_behind(desk: Any) -> None:
     desk.send("t", m.Batch(step=0, wait_s=60.0))
     desk.join("t2", "trainer")
     assert ("parked batch", 0) not in desk.state.timers._deadline
+
+
+def test_a_late_hello_of_the_trainer_that_finished_does_not_reopen_the_run(desk: Any) -> None:
+    hello = m.Hello(role="trainer", instance="2", born=50.0)
+    desk.epochs["t"] = desk.ask("t", hello, epoch=0).epoch
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+    assert desk.ask("t", m.Finish()) == m.Ok()
+    desk.ask("t", m.Goodbye())
+    for late in (hello, m.Hello(role="trainer", instance="0", born=40.0)):
+        desk.ask("t", late, epoch=0)
+        assert desk.ask("w", m.Heartbeat()).finished
+    desk.ask("t", m.Hello(role="trainer", instance="3", born=60.0), epoch=0)
+    assert not desk.ask("w", m.Heartbeat()).finished
