@@ -1,7 +1,7 @@
 """What the broker is measured against in `bin/bench broker`: a ROUTER without a broker behind it, LMDB without a socket.
 
 bench_bare.py echo|acknowledge                prints its address and serves until it is killed
-bench_bare.py lmdb DIR GROUPS BURST fsync|os  appends that many groups, BURST a transaction; prints {"groups", "seconds"}
+bench_bare.py lmdb DIR GROUPS BURST grow|reuse  appends that many groups, BURST a transaction; prints {"groups", "seconds"}
 """
 
 import json
@@ -28,20 +28,22 @@ def serve(kind: str) -> None:
         socket.send_multipart(frames if kind == "echo" else [frames[0], b"ok"])
 
 
-def append(path: Path, groups: int, burst: int, durability: str) -> dict[str, float]:
-    """Values of a group's size under rising keys, one commit a burst; they are removed again, so that pages are reused as in a broker."""
-    is_synced = durability == "fsync"
-    env = lmdb.open(str(path), map_size=1 << 33, max_dbs=2, sync=is_synced, metasync=is_synced)
+def append(path: Path, groups: int, burst: int, pages: str) -> dict[str, float]:
+    """Values of a group's size under rising keys, one synced commit a burst. pages: `reuse` removes them again for the next call."""
+    env = lmdb.open(str(path), map_size=1 << 35, max_dbs=2)
     table = env.open_db(b"payloads")
     value = b"".join((b"h" * HEADER_BYTES, *FRAMES))
+    with env.begin(db=table) as txn, txn.cursor() as cursor:
+        next_key = int(cursor.key()) + 1 if cursor.last() else 0
     started = time.perf_counter()
-    for first in range(0, groups, burst):
+    for first in range(next_key, next_key + groups, burst):
         with env.begin(write=True, db=table) as txn:
-            for i in range(first, min(groups, first + burst)):
+            for i in range(first, min(next_key + groups, first + burst)):
                 txn.put(b"%012d" % i, value, append=True)
     seconds = time.perf_counter() - started
-    with env.begin(write=True, db=table) as txn:
-        txn.drop(table, delete=False)
+    if pages == "reuse":
+        with env.begin(write=True, db=table) as txn:
+            txn.drop(table, delete=False)
     env.close()
     return {"groups": groups, "seconds": seconds}
 

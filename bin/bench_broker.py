@@ -101,31 +101,44 @@ def _bare_command(*words: object) -> list[str]:
 
 
 def durable_rows(folder: Path, prompts: Path, turns: int, groups: int) -> list[Row]:
-    """Puts into a broker with fsync beside LMDB alone, which appends as many groups a transaction; both stores grow."""
-    broker = BrokerProcess(folder / "fsync", "fsync", prompts=prompts).train()
+    """Puts into a broker with fsync beside LMDB alone with as many groups a transaction.
+
+    Both append to stores that grow; then, without a goal, both write where freed groups were, as in a run that goes on.
+    """
+    grow, burst = _durable(folder, prompts, turns, groups, "grow")
+    reuse, _ = _durable(folder, prompts, turns, groups, "reuse")
+    return [
+        row("put_durable_ratio", grow["put"], "groups/s", grow["append"], ">= 0.5"),
+        within("put_durable_samples_per_s", SAMPLES * grow["put"], "samples/s", ">=", 2000),
+        row("put_durable_burst", burst, "groups a commit", 1.0, ""),
+        row("put_durable_reuse_ratio", reuse["put"], "groups/s", reuse["append"], ""),
+    ]
+
+
+def _durable(folder: Path, prompts: Path, turns: int, groups: int, pages: str) -> tuple[dict[str, float], float]:
+    """Groups a second of broker and LMDB, and the groups of a commit."""
+    broker = BrokerProcess(folder / f"fsync-{pages}", "fsync", prompts=prompts).train()
+    bare = folder / f"bare-{pages}"
     bursts: list[float] = []
 
     def put() -> float:
         before = broker.commits()
         measured = broker.load(**PUTS, groups=groups)
         bursts.append(groups / max(1, broker.commits() - before - groups // WORKERS))  # leasing them took commits too
+        if pages == "reuse":
+            broker.free(groups)
         return rate(measured)
 
     def append() -> float:
-        command = _bare_command("lmdb", folder / "bare", groups, max(BURST_LEAST, round(bursts[-1])), "fsync")
+        command = _bare_command("lmdb", bare, groups, max(BURST_LEAST, round(bursts[-1])), pages)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         return rate(json.loads(done.stdout))
 
     try:
-        found = median_of(turns, {"put": put, "append": append})
+        return median_of(turns, {"put": put, "append": append}), statistics.median(bursts)
     finally:
         broker.close()
-        shutil.rmtree(folder / "bare", ignore_errors=True)
-    return [
-        row("put_durable_ratio", found["put"], "groups/s", found["append"], ">= 0.5"),
-        within("put_durable_samples_per_s", SAMPLES * found["put"], "samples/s", ">=", 2000),
-        row("put_durable_burst", statistics.median(bursts), "groups a commit", 1.0, ""),
-    ]
+        shutil.rmtree(bare, ignore_errors=True)
 
 
 # --- control ---
