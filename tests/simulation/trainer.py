@@ -177,7 +177,7 @@ class Trainer(Actor):
     # --- refusals ---
 
     def refused(self, error: m.Error, request: Request) -> None:
-        if isinstance(request.message, m.Goodbye):
+        if isinstance(request.message, m.Goodbye) or (self.is_done and error.code == "not_joined"):  # a heartbeat behind the goodbye
             self.die()
         elif error.code == "source_ended":
             if isinstance(request.message, m.Batch) and request.message.step == self.step:
