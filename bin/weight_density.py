@@ -21,12 +21,13 @@ COLOURS = ("#0b6e8a", "#d9822b", "#7a4f9a")
 Points = list[tuple[int, float, float]]
 
 
-@click.command(help=__doc__)
+@click.command()
 @click.option("--steps", default=24, show_default=True, help="[steps] Of each run.")
 @click.option("--rates", default="1e-6,1e-5,1e-4", show_default=True, help="[per step] Learning rates, separated by commas.")
 @click.option("--out", type=click.Path(path_type=Path), help="[path] Draw here.")
 @click.option("--from", "folder", type=click.Path(path_type=Path), help="[path] Read runs made before from here: one folder for each rate.")
 def density(steps: int, rates: str, out: Path | None, folder: Path | None) -> None:
+    """Run the quick start's GRPO at several learning rates; print, and draw, how many values each version changes."""
     found: dict[str, Points] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for rate in rates.split(","):

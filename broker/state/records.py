@@ -76,8 +76,8 @@ class Meta(msgspec.Struct, kw_only=True):
     changes: list[Change] = []
 
 
-class Client(msgspec.Struct, kw_only=True):
-    """Who takes part. `key`: the name of the key it joined with. What is in ClientRecord too survives a restart, the rest is learned."""
+class ClientRecord(msgspec.Struct, kw_only=True):
+    """What is kept of a client. `key`: the name of the key it joined with."""
 
     name: str
     role: str
@@ -87,25 +87,17 @@ class Client(msgspec.Struct, kw_only=True):
     is_fenced: bool = False
     born: float = 0.0
     key: str = ""
+
+
+class Client(ClientRecord, kw_only=True):
+    """Who takes part. What ClientRecord lacks does not survive a restart and is learned again."""
+
     heard_at: float = 0.0
     is_gone: bool = False
     state: str = ""
     lineage: str = ""
     serving: int = NO_VERSION
     metrics: dict[str, float] = {}
-
-
-class ClientRecord(msgspec.Struct, kw_only=True):
-    """What is kept of a client."""
-
-    name: str
-    role: str
-    epoch: int
-    instance: str
-    former: list[str] = []
-    is_fenced: bool = False
-    born: float = 0.0
-    key: str = ""
 
 
 class StepRecord(msgspec.Struct, kw_only=True):

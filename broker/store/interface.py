@@ -1,28 +1,14 @@
 """The store: a few tables of opaque records, changed by one atomic commit at a time."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 
+from broker.state.effects import Table
 from slimebus.errors import SlimebusError
 
-TABLES = (
-    "meta",
-    "groups",
-    "ended",
-    "prompts",
-    "payloads",
-    "partials",
-    "fields",
-    "clients",
-    "consumers",
-    "steps",
-    "freed",
-    "evaluations",
-    "pushes",
-    "source",
-)
+TABLES: tuple[str, ...] = get_args(Table)
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):

@@ -51,10 +51,12 @@ def chain_dir(root: Path, lineage: str) -> Path:
 
 
 def full_path(folder: Path, version: int) -> Path:
+    """The file with all tensors of a version."""
     return folder / f"{version:06d}.full"
 
 
 def delta_path(folder: Path, version: int) -> Path:
+    """The file with what leads to a version from the one before."""
     return folder / f"{version:06d}.delta"
 
 
