@@ -137,7 +137,7 @@ def check_streams(rng: np.random.Generator, all_kernels: list[Kernel]) -> None:
     gaps = rng.integers(0, rng.choice([3, 20, 256]), changed + int(rng.integers(0, 2))).astype(np.uint8)
     codes = rng.permutation(np.array([15] * wide + [1] * (changed - wide), np.uint8))
     wides = rng.permutation(np.array([255] * min(escaped, wide) + [3] * max(0, wide - escaped), np.uint8))
-    escapes = rng.integers(0, 256, 2 * min(escaped, wide) + int(rng.integers(-1, 2) if rng.integers(4) == 0 else 0)).astype(np.uint8)
+    escapes = rng.integers(0, 256, max(0, 2 * min(escaped, wide) + int(rng.integers(-1, 2)))).astype(np.uint8)
     streams = (gaps, load_kernel("numpy").pack(codes), wides, escapes)
     dense = load_kernel("numpy").pack(rng.choice(np.array([0, 1, 15], np.uint8), size, p=[0.9, 0.05, 0.05]))
     results = set()
