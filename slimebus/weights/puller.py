@@ -131,9 +131,11 @@ class WeightPuller:
                 plan = Plan(have, spare)
             try:
                 return self._pull(plan, deadline_s)
-            except SlimebusError:
+            except SlimebusError as bad:
                 self._unfinished = plan.rested()
-                raise
+                if isinstance(bad, WeightsError):
+                    raise
+                raise WeightsError(bad.text, code=bad.code, retryable=bad.retryable) from None
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
