@@ -13,7 +13,7 @@ from slimebus.errors import DataError
 LANES = {
     "step": ("wait", "train", "publish", "save", "commit"),
     "versions": ("encode",),
-    "weights": ("pull", "write", "load"),
+    "weights": ("pull", "share", "load"),
     "groups": ("sample",),
 }
 """What a process does one after the other is one lane; a span of another name has a lane of its own."""

@@ -21,8 +21,8 @@ BARS = {
     "commit": (INK, "commit"),
     "encode": ("#7a4f9a", "encode"),
     "pull": (REWARD, "pull"),
-    "write": ("#3c8d5a", ""),
-    "load": ("#3c8d5a", "write, load into the engine"),
+    "share": ("#3c8d5a", ""),
+    "load": ("#3c8d5a", "load into the engine"),
     "sample": (LAG, "groups being sampled"),
 }
 """Colour and words of each span's name; those of one lane and colour share the words."""
