@@ -55,7 +55,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
             welcome.heartbeat_s, lambda: Heartbeat(state="loading"), lambda reply: None, lambda problem: log.error("%s", problem.text)
         )
     try:
-        _train(resolved, settings, client, welcome)
+        _train(resolved, settings, client, welcome, broker)
     except KeyboardInterrupt:
         log.info("interrupted; the newest checkpoint is where it goes on")
     finally:
@@ -63,7 +63,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
             client.close()
 
 
-def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object") -> None:
+def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object", broker: str | None) -> None:
     import torch
 
     from slimebus.messages import Welcome
@@ -71,15 +71,17 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
     from trainer.checkpoints import Checkpoints
     from trainer.loop import train
     from trainer.policy import Policy
+    from trainer.publishing import Publishing
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
     policy = Policy.build(settings)
-    bus = None
+    bus, publishing = None, Publishing(resolved, policy, client, broker)
     try:
         if client is not None and isinstance(welcome, Welcome):
             bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage)
-        train(policy, bus, Checkpoints(resolved), resolved.config)
+        train(policy, bus, publishing, Checkpoints(resolved), resolved.config)
     finally:
+        publishing.close()
         if bus is not None:
             bus.close()
         policy.close()
