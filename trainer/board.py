@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,7 +45,8 @@ class Board:
     """The parts of the versions of one lineage. Each process has its own connection to the store, used by one thread at a time."""
 
     def __init__(self, store: "Store", lineage: str) -> None:
-        self._store, self._lineage = store, lineage
+        self._store: Any = store  # it takes bytes; its stubs say str
+        self._lineage = lineage
         self._closing = threading.Event()
 
     @classmethod
