@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimebus.config.schema import WeightsConfig
 from slimebus.security.pullers import Pullers
+from slimebus.spans import Spans
 from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.link import advertised, with_key
 from slimebus.weights.server import WeightServer
@@ -38,8 +39,9 @@ class Publisher:
         place: int = 0,
         broker: str = "",
         disk: Path | None = None,
+        spans: Spans | None = None,
     ) -> None:
-        self.store, self.tell = store, tell
+        self.store, self.tell, self.spans = store, tell, spans or Spans()
         self.chain: DiskChain | None = None
         self.server: WeightServer | None = None
         if disk is not None:
@@ -55,12 +57,15 @@ class Publisher:
     def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Make this version, the next one, from these tensors. Returns once they are copied; the rest goes on beside training."""
         copied = {name: _copy(tensor) for name, tensor in tensors}
-        self.wait()
+        with self.spans("wait for publisher"):  # the version before must be out: one copy more is never held
+            self.wait()
         self._pending = self._thread.submit(self._make, version, copied)
 
     def _make(self, version: int, copied: dict[str, Any]) -> None:
         try:
-            made = self.store.publish(copied, version=version)
+            with self.spans("encode", version=version) as work:
+                made = self.store.publish(copied, version=version)
+                work.about["delta_bytes"] = made.delta_bytes
             if self.chain is not None:
                 self.chain.publish(self.store)
         except BaseException as problem:  # whatever it is: rank 0 must not wait for a part that never comes

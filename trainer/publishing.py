@@ -14,6 +14,7 @@ from slimebus.config import Resolved
 from slimebus.errors import ConfigError
 from slimebus.security.exposure import is_local
 from slimebus.security.pullers import Pullers
+from slimebus.spans import Spans
 from slimebus.transport.client import Client
 from slimebus.weights.store import VersionStore
 from trainer import parallel
@@ -31,8 +32,8 @@ class Publishing:
     client: rank 0's, which talks to the broker; None elsewhere. broker: its address, where another than the config's was given.
     """
 
-    def __init__(self, resolved: Resolved, policy: Policy, client: Client | None, broker: str | None = None) -> None:
-        self.resolved, self.config, self.policy = resolved, resolved.config, policy
+    def __init__(self, resolved: Resolved, policy: Policy, client: Client | None, spans: Spans, broker: str | None = None) -> None:
+        self.resolved, self.config, self.policy, self.spans = resolved, resolved.config, policy, spans
         self.broker = joining.broker_address(resolved, broker)
         self.lineage = ""
         self.publisher: Publisher | None = None
@@ -62,7 +63,7 @@ class Publishing:
         weights = self.config.weights
         store = VersionStore(keep=weights.weights_keep, lineage=self.lineage, first_version=version, zstd=weights.weights_zstd)
         place = owners.index(rank)
-        self.publisher = Publisher(weights, store, self.pullers, self._tell, place=place, broker=self.broker, disk=disk)
+        self.publisher = Publisher(weights, store, self.pullers, self._tell, place=place, broker=self.broker, disk=disk, spans=self.spans)
         log.info("weights at %s%s", self.publisher.address, f", part {place + 1} of {len(owners)}" if len(owners) > 1 else "")
 
     def publish(self, version: int) -> None:
@@ -78,7 +79,8 @@ class Publishing:
         if self.announcer is None:
             self._board.post(version, parallel.rank(), part)
         elif not part.problem:  # else it is raised where it is waited for
-            self.announcer.announce(version, part)
+            with self.spans("announce", version=version):
+                self.announcer.announce(version, part)
 
     def heard(self, lineage: str, version: int) -> None:
         """The broker's heartbeat, on rank 0: the newest version that it knows; a chance to ask whose keys may pull. Does not wait."""
