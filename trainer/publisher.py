@@ -2,10 +2,11 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimebus.config.schema import WeightsConfig
 from slimebus.messages import Publish
@@ -15,11 +16,10 @@ from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.link import advertised, with_key
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionInfo, VersionStore
+from trainer.snapshot import Taken, snapshot_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 log = logging.getLogger("trainer")
 
@@ -41,6 +41,8 @@ class Publisher:
             keyring, degree = self.pullers.keyring, config.weights_fanout
             self.server = WeightServer(self.store, bind=config.weights_bind, keyring=keyring, degree=degree)
             self.address = with_key(advertised(self.server.endpoint, config.weights_advertise), self.pullers.public)
+        self._snapshot = snapshot_of(config.weights_diff)
+        self.wait_s = self.copy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
         self._newest: VersionInfo | None = None
@@ -48,11 +50,14 @@ class Publisher:
 
     def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Make the next version from these tensors. Returns once they are copied; the rest goes on beside training."""
-        copied = {name: _copy(tensor) for name, tensor in tensors}
-        self.wait()
+        asked = time.monotonic()
+        self.wait()  # its thread reads what the snapshot before has taken
+        started = time.monotonic()
+        copied = self._snapshot.take(tensors, self.store)
+        self.wait_s, self.copy_s = started - asked, time.monotonic() - started
         self._pending = self._thread.submit(self._announce, copied)
 
-    def _announce(self, copied: dict[str, Any]) -> None:
+    def _announce(self, copied: Taken) -> None:
         made = self.store.publish(copied)
         self._newest = made
         if self.chain is not None:
@@ -69,7 +74,10 @@ class Publisher:
             self.client.submit(told)
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest announced version: the fraction of values that changed, its delta's size and the model's, seconds to encode."""
+        """Of the newest announced version: the fraction of values that changed, its delta's size and the model's, seconds to encode.
+
+        wait_s and copy_s are how long the last publish held the step up: for the publish before it, and to gather and copy the tensors.
+        """
         made = self._newest
         if made is None:
             return {}
@@ -79,6 +87,8 @@ class Publisher:
             "delta_bytes": float(made.delta_bytes),
             "total_bytes": float(made.total_bytes),
             "encode_s": made.encode_s,
+            "wait_s": self.wait_s,
+            "copy_s": self.copy_s,
         }
 
     def wait(self) -> None:
@@ -92,13 +102,3 @@ class Publisher:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.server is not None:
             self.server.close()
-
-
-def _copy(tensor: "torch.Tensor") -> "NDArray[np.uint16]":
-    """The tensor as bfloat16 bits that later updates do not touch."""
-    import torch
-
-    from slimebus.weights.rounding import to_bf16
-
-    bits = to_bf16(tensor)
-    return bits.copy() if tensor.dtype == torch.bfloat16 else bits  # rounding copies; bfloat16 may be a view of the live weights
