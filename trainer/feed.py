@@ -36,7 +36,7 @@ log = logging.getLogger("trainer")
 WAIT_S = 15.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 MAX_CHOICES = 256
-"""A batch that was chosen anew so often before its groups could be fetched (each time takes one damaged group out of it) ends the trainer."""
+"""A batch that was chosen so often before its groups could be fetched ends the trainer; each time takes a damaged group out of it."""
 FETCH_TOKENS = 1_000_000
 """Tokens of one fetch: about 10 MB with logprobs and masks, far below any message bound."""
 
@@ -96,8 +96,8 @@ class Feed:
             log.warning("the batch of step %d is chosen anew: %s", step, problem)
             self.sleep(min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(choice, 16)))
         raise SlimebusError(
-            f"the batch of step {step} was chosen {MAX_CHOICES} times, and each time a group of it was gone when it was fetched; the last time: "
-            f"{problem}; the broker's log and `slimebus buffer verify` say why",
+            f"the batch of step {step} was chosen {MAX_CHOICES} times, and each time a group of it was gone when it was fetched: {problem}; "
+            "the broker's log and `slimebus buffer verify` say why",
             code="not_assigned",
         )
 

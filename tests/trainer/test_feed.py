@@ -88,7 +88,7 @@ def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> Non
 def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word() -> None:
     broker = ForgetfulBroker(gone=10**9)
     feed = Feed(broker, RunConfig(), sleep=lambda _: None)  # type: ignore[arg-type]
-    with pytest.raises(SlimebusError, match="batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
+    with pytest.raises(SlimebusError, match=r"batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
         feed.take(0)
     assert (caught.value.code, broker.num_fetches) == ("not_assigned", MAX_CHOICES)
     feed.close()
