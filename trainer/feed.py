@@ -96,7 +96,7 @@ class Feed:
             log.warning("the batch of step %d is chosen anew: %s", step, problem)
             self.sleep(min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(choice, 16)))
         raise SlimebusError(
-            f"the batch of step {step} was chosen {MAX_CHOICES} times, and each time a group of it was gone when it was fetched: {problem}; "
+            f"the batch of step {step} was chosen {MAX_CHOICES} times, each time a group of it was gone when it was fetched: {problem}; "
             "the broker's log and `slimebus buffer verify` say why",
             code="not_assigned",
         )
