@@ -49,10 +49,12 @@ class WeightSync:
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
+        self.stage_s: dict[str, float] = {}  # of the last version served: wire, verify, share, load
         self.pulled_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._news = asyncio.Event()
         self._weights: Any = None
+        self._pulled_s: dict[str, float] = {}
         self._puller: Any = None
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
@@ -97,16 +99,17 @@ class WeightSync:
             pull.about["version"] = weights.version
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
-        with self.spans("share", version=weights.version):
+        with self.spans("share", version=weights.version) as share:
             weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
-        with self.spans("load", version=weights.version):
+        with self.spans("load", version=weights.version) as load:
             await self.engines.update_weights(shared)
         self._weights, self._served = weights, (shared,)
         await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)
         self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
         self.last_sync_s = time.monotonic() - start
+        self.stage_s = {**self._pulled_s, "share": share.seconds, "load": load.seconds}
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
         self.on_change()
 
@@ -123,7 +126,7 @@ class WeightSync:
         if puller is None:
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
-        self.pulled_bytes = puller.counts.received_bytes
+        self.pulled_bytes, self._pulled_s = puller.counts.received_bytes, dict(puller.stages.seconds)
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:

@@ -361,6 +361,7 @@ class Worker:
                 "pulled_bytes": float(self.sync.pulled_bytes),
                 "passed_on_bytes": float(self.relay.server.sent_bytes if self.relay else 0),
             }
+            values |= {f"sync_{stage}_s": seconds for stage, seconds in self.sync.stage_s.items()}
         return values
 
     def _threadsafe(self, function: Callable[..., None], *args: Any) -> None:

@@ -73,7 +73,7 @@ class Publisher:
             self.client.submit(told)
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest announced version: the fraction of values that changed, its delta's size and the model's, seconds to encode."""
+        """Of the newest announced version: the fraction of values that changed, bytes of its delta and the model, seconds by stage."""
         made = self._newest
         if made is None:
             return {}
@@ -83,6 +83,7 @@ class Publisher:
             "delta_bytes": float(made.delta_bytes),
             "total_bytes": float(made.total_bytes),
             "encode_s": made.encode_s,
+            **{f"publish_{stage}_s": seconds for stage, seconds in made.stage_s.items()},
         }
 
     def wait(self) -> None:

@@ -22,6 +22,7 @@ from slimebus.errors import WeightsError
 from slimebus.weights import delta_file
 from slimebus.weights.messages import Manifest
 from slimebus.weights.puller import PullCounts
+from slimebus.weights.stages import Stages
 from slimebus.weights.store import VersionInfo, VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, hash_bytes
 
@@ -161,7 +162,7 @@ class DiskPuller:
     """A worker's side, with the face of a WeightPuller. folder: that of the lineage."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.counts = folder, PullCounts()
+        self.folder, self.counts, self.stages = folder, PullCounts(), Stages()
         self._cancelled = threading.Event()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -169,6 +170,7 @@ class DiskPuller:
 
         Raises WeightsError when there was none within deadline_s seconds, or one that does not verify.
         """
+        self.stages = Stages()
         deadline, pause_s, reason = time.monotonic() + deadline_s, FIRST_PAUSE_S, f"no version in {self.folder} yet"
         while not self._cancelled.is_set():
             try:
@@ -210,10 +212,12 @@ class DiskPuller:
         return weights
 
     def _load(self, path: Path, base: Weights | None, spare: Weights | None) -> Weights:
-        found = delta_file.read(path)
+        with self.stages("wire"):
+            found = delta_file.read(path)
         if found.manifest.lineage != self.folder.name:
             raise WeightsError(f"{path} is of lineage {found.manifest.lineage}, its folder of {self.folder.name}", retryable=False)
-        loaded = delta_file.apply(found, base, spare=spare)
+        with self.stages("verify"):
+            loaded = delta_file.apply(found, base, spare=spare)
         self.counts.received_bytes += path.stat().st_size
         return loaded
 

@@ -32,6 +32,7 @@ from slimebus.weights.messages import (
 )
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, Target, WrongDigest
+from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -83,6 +84,9 @@ class WeightPuller:
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
     verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
     verified payloads are put to be passed on, and the address of the server that does so.
+
+    stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
+    else. What is verified beside the wire is in neither.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class WeightPuller:
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
         self.counts = PullCounts()
+        self.stages = Stages()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
         """The newest complete version; `have` itself when it is that.
@@ -119,6 +124,7 @@ class WeightPuller:
         newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
         """
         with self._pulling:
+            self.stages = Stages()
             return self._pull(Plan(have, spare), deadline_s)
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
@@ -168,7 +174,8 @@ class WeightPuller:
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
-        manifests = self._manifests(plan, deadline)
+        with self.stages("wire"):
+            manifests = self._manifests(plan, deadline)
         target = _agree(manifests)
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
             return plan.have
@@ -241,10 +248,15 @@ class WeightPuller:
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
             for stream in waiting:
-                checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
+                with self.stages("wire"):
+                    complete = stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts)
+                with self.stages("verify"):
+                    checks.add(complete)
             for job, is_right in checks.finished():
                 self._accept(plan, job, target, is_right, source_of[id(job)])
-        for job, is_right in checks.finished(wait=True):
+        with self.stages("verify"):
+            verdicts = checks.finished(wait=True)
+        for job, is_right in verdicts:
             self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
             if stream.gone and stream.source:

@@ -148,7 +148,7 @@ class WeightServer:
         self._server.reply(request, ChunkReply(gone=gone), frames)
 
     def _try_waiting(self) -> None:
-        """Answer what can be answered by now. A peer asks in the order in which payloads come: while its first request waits, so do the rest."""
+        """Answer what can be answered by now. A peer asks in the order of the payloads: while its first request waits, so do the rest."""
         now, held_up = time.monotonic(), set()
         for _ in range(len(self._waiting)):
             until, request = self._waiting.popleft()
