@@ -48,7 +48,9 @@ class Announcer:
 
 
 def measured(version: int, parts: Sequence[Part]) -> dict[str, float]:
-    """The fraction of values that changed, the size of the delta and of the model, seconds of the slowest part and its stages."""
+    """The fraction of values that changed, the size of the delta and of the model; in seconds, of the rank that took longest: encoding
+    and its stages, and how long the step waited for the version before and for the copy out of the model.
+    """
     slowest = max(parts, key=lambda part: part.encode_s)
     return {
         "version": float(version),
@@ -57,4 +59,6 @@ def measured(version: int, parts: Sequence[Part]) -> dict[str, float]:
         "total_bytes": float(sum(p.total_bytes for p in parts)),
         "encode_s": slowest.encode_s,
         **{f"publish_{stage}_s": seconds for stage, seconds in slowest.stage_s.items()},
+        "wait_s": max(p.wait_s for p in parts),
+        "copy_s": max(p.copy_s for p in parts),
     }
