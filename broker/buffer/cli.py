@@ -285,7 +285,7 @@ def import_(
     Samples that this run could have made, and those that no policy made, are ready to be trained; of others the prompt is sampled again.
     Importing a file again changes nothing.
     """
-    from broker.buffer.changes import asking, lineage_of
+    from broker.buffer.changes import asking
     from broker.buffer.export import writer_of
     from broker.buffer.imports import read_groups
 
@@ -295,7 +295,7 @@ def import_(
     resolved = _resolved(file, _given(run_dir, keys, key_name))
     done: dict[str, str] = {}
     with asking(resolved, file, broker, timeout_s) as ask:
-        lineage = "" if as_version is None else lineage_of(ask)
+        lineage = "" if as_version is None else ask.lineage()
         for name in names:
             for group in read_groups(Path(name), writer_of(Path(name), ""), prompts_only=prompts_only, as_version=as_version):
                 if lineage:
@@ -319,7 +319,7 @@ def _edit(
     as_json: bool,
     timeout_s: float,
 ) -> None:
-    from broker.buffer.changes import asking, edit_all
+    from broker.buffer.changes import asking
 
     file, names = _split(words)
     if not (names or states or containing):
@@ -332,7 +332,7 @@ def _edit(
                 moment.group(name)  # a wrong name is told with the nearest ones before anything changes
             wanted += [g.id for g in _chosen(moment, (), states or able, containing)] if states or containing else []
     with asking(_resolved(file, given), file, broker, timeout_s) as ask:
-        reply = edit_all(ask.edit, action, wanted, why)
+        reply = ask.edit_all(action, wanted, why)
     _say(reply.done, reply.refused, as_json=as_json)
 
 

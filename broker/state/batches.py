@@ -128,7 +128,7 @@ def reason_for(state: State, step: int, now: float) -> str:
     if state.wait is not None:
         parts.append(f"it is full and waits {max(0.0, state.wait[1] - now):.0f} s more for groups that would grow too old (on_stale: wait)")
     holders: dict[str, int] = {}
-    for group in state.groups.leased_for():
+    for group in state.groups.leased_for_training():
         holders[group.worker] = holders.get(group.worker, 0) + 1
     for name, count in sorted(holders.items(), key=lambda item: -item[1])[:4]:
         client = state.clients.get(name)

@@ -207,12 +207,6 @@ def _answer(state: State, name: str, reply: ReadReply, bulk: list[StoredPayload]
     state.reply(parked.to, reply, list(bulk or ()))
 
 
-def leave(state: State, name: str) -> None:
-    """Forget what a consumer waits for; its cursor stays."""
-    if state.parked_reads.pop(name, None) is not None:
-        state.timers.cancel(("parked read", name))
-
-
 # --- late fields ---
 
 

@@ -399,11 +399,6 @@ class State:
         return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
 
     @property
-    def num_committed(self) -> int:
-        """Groups trained and still kept."""
-        return self.groups.count(COMMITTED)
-
-    @property
     def is_evaluating(self) -> bool:
         """True while some evaluation is not done."""
         return any(not e.is_done for e in self.evaluations.values())

@@ -238,7 +238,7 @@ def _ready(state: State) -> str:
 
 def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
     reason = batches.reason_for(state, state.meta.next_step, now)
-    leased = state.groups.leased_for()
+    leased = state.groups.leased_for_training()
     if state.groups.held and len(state.groups.ready) + len(state.groups.held) >= state.rules.batch_size:
         return _waits_for_fields(state, reason)
     if leased:

@@ -13,6 +13,7 @@ from slimebus.config.flags import META, ConfigCommand, config_argument, from_con
 from slimebus.config.schema import OPEN_MAPS
 from slimebus.errors import EXIT_FAILURE
 from slimebus.launch import Child, Fleet, free_port
+from slimebus.security.exposure import reachable
 
 COLOURS = {"broker": "yellow", "trainer": "cyan", "rollout": "green"}
 POLL_S = 0.2
@@ -53,7 +54,7 @@ def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: i
     if address.endswith(":0"):
         address = f"{address[:-2]}:{free_port()}"
     fleet.start("broker", ["broker", *arguments, "--bind", address])
-    reach = address.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
+    reach = reachable(address)
     fleet.start("trainer", ["trainer", *arguments, "--broker", reach])
     for i in range(workers):
         fleet.start(
