@@ -52,6 +52,7 @@ NEEDS_ROLE: dict[type[Message], str] = {
 }
 MAX_NAME_CHARS = 128
 MAX_FORMER = 16
+SILENT_BEATS = 3
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -82,6 +83,13 @@ def sender_of(state: State, event: Event, now: float) -> Client:
         raise SlimebusError(f"{event.sender!r} joined as {client.role}; only a {needed} may ask for this", code="role")
     heard(state, client, now)
     return client
+
+
+def check_is_client(state: State, event: Event, what: str) -> None:
+    """Raise SlimebusError `role` for a sender that joined as anything else: it may not change this."""
+    known = state.clients.get(event.sender)
+    if known is not None and known.role != "client":
+        raise SlimebusError(f"{event.sender!r} joined as {known.role}; only a client may change {what}", code="role")
 
 
 def heard(state: State, client: Client, now: float) -> None:
@@ -311,6 +319,11 @@ def _forget(state: State, client: Client) -> None:
 def is_present(client: Client) -> bool:
     """True for a client that is heard and has a say."""
     return not client.is_gone and not client.is_fenced
+
+
+def is_silent(state: State, client: Client, now: float) -> bool:
+    """True when a client has missed its last heartbeats."""
+    return now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
 
 
 def has_everyone_left(state: State) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from broker.state import admission, batches, choice, consumers, prompts
-from broker.state.clients import is_present
+from broker.state.clients import is_present, is_silent
 from broker.state.pace import quantile
 from broker.state.records import Client
 from broker.state.table import State
@@ -35,7 +35,6 @@ MAX_BURST_STEPS = 8
 KEPT_INTERVALS = 16
 """So many survive a restart of the broker."""
 MAX_NAMES = 4
-SILENT_BEATS = 3
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -198,11 +197,6 @@ def cause(state: State, now: float) -> Cause:
     else:
         return _waits_for_groups(state, trainer, now)
     return Cause("trainer", [trainer.name], text)
-
-
-def is_silent(state: State, client: Client, now: float) -> bool:
-    """True when a client has missed its last heartbeats."""
-    return now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
 
 
 def _no_trainer(state: State, now: float) -> str:
