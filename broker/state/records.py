@@ -6,6 +6,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from broker.state.effects import Address, Table
+from broker.state.groups import Group
 from slimebus.messages import NO_VERSION, Batch, Evaluate, Lease, Read, Scalar
 
 
@@ -166,3 +167,17 @@ class Consumer(msgspec.Struct, kw_only=True):
     num_read: int = 0
     num_skipped: int = 0
     fields: dict[str, int] = {}
+
+
+ROWS: dict[str, type[msgspec.Struct]] = {
+    "meta": Meta,
+    "groups": Group,
+    "ended": Group,
+    "clients": ClientRecord,
+    "steps": StepRecord,
+    "freed": StepRecord,
+    "evaluations": Evaluation,
+    "consumers": Consumer,
+    "pushes": PushRecord,
+}
+"""Table -> what its records are, msgpack; the other tables hold opaque bytes."""

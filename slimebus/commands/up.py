@@ -4,7 +4,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -67,7 +66,7 @@ def watch(fleet: Fleet) -> int:
     """Wait until all children ended well, one failed, or a signal came; the exit code."""
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _remember(stop))
+        signal.signal(number, lambda got, _: stop.append(got))
     while not stop:
         failed = [child for child in fleet.ended() if child.process.returncode]
         if failed:
@@ -78,13 +77,6 @@ def watch(fleet: Fleet) -> int:
             return 0
         time.sleep(POLL_S)
     return 130 if stop[0] == signal.SIGINT else 143
-
-
-def _remember(stop: list[int]) -> "signal._HANDLER":
-    def handler(number: int, frame: FrameType | None) -> None:
-        stop.append(number)
-
-    return handler
 
 
 def describe(child: Child) -> str:
