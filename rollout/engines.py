@@ -19,6 +19,7 @@ from rollout.sglang_client import Completion, EngineClient, EngineError
 from rollout.sglang_server import option_list, sglang_server
 from slimebus.config.schema import EngineConfig
 from slimebus.errors import UsageError, WeightsError
+from slimebus.weights.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
 
@@ -112,11 +113,11 @@ class Engines:
             await self._await_ready(self.engines[i])
         return bool(dead)
 
-    async def update_weights(self, path: Path, lineage: str, version: int) -> None:
+    async def update_weights(self, version: SharedVersion) -> None:
         """Every engine serves exactly this version, or WeightsError: then none of them may be used until a later update."""
-        tag = version_tag(lineage, version)
-        await asyncio.gather(*(self._update(engine, path, tag) for engine in self.engines))
-        self.lineage = lineage
+        tag = version_tag(version.lineage, version.version)
+        await asyncio.gather(*(self._update(engine, version.directory, tag) for engine in self.engines))
+        self.lineage = version.lineage
 
     async def _update(self, engine: Engine, path: Path, tag: str) -> None:
         await engine.client.pause(self.config.pause_mode)

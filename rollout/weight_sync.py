@@ -1,14 +1,12 @@
-"""Keeps a worker's engines on the newest published version: pull, verify, write to shared memory, load, check.
+"""Keeps a worker's engines on the newest published version: pull into shared memory, verify, load, check.
 
-    announced --> pull (deltas, verified by hash) --> /dev/shm/.../a or b --> engines --> `serving`
+    announced --> pull (deltas, verified by hash) into files in /dev/shm --> engines --> `serving`
 
 `serving` only moves after every engine reported the new version; a failure leaves it empty until a later try succeeds.
 """
 
 import asyncio
 import logging
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,34 +15,17 @@ from typing import Any
 
 from rollout.engines import Engines
 from rollout.relay import Relay
-from slimebus.errors import SlimebusError
+from slimebus.errors import SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
+from slimebus.spans import Spans
+from slimebus.weights.host_share import HostShare, sweep_turns
+from slimebus.weights.shared_folder import SharedFolder
+from slimebus.weights.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
 
 RETRY_S = 1.0
-
-
-PREFIX = "slimebus-weights-"
-
-
-def sweep(root: Path) -> None:
-    """Free the shared memory of workers that were killed before they could do it."""
-    for folder in root.glob(f"{PREFIX}*-*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not _is_alive(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # someone else's
-        return True
-    return True
 
 
 class WeightSync:
@@ -61,24 +42,26 @@ class WeightSync:
         pair: Callable[[], KeyPair | None] = lambda: None,
         disk: Path | None = None,
         relay: Relay | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
-        self.disk, self.relay = disk, relay
+        self.disk, self.relay, self.spans = disk, relay, spans or Spans()
         self._pair, self._pair_used = pair, pair()
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
         self.pulled_bytes = 0
+        self.neighbour_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._news = asyncio.Event()
         self._weights: Any = None
         self._puller: Any = None
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
-        self._slot = 0
+        self._served: tuple[SharedVersion, ...] = ()
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
-        sweep(root)
-        self._dir = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+        sweep_turns(root)
+        self._folder = SharedFolder(root)
 
     def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""
@@ -113,13 +96,22 @@ class WeightSync:
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()
-        weights = await asyncio.to_thread(self._pull, lineage, publishers)
+        with self.spans("pull", version=version) as pull:
+            weights = await asyncio.to_thread(self._pull, lineage, publishers)
+            pull.about["version"] = weights.version
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
-        directory = await asyncio.to_thread(self._write, weights)
+        with self.spans("share", version=weights.version):
+            weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
-        await self.engines.update_weights(directory, weights.lineage, weights.version)
-        self._weights = weights
+        try:
+            with self.spans("load", version=weights.version):
+                await self.engines.update_weights(shared)
+        except WeightsError:
+            self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
+            raise
+        self._weights, self._served = weights, (shared,)
+        await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)
         self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
         self.last_sync_s = time.monotonic() - start
@@ -139,40 +131,40 @@ class WeightSync:
         if puller is None:
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
-        self.pulled_bytes = puller.counts.received_bytes
+        self.pulled_bytes, self.neighbour_bytes = puller.counts.received_bytes, puller.counts.neighbour_bytes
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
         from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
         from slimebus.weights.puller import WeightPuller
 
+        host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:
-                return WeightPuller(publishers, pair=self._pair_used)
-            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address)
+                return WeightPuller(publishers, pair=self._pair_used, host=host)
+            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address, host=host)
         if self.disk is None:
             raise SlimebusError(
                 f"the trainer writes its weights to {publishers[0]}; "
                 "set weights.weights_transport: disk, and weights.weights_dir to where this node sees that directory",
                 code="config",
             )
-        return DiskPuller(chain_dir(self.disk, lineage))
+        return DiskPuller(chain_dir(self.disk, lineage), host=host)
 
     def _close_puller(self) -> None:
         puller, self._puller = self._puller, None  # the pulling thread may close it too
         if puller is not None:
             puller.close()
 
-    def _write(self, weights: Any) -> Path:
-        from slimebus.weights.safetensors_file import write_model
-
-        self._slot ^= 1
-        directory = self._dir / "ab"[self._slot]
-        write_model(directory, weights, config_from=self.model_dir)
-        return directory
+    def _share(self, weights: Any) -> tuple[Any, SharedVersion]:
+        """The version in shared memory; beside it only the one that engines serve stays there."""
+        weights = self._folder.hold(weights)
+        shared = self._folder.make_version(weights, self.model_dir)
+        self._folder.retain(*self._served, shared)
+        return weights, shared
 
     def close(self) -> None:
         """Close the connections and free the shared memory. A pull that is just beginning in its thread ends too."""
         self._is_closed = True
         self._close_puller()
-        shutil.rmtree(self._dir, ignore_errors=True)
+        self._folder.close()

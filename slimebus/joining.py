@@ -6,13 +6,16 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from slimebus.config import Resolved
 from slimebus.errors import Unreachable
 from slimebus.messages import Welcome
 from slimebus.security.credentials import credentials_of
 from slimebus.security.exposure import reachable
-from slimebus.transport.client import Client
+
+if TYPE_CHECKING:
+    from slimebus.transport.client import Client
 
 log = logging.getLogger("slimebus")
 
@@ -24,13 +27,15 @@ def broker_address(resolved: Resolved, given: str | None) -> str:
     return given or reachable(resolved.config.broker.bind)
 
 
-def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> Client:
+def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
     """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
+    from slimebus.transport.client import Client  # zmq and asyncio: no --help needs them
+
     return Client(broker_address(resolved, given), name=name, credentials=credentials_of(resolved, role))
 
 
 @contextlib.contextmanager
-def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client") -> Iterator[Client]:
+def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client") -> "Iterator[Client]":
     """A client for a few requests, under a name of its own that begins with `what`; it neither joins nor takes leave."""
     client = client_of(resolved, given, role=role, name=process_name(what))
     try:
@@ -44,7 +49,7 @@ def process_name(role: str) -> str:
     return f"{role}-{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def join(client: Client, role: str, timeout_s: float) -> Welcome:
+def join(client: "Client", role: str, timeout_s: float) -> Welcome:
     """Join, saying every few seconds who is waited for. Raises Unreachable after `timeout_s`."""
     waited = 0.0
     while True:

@@ -12,6 +12,7 @@ from slimebus.errors import UsageError
 from slimebus.launch import end_with_parent, interrupt_on_sigterm
 from slimebus.messages import Heartbeat
 from slimebus.security.exposure import check_bind
+from slimebus.spans import Spans
 from slimebus.transport.client import Client
 from trainer.from_config import settings_from
 from trainer.settings import TrainerSettings
@@ -55,7 +56,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
             welcome.heartbeat_s, lambda: Heartbeat(state="loading"), lambda reply: None, lambda problem: log.error("%s", problem.text)
         )
     try:
-        _train(resolved, settings, client, welcome)
+        _train(resolved, settings, client, welcome, broker)
     except KeyboardInterrupt:
         log.info("interrupted; the newest checkpoint is where it goes on")
     finally:
@@ -63,7 +64,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
             client.close()
 
 
-def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object") -> None:
+def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object", broker: str | None) -> None:
     import torch
 
     from slimebus.messages import Welcome
@@ -71,15 +72,19 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
     from trainer.checkpoints import Checkpoints
     from trainer.loop import train
     from trainer.policy import Policy
+    from trainer.publishing import Publishing
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
     policy = Policy.build(settings)
-    bus = None
+    rank = int(os.environ.get("RANK", "0"))
+    spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
+    bus, publishing = None, Publishing(resolved, policy, client, spans, broker)
     try:
         if client is not None and isinstance(welcome, Welcome):
             bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage)
-        train(policy, bus, Checkpoints(resolved), resolved.config)
+        train(policy, bus, publishing, Checkpoints(resolved), resolved.config, spans)
     finally:
+        publishing.close()
         if bus is not None:
             bus.close()
         policy.close()

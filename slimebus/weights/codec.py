@@ -69,25 +69,43 @@ def codec_path() -> str:
 def encode(
     base: Values, target: Values, *, update: bool = False, zstd: bool = True, kernel: Kernel | None = None, pool: Executor | None = None
 ) -> Encoded:
-    """The delta that leads from base to target, contiguous u16 arrays of one length; with update, base becomes target.
+    """The delta that leads from base to target, flat u16 arrays of one length; with update, base becomes target.
 
     Never larger than the values themselves but for one header a unit. pool: encode units at once.
-    Raises WeightsError when the lengths differ.
+    Raises WeightsError when the lengths differ, and with update when base is read-only.
     """
     if base.shape != target.shape or base.ndim != 1:
         raise WeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length", retryable=False)
     chosen = kernel or load_kernel()
-    target = target if target.flags.aligned else target.copy()  # a mapped file may start a tensor at an odd address
+    given, base, target = base, _plain(base, is_written=update), _plain(target)
 
-    def encode_unit(start: int) -> Encoded:
+    def encode_from(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
-        changes = chosen.scan(old, new, update)
-        payload = _smallest(changes, len(new), zstd, chosen)
-        if len(payload) > HEADER.size + new.nbytes:
-            payload = _full(new)
-        return Encoded(payload, len(changes.codes))
+        return encode_unit(chosen.scan(old, new, update), len(new), lambda: new, zstd, chosen)
 
-    return _join(_each(pool, encode_unit, range(0, len(base), UNIT_VALUES)))
+    encoded = join(_each(pool, encode_from, range(0, len(base), UNIT_VALUES)))
+    if update and base is not given:
+        given[:] = base
+    return encoded
+
+
+def encode_changes(base: Values, units: Sequence[Changes], *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
+    """As `encode` with update, from what a scan of each unit found elsewhere, such as on a GPU: base becomes the target.
+
+    Raises WeightsError when the changes are not of units of that many values; base is then to be thrown away.
+    """
+    chosen = kernel or load_kernel()
+    starts = range(0, len(base), UNIT_VALUES)
+    if len(units) != len(starts):
+        raise WeightsError(f"changes of {len(units)} units for {len(base)} values, which are {len(starts)} units", retryable=False)
+
+    def move(start: int, changes: Changes) -> Encoded:
+        values = base[start : start + UNIT_VALUES]
+        if not chosen.apply_sparse(values, changes.gaps, chosen.pack(changes.codes), changes.wides, changes.escapes):
+            raise misfit(start, len(values))
+        return encode_unit(changes, len(values), lambda: values, zstd, chosen)
+
+    return join([move(start, changes) for start, changes in zip(starts, units, strict=True)])
 
 
 def apply(payload: Any, values: Values, *, kernel: Kernel | None = None, pool: Executor | None = None) -> None:
@@ -96,9 +114,11 @@ def apply(payload: Any, values: Values, *, kernel: Kernel | None = None, pool: E
     Raises WeightsError on any payload that `encode` or `merge` could not have made for that length; values may then be
     partly new and must be thrown away. Nothing is allocated beyond the decompressed streams of a unit, at most 5 bytes a value.
     """
-    chosen = kernel or load_kernel()
+    chosen, inside = kernel or load_kernel(), _plain(values, is_written=True)
     units = split_units(payload, len(values))
-    _each(pool, lambda unit: _apply_unit(unit, values[unit.start : unit.start + unit.num_values], chosen), units)
+    _each(pool, lambda unit: _apply_unit(unit, inside[unit.start : unit.start + unit.num_values], chosen), units)
+    if inside is not values:
+        values[:] = inside
 
 
 def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
@@ -107,9 +127,21 @@ def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel
     Exact without a copy of any version, because steps add up modulo 2**16. It may exceed the size of the values (at most
     2.5 times, on noise), since those are not at hand. Raises WeightsError on a bad payload.
     """
+    if not payloads:
+        raise WeightsError("merge of no payloads; expected at least one", retryable=False)
     chosen = kernel or load_kernel()
     chain = [split_units(payload, num_values) for payload in payloads]
-    return _join([_merge_units(units, zstd, chosen) for units in zip(*chain, strict=True)])
+    return join([_merge_units(units, zstd, chosen) for units in zip(*chain, strict=True)])
+
+
+def _plain(values: Values, *, is_written: bool = False) -> Values:
+    """The array as the kernels take it, who trust its type and its memory: a copy of one that is not aligned, native and without gaps."""
+    if values.ndim != 1 or values.dtype.newbyteorder("=") != np.uint16:
+        raise WeightsError(f"{values.dtype} values of shape {values.shape}; expected a flat array of uint16", retryable=False)
+    if is_written and not values.flags.writeable:
+        raise WeightsError("values that are to be written to are read-only", retryable=False)
+    is_plain = values.flags.c_contiguous and values.flags.aligned and values.dtype.isnative
+    return values if is_plain else np.array(values, np.uint16)
 
 
 def split_units(payload: Any, num_values: int) -> list[Unit]:
@@ -155,6 +187,14 @@ def _check_sizes(kind: int, num_values: int, raw: tuple[int, ...], stored: tuple
     is_exact = kind == SPARSE or raw[:2] == limits[:2]
     if not is_exact or any(r > limit or s > r for r, s, limit in zip(raw, stored, limits, strict=True)):
         raise WeightsError(f"delta unit of kind {kind} for {num_values} values has impossible stream sizes {raw}, stored {stored}")
+
+
+def encode_unit(changes: Changes, num_values: int, read_new: Callable[[], Values], zstd: bool, kernel: Kernel) -> Encoded:
+    """One unit from its changes: the smallest of its forms. read_new: its new values, asked for only where they are the smallest."""
+    payload = _smallest(changes, num_values, zstd, kernel)
+    if len(payload) > HEADER.size + 2 * num_values:
+        payload = _full(read_new())
+    return Encoded(payload, len(changes.codes))
 
 
 def _smallest(changes: Changes, num_values: int, zstd: bool, kernel: Kernel) -> bytes:
@@ -228,8 +268,14 @@ def _load(stored: memoryview, raw_size: int) -> Bytes:
     return np.frombuffer(raw, np.uint8)
 
 
+def load_streams(unit: Unit) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """The raw streams of a unit. Raises WeightsError where one does not decompress to its size."""
+    first, nibbles, wides, escapes = (_load(stored, size) for stored, size in zip(unit.stored, unit.raw_sizes, strict=True))
+    return first, nibbles, wides, escapes
+
+
 def _apply_unit(unit: Unit, values: Values, kernel: Kernel) -> None:
-    first, nibbles, wides, escapes = (_load(s, size) for s, size in zip(unit.stored, unit.raw_sizes, strict=True))
+    first, nibbles, wides, escapes = load_streams(unit)
     if unit.kind == FULL:
         values.view(np.uint8)[:] = first
         return
@@ -238,7 +284,12 @@ def _apply_unit(unit: Unit, values: Values, kernel: Kernel) -> None:
     else:
         fits = kernel.apply_dense(values, nibbles, wides, escapes)
     if not fits:
-        raise WeightsError(f"delta unit at value {unit.start}: its streams do not fit each other or its {unit.num_values} values")
+        raise misfit(unit.start, unit.num_values)
+
+
+def misfit(start: int, num_values: int) -> WeightsError:
+    """For a unit whose streams are of the right sizes and yet not those of `encode`."""
+    return WeightsError(f"delta unit at value {start}: its streams do not fit each other or its {num_values} values")
 
 
 def _merge_units(units: Sequence[Unit], zstd: bool, kernel: Kernel) -> Encoded:
@@ -263,5 +314,6 @@ def _each(pool: Executor | None, work: Callable[[T], R], items: Sequence[T]) -> 
     return list(pool.map(work, items))
 
 
-def _join(parts: Sequence[Encoded]) -> Encoded:
+def join(parts: Sequence[Encoded]) -> Encoded:
+    """One payload from those of its units."""
     return Encoded(b"".join(part.payload for part in parts), sum(part.num_changed for part in parts))

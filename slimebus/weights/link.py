@@ -2,10 +2,12 @@
 
 import contextlib
 import random
+import socket as host_socket
 import threading
 import time
 from collections import Counter
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -18,6 +20,7 @@ from slimebus.weights.messages import TYPES
 
 MAX_BURST = 64
 KEY_MARK = "?key="
+ANYWHERE = ("0.0.0.0", "*", "[::]")
 MANIFEST_STALLS = 3
 """A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
 
@@ -27,11 +30,27 @@ def with_key(address: str, public: str) -> str:
     return f"{address}{KEY_MARK}{public}" if public else address
 
 
-def advertised(endpoint: str, host: str) -> str:
-    """The address others are told: the bound one, with `host` instead of its own where given."""
+def advertised(endpoint: str, host: str, broker: str = "") -> str:
+    """The address others are told: the bound one, with `host` instead of its own where given.
+
+    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given.
+    """
+    if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):
+        host = own_host(broker)
     if not host:
         return endpoint
     return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+
+
+def own_host(peer: str) -> str:
+    """The address of this machine on the way to `peer`, tcp://HOST:PORT. Nothing is sent."""
+    target = urlsplit(peer)
+    host = target.hostname or "127.0.0.1"
+    family = host_socket.AF_INET6 if ":" in host else host_socket.AF_INET
+    with host_socket.socket(family, host_socket.SOCK_DGRAM) as probe:
+        probe.connect((host, target.port or 1))
+        found = str(probe.getsockname()[0])
+    return f"[{found}]" if family == host_socket.AF_INET6 else found
 
 
 class Answer(NamedTuple):

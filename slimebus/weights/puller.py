@@ -14,13 +14,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
+from slimebus.weights.host_share import HostShare
 from slimebus.weights.link import Link
 from slimebus.weights.messages import (
     ChunkReply,
@@ -31,7 +31,7 @@ from slimebus.weights.messages import (
     Piece,
 )
 from slimebus.weights.onward import Onward
-from slimebus.weights.plan import Job, Plan, Target, WrongDigest
+from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -62,27 +62,14 @@ class _NoAnswer(_Again):
     """Time ran out while nobody answered; says less than what was wrong before."""
 
 
-@dataclass
-class PullCounts:
-    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers."""
-
-    pulls: int = 0
-    received_bytes: int = 0
-    delta_tensors: int = 0
-    full_tensors: int = 0
-    wrong_bytes: int = 0
-    rounds: int = 0
-    from_workers: int = 0
-    bad_sources: int = 0
-
-
 class WeightPuller:
     """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it). Used by one thread at a time.
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
     verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
-    verified payloads are put to be passed on, and the address of the server that does so.
+    verified payloads are put to be passed on, and the address of the server that does so. host: the workers of this host, which pull
+    once for all of them; tensors then come to be in its folder.
     """
 
     def __init__(
@@ -98,13 +85,14 @@ class WeightPuller:
         pair: KeyPair | None = None,
         onward: Onward | None = None,
         serves: str = "",
+        host: HostShare | None = None,
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
         self._links = [Link(endpoint, name=name, stall_s=stall_s, pair=pair) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._link_to: Callable[[str], Link] = lambda endpoint: Link(endpoint, name=name, stall_s=stall_s, pair=pair)
-        self._onward, self._serves = onward, serves
+        self._onward, self._own_address, self._host = onward, serves, host
         self._sources: dict[str, Link] = {}
         self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
         self._cancelled = threading.Event()
@@ -119,7 +107,13 @@ class WeightPuller:
         newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
         """
         with self._pulling:
-            return self._pull(Plan(have, spare), deadline_s)
+            if self._host is None:
+                return self._pull(Plan(have, spare, counts=self.counts), deadline_s)
+            self._host.begin()
+            try:
+                return self._pull(Plan(have, None, memory=self._host.folder, counts=self.counts), deadline_s)
+            finally:
+                self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
@@ -165,6 +159,11 @@ class WeightPuller:
     def _addresses(self) -> str:
         return ", ".join(link.endpoint for link in self._links)
 
+    @property
+    def _serves(self) -> str:
+        """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
+        return self._own_address if self._host is None or self._host.is_puller else ""
+
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
@@ -172,7 +171,11 @@ class WeightPuller:
         target = _agree(manifests)
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
             return plan.have
-        queues = [list(plan.missing(part, self._max_bytes)) for part in manifests]
+        entries = [entry for part in manifests for entry in part[0].tensors]
+        plan.check_size(entries, target, self._max_bytes)
+        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
+            raise _Again("a neighbour has pulled; it is this worker's turn")
+        queues = [list(plan.missing(part)) for part in manifests]
         if self._onward is not None:
             self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
         try:
@@ -190,7 +193,9 @@ class WeightPuller:
 
     def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
         """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
-        source = next((name for name in part[0].sources if name not in self._avoid and name != self._serves), "") if len(part) == 1 else ""
+        source = (
+            next((name for name in part[0].sources if name not in self._avoid and name != self._own_address), "") if len(part) == 1 else ""
+        )
         if not source:
             return publisher
         if source not in self._sources:
@@ -240,6 +245,8 @@ class WeightPuller:
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
+            if self._host:
+                self._host.tell()
             for stream in waiting:
                 checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
             for job, is_right in checks.finished():
@@ -278,7 +285,7 @@ class _Checks:
 
     def add(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            if self._pool is None or len(job.result) < MIN_POOLED_BYTES:
+            if self._pool is None or job.form.size < MIN_POOLED_BYTES:
                 self._done.append((job, job.is_right()))
             else:
                 self._running.append((job, self._pool.submit(job.is_right)))
