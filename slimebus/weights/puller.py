@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import msgspec
@@ -42,6 +42,11 @@ MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
 """Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
+LATER_STALLS = 10
+"""A source that says `later` for so many stall times, and sends nothing, does not do."""
+LATER_PAUSE_S = 0.05
+BUSY = "busy"
+"""The error of a server that has too much on its way to others already; as good as `later`."""
 MIN_POOLED_BYTES = 1 << 18
 """Smaller tensors are verified sooner than another thread would begin."""
 
@@ -98,22 +103,33 @@ class WeightPuller:
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
+        self._unfinished: Plan | None = None
         self.counts = PullCounts()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
         """The newest complete version; `have` itself when it is that.
 
         spare: a version that nobody reads any more, whose buffers may be reused. Survives lost connections, restarted servers and
-        newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
+        newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds; what did verify
+        is not pulled again by the next pull from the same `have`.
         """
         with self._pulling:
-            if self._host is None:
-                return self._pull(Plan(have, spare, counts=self.counts), deadline_s)
-            self._host.begin()
+            plan, self._unfinished = self._unfinished, None
+            if plan is None or plan.have is not have:
+                memory = self._host.folder if self._host else None
+                plan = Plan(have, None if self._host else spare, memory=memory, counts=self.counts)
+            if self._host is not None:
+                self._host.begin()
             try:
-                return self._pull(Plan(have, None, memory=self._host.folder, counts=self.counts), deadline_s)
+                return self._pull(plan, deadline_s)
+            except SlimebusError as bad:
+                self._unfinished = plan.rested()
+                if isinstance(bad, WeightsError):
+                    raise
+                raise WeightsError(bad.text, code=bad.code, retryable=bad.retryable) from None
             finally:
-                self._host.end()
+                if self._host is not None:
+                    self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
@@ -169,7 +185,7 @@ class WeightPuller:
     def _round(self, plan: Plan, deadline: float) -> Weights:
         manifests = self._manifests(plan, deadline)
         target = _agree(manifests)
-        if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
+        if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
             return plan.have
         entries = [entry for part in manifests for entry in part[0].tensors]
         plan.check_size(entries, target, self._max_bytes)
@@ -201,14 +217,18 @@ class WeightPuller:
         if source not in self._sources:
             while len(self._sources) >= MAX_SOURCES:
                 self._sources.pop(next(iter(self._sources))).close()
-            self._sources[source] = self._link_to(source)
+            try:
+                self._sources[source] = self._link_to(source)
+            except SlimebusError as bad:  # an address that another worker gave, or a key that this one lacks
+                raise _BadSource(source, f"cannot be asked: {bad.text}") from None
         self.counts.from_workers += 1
         return self._sources[source]
 
     def _give_up_source(self, source: str) -> None:
         self.counts.bad_sources += 1
         self._avoid.append(source)
-        self._sources.pop(source).close()
+        if link := self._sources.pop(source, None):
+            link.close()
 
     def _manifests(self, plan: Plan, deadline: float) -> list[list[Manifest]]:
         """For each part, its manifest relative to each version that is known."""
@@ -237,8 +257,16 @@ class WeightPuller:
             _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(id(link), ""))
             for link, jobs in zip(links, queues, strict=True)
         ]
-        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
         checks = _Checks(self._pool)
+        try:
+            self._receive(plan, queues, streams, checks, target, deadline)
+        finally:
+            checks.wait()  # they write to buffers that the next round, or pull, may use
+
+    def _receive(
+        self, plan: Plan, queues: Sequence[Sequence[Job]], streams: Sequence["_Stream"], checks: "_Checks", target: Target, deadline: float
+    ) -> None:
+        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
         checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
@@ -290,6 +318,10 @@ class _Checks:
             else:
                 self._running.append((job, self._pool.submit(job.is_right)))
 
+    def wait(self) -> None:
+        """Until nothing is being verified any more."""
+        wait([future for _, future in self._running])
+
     def finished(self, *, wait: bool = False) -> list[tuple[Job, bool]]:
         """Each verdict once, right ones first; with wait, of all jobs."""
         ready = [(job, future.result()) for job, future in self._running if wait or future.done()]
@@ -298,6 +330,11 @@ class _Checks:
         self._running = [item for item in self._running if id(item[0]) not in taken]
         self._done = []
         return sorted(finished, key=lambda item: not item[1])
+
+
+def _is_same(have: Weights, manifests: Sequence[Sequence[Manifest]]) -> bool:
+    """Whether the publishers say of the version that it is these bytes."""
+    return all(have.hashes.get(entry.name) == entry.hash for part in manifests for entry in part[0].tensors)
 
 
 def _pause_s(in_vain: int) -> float:
@@ -346,16 +383,30 @@ class _Stream:
     def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
         self._link, self._chunks, self._credits, self.source = link, chunks, credits, source
         self.pending: dict[int, _Chunk] = {}
+        self._later: deque[tuple[float, _Chunk]] = deque()
+        self._useful_at = time.monotonic()
         self.gone = ""
 
     def fill(self, *, more: bool) -> bool:
         """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
-        while more and len(self.pending) < self._credits:
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._send(self._later.popleft()[1])
+        while more and len(self.pending) + len(self._later) < self._credits:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
-            self.pending[self._link.send(chunk.request)] = chunk
-        return bool(self.pending)
+            self._send(chunk)
+        return bool(self.pending or self._later)
+
+    def _send(self, chunk: _Chunk) -> None:
+        self.pending[self._link.send(chunk.request)] = chunk
+
+    def _postpone(self, chunk: _Chunk) -> None:
+        """The source is there, but has nothing yet; that is not believed for ever."""
+        now = time.monotonic()
+        if self.source and now - self._useful_at > LATER_STALLS * self._link.stall_s:
+            raise _BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
+        self._later.append((now + LATER_PAUSE_S, chunk))
 
     def receive(self, timeout_s: float, counts: PullCounts) -> list[Job]:
         """The jobs that the next replies complete; reconnects and asks again after a silence."""
@@ -365,6 +416,9 @@ class _Stream:
             if chunk is None:
                 continue
             if isinstance(message, SlimebusError):
+                if message.code == BUSY:
+                    self._postpone(chunk)
+                    continue
                 if self.source:
                     raise _BadSource(self.source, message.text)
                 if not message.retryable:
@@ -373,14 +427,16 @@ class _Stream:
             if not isinstance(message, ChunkReply):
                 raise self._wrong(f"answered a chunk request with {type(message).__name__}")
             if message.later:
-                self.pending[self._link.send(chunk.request)] = chunk
+                self._postpone(chunk)
                 continue
             complete += self._take(chunk, message, bulk, counts)
         if self.pending and self._link.is_stalled:
             if self.source:
                 raise _BadSource(self.source, "does not answer")
             self._link.reconnect()
-            self.pending = {self._link.send(chunk.request): chunk for chunk in self.pending.values()}
+            lost, self.pending = self.pending, {}
+            for chunk in lost.values():
+                self._send(chunk)
         return complete
 
     def _wrong(self, what: str) -> _Again:
@@ -397,6 +453,7 @@ class _Stream:
             if index in gone:
                 self.gone = job.entry.name
                 continue
+            self._useful_at = time.monotonic()
             job.put(offset, frame)
             counts.received_bytes += length
             if not job.missing_bytes:
