@@ -1,14 +1,12 @@
-"""Keeps a worker's engines on the newest published version: pull, verify, write to shared memory, load, check.
+"""Keeps a worker's engines on the newest published version: pull into shared memory, verify, load, check.
 
-    announced --> pull (deltas, verified by hash) --> /dev/shm/.../a or b --> engines --> `serving`
+    announced --> pull (deltas, verified by hash) into files in /dev/shm --> engines --> `serving`
 
 `serving` only moves after every engine reported the new version; a failure leaves it empty until a later try succeeds.
 """
 
 import asyncio
 import logging
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,31 +18,12 @@ from rollout.relay import Relay
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
+from slimebus.weights.shared_folder import SharedFolder
+from slimebus.weights.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
 
 RETRY_S = 1.0
-
-
-PREFIX = "slimebus-weights-"
-
-
-def sweep(root: Path) -> None:
-    """Free the shared memory of workers that were killed before they could do it."""
-    for folder in root.glob(f"{PREFIX}*-*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not _is_alive(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # someone else's
-        return True
-    return True
 
 
 class WeightSync:
@@ -75,10 +54,8 @@ class WeightSync:
         self._puller: Any = None
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
-        self._slot = 0
-        root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
-        sweep(root)
-        self._dir = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+        self._served: tuple[SharedVersion, ...] = ()
+        self._folder = SharedFolder(Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir()))
 
     def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""
@@ -116,10 +93,11 @@ class WeightSync:
         weights = await asyncio.to_thread(self._pull, lineage, publishers)
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
-        directory = await asyncio.to_thread(self._write, weights)
+        weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
-        await self.engines.update_weights(directory, weights.lineage, weights.version)
-        self._weights = weights
+        await self.engines.update_weights(shared)
+        self._weights, self._served = weights, (shared,)
+        await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)
         self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
         self.last_sync_s = time.monotonic() - start
@@ -163,16 +141,15 @@ class WeightSync:
         if puller is not None:
             puller.close()
 
-    def _write(self, weights: Any) -> Path:
-        from slimebus.weights.safetensors_file import write_model
-
-        self._slot ^= 1
-        directory = self._dir / "ab"[self._slot]
-        write_model(directory, weights, config_from=self.model_dir)
-        return directory
+    def _share(self, weights: Any) -> tuple[Any, SharedVersion]:
+        """The version in shared memory; beside it only the one that engines serve stays there."""
+        weights = self._folder.hold(weights)
+        shared = self._folder.make_version(weights, self.model_dir)
+        self._folder.retain(*self._served, shared)
+        return weights, shared
 
     def close(self) -> None:
         """Close the connections and free the shared memory. A pull that is just beginning in its thread ends too."""
         self._is_closed = True
         self._close_puller()
-        shutil.rmtree(self._dir, ignore_errors=True)
+        self._folder.close()

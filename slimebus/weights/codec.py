@@ -79,15 +79,30 @@ def encode(
     chosen = kernel or load_kernel()
     target = target if target.flags.aligned else target.copy()  # a mapped file may start a tensor at an odd address
 
-    def encode_unit(start: int) -> Encoded:
+    def encode_from(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
-        changes = chosen.scan(old, new, update)
-        payload = _smallest(changes, len(new), zstd, chosen)
-        if len(payload) > HEADER.size + new.nbytes:
-            payload = _full(new)
-        return Encoded(payload, len(changes.codes))
+        return encode_unit(chosen.scan(old, new, update), len(new), lambda: new, zstd, chosen)
 
-    return _join(_each(pool, encode_unit, range(0, len(base), UNIT_VALUES)))
+    return join(_each(pool, encode_from, range(0, len(base), UNIT_VALUES)))
+
+
+def encode_changes(base: Values, units: Sequence[Changes], *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
+    """As `encode` with update, from what a scan of each unit found elsewhere, such as on a GPU: base becomes the target.
+
+    Raises WeightsError when the changes are not of units of that many values; base is then to be thrown away.
+    """
+    chosen = kernel or load_kernel()
+    starts = range(0, len(base), UNIT_VALUES)
+    if len(units) != len(starts):
+        raise WeightsError(f"changes of {len(units)} units for {len(base)} values, which are {len(starts)} units", retryable=False)
+
+    def move(start: int, changes: Changes) -> Encoded:
+        values = base[start : start + UNIT_VALUES]
+        if not chosen.apply_sparse(values, changes.gaps, chosen.pack(changes.codes), changes.wides, changes.escapes):
+            raise misfit(start, len(values))
+        return encode_unit(changes, len(values), lambda: values, zstd, chosen)
+
+    return join([move(start, changes) for start, changes in zip(starts, units, strict=True)])
 
 
 def apply(payload: Any, values: Values, *, kernel: Kernel | None = None, pool: Executor | None = None) -> None:
@@ -109,7 +124,7 @@ def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel
     """
     chosen = kernel or load_kernel()
     chain = [split_units(payload, num_values) for payload in payloads]
-    return _join([_merge_units(units, zstd, chosen) for units in zip(*chain, strict=True)])
+    return join([_merge_units(units, zstd, chosen) for units in zip(*chain, strict=True)])
 
 
 def split_units(payload: Any, num_values: int) -> list[Unit]:
@@ -155,6 +170,14 @@ def _check_sizes(kind: int, num_values: int, raw: tuple[int, ...], stored: tuple
     is_exact = kind == SPARSE or raw[:2] == limits[:2]
     if not is_exact or any(r > limit or s > r for r, s, limit in zip(raw, stored, limits, strict=True)):
         raise WeightsError(f"delta unit of kind {kind} for {num_values} values has impossible stream sizes {raw}, stored {stored}")
+
+
+def encode_unit(changes: Changes, num_values: int, read_new: Callable[[], Values], zstd: bool, kernel: Kernel) -> Encoded:
+    """One unit from its changes: the smallest of its forms. read_new: its new values, asked for only where they are the smallest."""
+    payload = _smallest(changes, num_values, zstd, kernel)
+    if len(payload) > HEADER.size + 2 * num_values:
+        payload = _full(read_new())
+    return Encoded(payload, len(changes.codes))
 
 
 def _smallest(changes: Changes, num_values: int, zstd: bool, kernel: Kernel) -> bytes:
@@ -228,8 +251,14 @@ def _load(stored: memoryview, raw_size: int) -> Bytes:
     return np.frombuffer(raw, np.uint8)
 
 
+def load_streams(unit: Unit) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """The raw streams of a unit. Raises WeightsError where one does not decompress to its size."""
+    first, nibbles, wides, escapes = (_load(stored, size) for stored, size in zip(unit.stored, unit.raw_sizes, strict=True))
+    return first, nibbles, wides, escapes
+
+
 def _apply_unit(unit: Unit, values: Values, kernel: Kernel) -> None:
-    first, nibbles, wides, escapes = (_load(s, size) for s, size in zip(unit.stored, unit.raw_sizes, strict=True))
+    first, nibbles, wides, escapes = load_streams(unit)
     if unit.kind == FULL:
         values.view(np.uint8)[:] = first
         return
@@ -238,7 +267,12 @@ def _apply_unit(unit: Unit, values: Values, kernel: Kernel) -> None:
     else:
         fits = kernel.apply_dense(values, nibbles, wides, escapes)
     if not fits:
-        raise WeightsError(f"delta unit at value {unit.start}: its streams do not fit each other or its {unit.num_values} values")
+        raise misfit(unit.start, unit.num_values)
+
+
+def misfit(start: int, num_values: int) -> WeightsError:
+    """For a unit whose streams are of the right sizes and yet not those of `encode`."""
+    return WeightsError(f"delta unit at value {start}: its streams do not fit each other or its {num_values} values")
 
 
 def _merge_units(units: Sequence[Unit], zstd: bool, kernel: Kernel) -> Encoded:
@@ -263,5 +297,6 @@ def _each(pool: Executor | None, work: Callable[[T], R], items: Sequence[T]) -> 
     return list(pool.map(work, items))
 
 
-def _join(parts: Sequence[Encoded]) -> Encoded:
+def join(parts: Sequence[Encoded]) -> Encoded:
+    """One payload from those of its units."""
     return Encoded(b"".join(part.payload for part in parts), sum(part.num_changed for part in parts))

@@ -37,21 +37,34 @@ class NumpyKernel:
         return self.pack(codes)
 
     def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+        if not sparse_fits(len(values), gaps, nibbles, wides, escapes):
+            return False
         positions = _positions(gaps)
-        if len(gaps) and (gaps[-1] == SKIP or positions[-1] >= len(values)):
-            return False
-        differences = _differences(len(positions), nibbles, wides, escapes)
-        if differences is None:
-            return False
-        values[positions] += differences
+        values[positions] += _differences(len(positions), nibbles, wides, escapes)
         return True
 
     def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
-        differences = _differences(len(values), nibbles, wides, escapes)
-        if differences is None:
+        if not codes_fit(len(values), nibbles, wides, escapes):
             return False
-        values += differences
+        values += _differences(len(values), nibbles, wides, escapes)
         return True
+
+
+def sparse_fits(num_values: int, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    """Whether the streams of a sparse unit name values within it, with one step each."""
+    num_codes = int(np.count_nonzero(gaps != SKIP))
+    end = int(gaps.sum(dtype=np.int64)) + num_codes
+    ends_on_a_value = len(gaps) == 0 or int(gaps[-1]) != SKIP
+    return ends_on_a_value and end <= num_values and codes_fit(num_codes, nibbles, wides, escapes)
+
+
+def codes_fit(num_codes: int, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    """Whether there is a nibble for each code, a wide for each nibble that asks for one, and an escape likewise."""
+    if len(nibbles) != (num_codes + 1) // 2 or (num_codes % 2 and nibbles[-1] > WIDE):
+        return False
+    num_wides = np.count_nonzero(nibbles & 15 == WIDE) + np.count_nonzero(nibbles >> 4 == WIDE)
+    num_escapes = int(np.count_nonzero(wides == ESCAPE))
+    return int(num_wides) == len(wides) and 2 * num_escapes == len(escapes)
 
 
 def _gaps(positions: NDArray[np.int64]) -> Bytes:
@@ -69,18 +82,13 @@ def _positions(gaps: Bytes) -> NDArray[np.int64]:
     return cast(NDArray[np.int64], ends[names_value] - 1)
 
 
-def _differences(num_codes: int, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> Values | None:
-    """The difference behind each code; None when the streams do not count each other."""
-    if len(nibbles) != (num_codes + 1) // 2:
-        return None
-    codes = np.stack((nibbles & 15, nibbles >> 4), axis=1).ravel()
-    is_wide, is_escape = codes[:num_codes] == WIDE, wides == ESCAPE
-    if codes[num_codes:].any() or np.count_nonzero(is_wide) != len(wides) or 2 * np.count_nonzero(is_escape) != len(escapes):
-        return None
+def _differences(num_codes: int, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> Values:
+    """The difference behind each code, of streams that fit."""
+    codes = np.stack((nibbles & 15, nibbles >> 4), axis=1).ravel()[:num_codes]
     wide_differences = _unzigzag(wides.astype(np.uint16) + np.uint16(WIDE))
-    wide_differences[is_escape] = np.frombuffer(escapes, "<u2")
-    differences = _unzigzag(codes[:num_codes].astype(np.uint16))
-    differences[is_wide] = wide_differences
+    wide_differences[wides == ESCAPE] = np.frombuffer(escapes, "<u2")
+    differences = _unzigzag(codes.astype(np.uint16))
+    differences[codes == WIDE] = wide_differences
     return differences
 
 

@@ -4,16 +4,14 @@
 """
 
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from slimebus.errors import WeightsError
+from slimebus.weights.mapped_file import Access, map_file
 from slimebus.weights.tensors import Tensor, Weights, hash_bytes, tensor_bytes, version_digest
 
 WEIGHTS_FILE = "model.safetensors"
@@ -51,13 +49,18 @@ def write_model(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if config_from is not None:
-        for file in sorted(config_from.iterdir()):
-            if file.is_file() and not file.name.endswith(NOT_COPIED):
-                _copy(file, directory / file.name)
+        copy_config(config_from, directory)
     path = directory / WEIGHTS_FILE
     write_file(path, weights.tensors if isinstance(weights, Weights) else weights, metadata=metadata)
     (directory / INDEX_FILE).unlink(missing_ok=True)  # of shards that this one file replaces
     return path
+
+
+def copy_config(model: Path, directory: Path) -> None:
+    """Put all files of a model beside its weights into `directory`."""
+    for file in sorted(model.iterdir()):
+        if file.is_file() and not file.name.endswith(NOT_COPIED):
+            _copy(file, directory / file.name)
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
@@ -74,14 +77,14 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[s
         unfinished.unlink(missing_ok=True)
 
 
-def read_model(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of a directory with one or with shards and their index. Memory-mapped and read-only.
+def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of a directory with one or with shards and their index. Memory-mapped, not to be written to.
 
     Raises WeightsError naming the file where it is missing or malformed.
     """
     tensors: dict[str, Tensor] = {}
     for file in _files(path):
-        for name, tensor in read_file(file):
+        for name, tensor in read_file(file, access):
             if name in tensors:
                 raise WeightsError(f"{file}: tensor {name!r} is in another file of {path} too", retryable=False)
             tensors[name] = tensor
@@ -99,7 +102,7 @@ def as_weights(tensors: Mapping[str, Tensor], *, lineage: str = "", version: int
     return Weights(lineage, version, version_digest(tensors, hashes), tensors, hashes)
 
 
-def read_file(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_file(path: Path, access: Access = "read") -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file. Every offset is checked before it is used."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -111,8 +114,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Tensor]]:
             header: Any = json.loads(file.read(length))
         except (ValueError, RecursionError) as bad:
             raise WeightsError(f"{path}: its safetensors header is not JSON: {bad}", retryable=False) from None
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    data = np.frombuffer(mapped, np.uint8)[8 + length :]
+        data = map_file(file.fileno(), size, access)[8 + length :]
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: its safetensors header is not a JSON object", retryable=False)
     for name, described in header.items():

@@ -1,8 +1,6 @@
 """A worker's engines follow a real weight server; the engines here only remember what they were told."""
 
 import asyncio
-import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.weight_sync import WeightSync, sweep
+from rollout.weight_sync import WeightSync
 from slimebus.errors import SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.weights.safetensors_file import read_model
 from slimebus.weights.server import WeightServer
+from slimebus.weights.shared_version import SharedVersion
 from slimebus.weights.store import VersionStore
 
 
@@ -26,11 +25,11 @@ class Engines:
         self.loaded: list[tuple[int, float]] = []
         self.fail_next = False
 
-    async def update_weights(self, path: Path, lineage: str, version: int) -> None:
+    async def update_weights(self, version: SharedVersion) -> None:
         if self.fail_next:
             self.fail_next = False
             raise WeightsError("an engine would not load it")
-        self.loaded.append((version, float(read_model(path)["w"].buffer.view(np.uint16)[0])))
+        self.loaded.append((version.version, float(read_model(version.directory)["w"].buffer.view(np.uint16)[0])))
 
     async def restart_dead(self) -> bool:
         return False
@@ -84,9 +83,9 @@ def test_nothing_is_served_before_the_engine_has_it(tmp_path: Path, store: tuple
     seen: list[int] = []
     loads = engines.update_weights
 
-    async def spied(path: Path, lineage: str, version: int) -> None:
+    async def spied(version: SharedVersion) -> None:
         seen.append(sync_box[0].serving[1])
-        await loads(path, lineage, version)
+        await loads(version)
 
     engines.update_weights = spied  # type: ignore[method-assign]
     sync_box: list[WeightSync] = []
@@ -108,16 +107,6 @@ def test_a_newer_version_replaces_the_older(tmp_path: Path, store: tuple[Version
     engines = Engines()
     follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 1))
     assert engines.loaded[-1] == (1, 11.0)
-
-
-def test_shared_memory_of_a_killed_worker_is_freed_by_the_next(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left, used = tmp_path / f"slimebus-weights-{ended.pid}-x", tmp_path / f"slimebus-weights-{os.getpid()}-x"
-    for folder in (left, used):
-        folder.mkdir()
-    sweep(tmp_path)
-    assert (left.exists(), used.exists()) == (False, True)
 
 
 def test_a_pull_that_begins_while_its_worker_leaves_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

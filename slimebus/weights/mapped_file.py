@@ -1,0 +1,53 @@
+"""Files mapped into memory as bytes. No descriptor stays open: a version may be more files than a process may have open."""
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimebus.errors import WeightsError
+
+Access = Literal["read", "write", "private"]
+"""private: for those who insist on memory that can be written to (torch); the file does not see it."""
+
+_PROTECTION = {"read": mmap.PROT_READ, "write": mmap.PROT_READ | mmap.PROT_WRITE, "private": mmap.PROT_READ | mmap.PROT_WRITE}
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_path(path: Path, access: Access = "read") -> NDArray[np.uint8]:
+    """All bytes of a file. It must not be cut off while they are in use. Raises OSError and WeightsError."""
+    with path.open("rb") as file:
+        return map_file(file.fileno(), os.fstat(file.fileno()).st_size, access)
+
+
+def map_file(descriptor: int, size: int, access: Access) -> NDArray[np.uint8]:
+    """The first `size` bytes of an open file, which may be closed then. Raises WeightsError where the system maps no more."""
+    if size == 0:
+        return np.empty(0, np.uint8)
+    libc, flags = _libc(), mmap.MAP_PRIVATE if access == "private" else mmap.MAP_SHARED
+    address = libc.mmap(None, size, _PROTECTION[access], flags, descriptor, 0)
+    if address == _FAILED:
+        why = os.strerror(ctypes.get_errno())
+        raise WeightsError(f"a file of {size} bytes cannot be mapped: {why}; is vm.max_map_count too low?", retryable=False)
+    owner = (ctypes.c_uint8 * size).from_address(address)
+    # Not at the interpreter's end, when threads may still read: the kernel unmaps then.
+    weakref.finalize(owner, libc.munmap, address, size).atexit = False
+    found: NDArray[np.uint8] = np.frombuffer(memoryview(owner), np.uint8)
+    found.flags.writeable = access != "read"
+    return found
+
+
+@functools.cache
+def _libc() -> Any:
+    """Python's own mmap keeps a descriptor open for each mapping."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc

@@ -1,0 +1,248 @@
+"""A worker's folder of tensors in shared memory: a file for each content, versions as folders of links, and its neighbours' folders.
+
+ROOT/slimebus-weights-PID-xxxx/
+    alive            locked for as long as its worker lives
+    unfinished/      files that a pull is filling
+    tensors/         verified ones, never written to again; neighbours link them into their own folder
+    versions/N/      a model directory: index, config, links to tensors
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimebus.errors import WeightsError
+from slimebus.weights import tensor_file
+from slimebus.weights.safetensors_file import INDEX_FILE, copy_config
+from slimebus.weights.shared_version import SharedTensor, SharedVersion
+from slimebus.weights.tensor_file import TensorForm
+from slimebus.weights.tensors import Tensor, Weights
+
+PREFIX = "slimebus-weights-"
+ALIVE = "alive"
+BEGINNING_S = 60.0
+"""A folder that is not locked and younger than this may be of a worker that is just beginning."""
+
+Buffer = NDArray[np.uint8]
+
+
+class SharedFolder:
+    """Used by one pull at a time. `find` gives no byte that does not hash to what was asked for, whoever wrote it."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises OSError."""
+        self.root = root
+        sweep(root)
+        self.path, self._alive = _make_folder(root)
+        self._unfinished, self._tensors, self._versions = (self.path / name for name in ("unfinished", "tensors", "versions"))
+        for folder in (self._unfinished, self._tensors, self._versions):
+            folder.mkdir()
+        self._filling: dict[int, tuple[Buffer, Path]] = {}
+        self._damaged: set[Path] = set()
+        self._num_made = 0
+
+    # --- a pull's memory ---
+
+    def allocate(self, form: TensorForm) -> Buffer:
+        """A place for a tensor's bytes, in a file that nobody sees before `keep`. Raises WeightsError where there is no room."""
+        path = self._new_path()
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            buffer = tensor_file.create(descriptor, form)
+        except (OSError, WeightsError) as bad:
+            path.unlink(missing_ok=True)
+            raise self._no_room(form.size, bad) from None
+        finally:
+            os.close(descriptor)
+        self._filling[id(buffer)] = buffer, path
+        return buffer
+
+    def keep(self, form: TensorForm, buffer: Buffer) -> None:
+        """The allocated buffer is filled and verified: from now on it is read-only, and neighbours may take it."""
+        _, path = self._filling.pop(id(buffer))
+        buffer.flags.writeable = False
+        path.chmod(0o400)
+        path.rename(self._tensors / form.file_name)
+
+    def discard_unfinished(self) -> None:
+        """What was allocated and not kept goes back to the system."""
+        for _, path in self._filling.values():
+            path.unlink(missing_ok=True)
+        self._filling.clear()
+
+    def find(self, forms: Iterable[TensorForm]) -> Iterator[tuple[TensorForm, Buffer, bool]]:
+        """Those of the tensors that are on this host, verified; True: from a neighbour. Damaged ones are passed over."""
+        wanted = {form.file_name: form for form in forms}
+        for folder in (self._tensors, *neighbours(self.root, self.path)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                for name in wanted.keys() & set(os.listdir(folder)):
+                    buffer = self._take(folder / name, wanted[name])
+                    if buffer is not None:
+                        yield wanted.pop(name), buffer, folder != self._tensors
+
+    def _take(self, path: Path, form: TensorForm) -> Buffer | None:
+        if path in self._damaged:
+            return None
+        link = self._new_path()
+        try:
+            os.link(path, link, follow_symlinks=False)
+            buffer = _verified(link, form)
+            if buffer is None:
+                self._damaged.add(path)
+            else:
+                link.replace(self._tensors / form.file_name)
+            return buffer
+        except OSError:  # taken back by its owner meanwhile, or not ours to link
+            return None
+        finally:
+            link.unlink(missing_ok=True)
+
+    def _new_path(self) -> Path:
+        self._num_made += 1
+        return self._unfinished / f"{self._num_made}{tensor_file.SUFFIX}"
+
+    def _no_room(self, size: int, bad: OSError | WeightsError) -> WeightsError:
+        if isinstance(bad, WeightsError):
+            return bad
+        if bad.errno != errno.ENOSPC:
+            return WeightsError(f"{self.path}: {bad.strerror}")
+        free = shutil.disk_usage(self.root).free
+        return WeightsError(
+            f"{self.root} has no room for a tensor of {size} bytes ({free} bytes are free); it must hold the model and what changes "
+            "between two versions: make it larger, or set weights.weights_shm to a larger memory-backed directory"
+        )
+
+    # --- versions ---
+
+    def hold(self, weights: Weights) -> Weights:
+        """The same version with every tensor in this folder; what came by another way is copied into it."""
+        tensors = {form.name: self._held(form, weights.tensors[form.name]) for form in _forms(weights)}
+        return dataclasses.replace(weights, tensors=tensors)
+
+    def _held(self, form: TensorForm, tensor: Tensor) -> Tensor:
+        if (self._tensors / form.file_name).exists():
+            return tensor
+        buffer = self.allocate(form)
+        np.copyto(buffer, tensor.buffer)
+        self.keep(form, buffer)
+        return tensor._replace(buffer=buffer)
+
+    def make_version(self, weights: Weights, config_from: Path) -> SharedVersion:
+        """A version whose tensors are all held here, as a model directory that appears when it is complete. config_from: a model's."""
+        forms = _forms(weights)
+        self._num_made += 1
+        directory = self._versions / f"{weights.version}-{self._num_made}"
+        unfinished = self._unfinished / directory.name
+        unfinished.mkdir()
+        copy_config(config_from, unfinished)
+        for form in forms:
+            os.link(self._tensors / form.file_name, unfinished / form.file_name)
+        (unfinished / INDEX_FILE).write_text(json.dumps(_index(weights, forms)))
+        unfinished.rename(directory)
+        tensors = {form.name: SharedTensor(*form, file=directory / form.file_name, offset=len(form.header)) for form in forms}
+        return SharedVersion(weights.lineage, weights.version, weights.digest, directory, tensors)
+
+    def retain(self, *versions: SharedVersion) -> None:
+        """Give back the memory of all others. Who has a file of them mapped, or linked into its own folder, keeps it."""
+        directories = {version.directory for version in versions}
+        needed = {name for directory in directories for name in os.listdir(directory)}
+        for directory in self._versions.iterdir():
+            if directory not in directories:
+                shutil.rmtree(directory, ignore_errors=True)
+        for file in self._tensors.iterdir():
+            if file.name not in needed:
+                file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give everything back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._alive)
+
+
+def _forms(weights: Weights) -> list[TensorForm]:
+    return [TensorForm(name, tensor.dtype, tensor.shape, weights.hashes[name]) for name, tensor in weights.tensors.items()]
+
+
+def _index(weights: Weights, forms: list[TensorForm]) -> dict[str, Any]:
+    """What transformers and SGLang read, and in its metadata what slimebus' own engine does."""
+    origin = {"lineage": weights.lineage, "version": weights.version, "digest": weights.digest}
+    metadata = {"total_size": weights.size_bytes, **origin, "hashes": dict(weights.hashes)}
+    return {"metadata": metadata, "weight_map": {form.name: form.file_name for form in forms}}
+
+
+def _verified(path: Path, form: TensorForm) -> Buffer | None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        return tensor_file.read(descriptor, form) if is_ours else None
+    finally:
+        os.close(descriptor)
+
+
+# --- folders of workers ---
+
+
+def neighbours(root: Path, own: Path) -> list[Path]:
+    """The tensors of the other workers of this user."""
+    return [folder / "tensors" for folder in _folders(root) if folder != own]
+
+
+def sweep(root: Path) -> None:
+    """Free the shared memory of workers that were killed before they could do it."""
+    for folder in _folders(root):
+        with contextlib.suppress(OSError):
+            _free_if_left(folder)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Of this user: in a memory that others share nothing else is touched."""
+    found = []
+    for folder in root.glob(f"{PREFIX}*-*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                found.append(folder)
+    return found
+
+
+def _free_if_left(folder: Path) -> None:
+    """Nobody holds its lock. Not a matter of process ids: containers that share memory need not share those."""
+    try:
+        descriptor = os.open(folder / ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if time.time() - folder.stat().st_mtime > BEGINNING_S:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(root: Path) -> tuple[Path, int]:
+    """A new folder and the open file whose lock says that its owner lives."""
+    for _ in range(10):
+        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+        descriptor = os.open(path / ALIVE, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return path, descriptor
+        os.close(descriptor)  # another's sweep came between
+    raise OSError(errno.EBUSY, f"no folder under {root} stays; something deletes them")

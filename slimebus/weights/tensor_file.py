@@ -1,0 +1,71 @@
+"""One tensor in a file of its own, which is a safetensors file too, named by what is in it.
+
+    0          8                              64 k
+    +----------+------------------------------+-----------------
+    | N, u64   | N bytes: JSON, then spaces   | the tensor's bytes
+    +----------+------------------------------+-----------------
+
+The header follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both.
+"""
+
+import json
+import os
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimebus.weights.mapped_file import map_file
+from slimebus.weights.safetensors_file import CODES
+from slimebus.weights.tensors import hash_bytes, tensor_bytes
+
+ALIGNMENT = 64
+SUFFIX = ".safetensors"
+
+
+class TensorForm(NamedTuple):
+    """What a tensor is, and the hash of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    hash: str
+
+    @property
+    def size(self) -> int:
+        """Of the tensor's bytes."""
+        return tensor_bytes(self.name, self.dtype, self.shape)
+
+    @property
+    def header(self) -> bytes:
+        """All bytes of the file before the tensor's."""
+        described = {"dtype": CODES[self.dtype], "shape": list(self.shape), "data_offsets": [0, self.size]}
+        text = json.dumps({"__metadata__": {"format": "pt"}, self.name: described}, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def file_name(self) -> str:
+        """One for each content: equal bytes of two tensors are two files."""
+        return f"{self.hash}-{hash_bytes(self.header)[:16]}{SUFFIX}"
+
+
+def create(descriptor: int, form: TensorForm) -> NDArray[np.uint8]:
+    """Make an empty open file one of this form; the place of the tensor's bytes, to be filled. Its memory is taken now.
+
+    Raises OSError, with ENOSPC where there is none: written to later, memory that is not there would end the process.
+    """
+    header = form.header
+    os.posix_fallocate(descriptor, 0, len(header) + form.size)
+    mapped = map_file(descriptor, len(header) + form.size, "write")
+    mapped[: len(header)] = np.frombuffer(header, np.uint8)
+    return mapped[len(header) :]
+
+
+def read(descriptor: int, form: TensorForm) -> NDArray[np.uint8] | None:
+    """The verified bytes of the tensor in an open file; None when they, or the file's size or header, are not what they should be."""
+    header = form.header
+    if os.fstat(descriptor).st_size != len(header) + form.size or os.pread(descriptor, len(header), 0) != header:
+        return None
+    found = map_file(descriptor, len(header) + form.size, "read")[len(header) :]
+    return found if hash_bytes(found) == form.hash else None
