@@ -18,6 +18,7 @@ from rollout.relay import Relay
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
+from slimebus.spans import Spans
 from slimebus.weights.shared_folder import SharedFolder
 from slimebus.weights.shared_version import SharedVersion
 
@@ -40,9 +41,10 @@ class WeightSync:
         pair: Callable[[], KeyPair | None] = lambda: None,
         disk: Path | None = None,
         relay: Relay | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
-        self.disk, self.relay = disk, relay
+        self.disk, self.relay, self.spans = disk, relay, spans or Spans()
         self._pair, self._pair_used = pair, pair()
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
@@ -90,12 +92,16 @@ class WeightSync:
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()
-        weights = await asyncio.to_thread(self._pull, lineage, publishers)
+        with self.spans("pull", version=version) as pull:
+            weights = await asyncio.to_thread(self._pull, lineage, publishers)
+            pull.about["version"] = weights.version
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
-        weights, shared = await asyncio.to_thread(self._share, weights)
+        with self.spans("share", version=weights.version):
+            weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
-        await self.engines.update_weights(shared)
+        with self.spans("load", version=weights.version):
+            await self.engines.update_weights(shared)
         self._weights, self._served = weights, (shared,)
         await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)

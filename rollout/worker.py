@@ -37,6 +37,7 @@ from slimebus.messages import (
 )
 from slimebus.metrics import BusyMeter, MetricsWriter
 from slimebus.samples import encode_group
+from slimebus.spans import Spans
 from slimebus.transport.client import Client
 
 log = logging.getLogger("rollout")
@@ -72,6 +73,7 @@ class Worker:
         self.draining: dict[int, asyncio.Task[None]] = {}
         self.putting: set[int] = set()
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
+        self.spans = Spans(resolved.run_dir / "metrics", name)
         self.finished = False
         self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
@@ -121,6 +123,7 @@ class Worker:
             pair=lambda: credentials.pair if credentials else None,
             disk=self.resolved.weights_dir,
             relay=self.relay,
+            spans=self.spans,
         )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -239,7 +242,8 @@ class Worker:
     async def _finish(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         start = time.monotonic()
         try:
-            samples = await asyncio.wait_for(self.maker.make(leased, record, partial), self.config.rollout.generate_timeout_s)
+            with self.spans("sample", group=leased.group, kind=leased.kind):
+                samples = await asyncio.wait_for(self.maker.make(leased, record, partial), self.config.rollout.generate_timeout_s)
             headers, fields, frames = encode_group(samples)
         except partials.Unfinished as unfinished:
             await self._hand_over(leased, unfinished)

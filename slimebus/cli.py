@@ -16,6 +16,7 @@ OWN = {
     "set": "slimebus.commands.set:set_",
     "push": "slimebus.commands.push:push",
     "status": "slimebus.commands.status:status",
+    "trace": "slimebus.commands.trace:trace",
     "up": "slimebus.commands.up:up",
     "weights": "slimebus.commands.weights:weights",
 }

@@ -4,12 +4,15 @@ import logging
 import os
 import secrets
 import socket
+from typing import TYPE_CHECKING
 
 from slimebus.config import Resolved
 from slimebus.errors import Unreachable
 from slimebus.messages import Welcome
 from slimebus.security.credentials import credentials_of
-from slimebus.transport.client import Client
+
+if TYPE_CHECKING:
+    from slimebus.transport.client import Client
 
 log = logging.getLogger("slimebus")
 
@@ -21,8 +24,10 @@ def broker_address(resolved: Resolved, given: str | None) -> str:
     return given or resolved.config.broker.bind.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
 
 
-def client_of(resolved: Resolved, given: str | None, *, role: str, name: str, resend_s: float = 5.0) -> Client:
+def client_of(resolved: Resolved, given: str | None, *, role: str, name: str, resend_s: float = 5.0) -> "Client":
     """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
+    from slimebus.transport.client import Client  # zmq and asyncio: no --help needs them
+
     return Client(broker_address(resolved, given), name=name, resend_s=resend_s, credentials=credentials_of(resolved, role))
 
 
@@ -31,7 +36,7 @@ def process_name(role: str) -> str:
     return f"{role}-{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def join(client: Client, role: str, timeout_s: float) -> Welcome:
+def join(client: "Client", role: str, timeout_s: float) -> Welcome:
     """Join, saying every few seconds who is waited for. Raises Unreachable after `timeout_s`."""
     waited = 0.0
     while True:

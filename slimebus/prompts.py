@@ -15,7 +15,6 @@ from slimebus.joining import process_name
 from slimebus.messages import Push, PushReply
 from slimebus.prompt_record import PromptKeys, check_fields, record_of
 from slimebus.security.credentials import credentials_at
-from slimebus.transport.client import Client
 
 log = logging.getLogger("slimebus")
 
@@ -44,6 +43,8 @@ class PromptClient:
     """
 
     def __init__(self, broker: str, *, timeout_s: float = 60.0, keys: str | Path = "", key_name: str = "") -> None:
+        from slimebus.transport.client import Client  # zmq and asyncio: no --help needs them
+
         self.timeout_s = timeout_s
         credentials = credentials_at(Path(keys), "client", key_name) if keys else None
         self._client = Client(broker, name=process_name("prompts"), credentials=credentials)

@@ -13,6 +13,7 @@ from slimebus.config import Resolved
 from slimebus.errors import SlimebusError
 from slimebus.messages import Heartbeat, HeartbeatReply, Welcome
 from slimebus.metrics import MetricsWriter
+from slimebus.spans import Spans
 from slimebus.transport.client import Client
 from trainer.batch import Group, Sample
 from trainer.feed import Feed, FetchedBatch, token_lags
@@ -81,9 +82,9 @@ def _sample(s: Any) -> Sample:
 class Bus:
     """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order."""
 
-    def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool) -> None:
+    def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool, spans: Spans) -> None:
         self.resolved, self.config, self.client = resolved, resolved.config, client
-        self.trains_without_advantage = trains_without_advantage
+        self.trains_without_advantage, self.spans = trains_without_advantage, spans
         self.feed = Feed(client, self.config)
         self.publisher: Publisher | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
@@ -96,7 +97,7 @@ class Bus:
 
     def begin(self, step: int, version: int) -> None:
         """A new lineage begins at `version`; the broker takes back what this timeline has not trained."""
-        self.publisher = Publisher(self.client, self.config.weights, version, disk=self.resolved.weights_dir)
+        self.publisher = Publisher(self.client, self.config.weights, version, self.spans, disk=self.resolved.weights_dir)
         self.feed.resume(step, version, self.publisher.lineage)
         log.info("training from step %d of %d; weights at %s", step, self.config.rollout.num_rollout, self.publisher.address)
 

@@ -5,10 +5,10 @@
 Every rank runs this; rank 0 alone has a `bus` (the broker's batches and the weight server).
 """
 
-import time
 from typing import TYPE_CHECKING
 
 from slimebus.config import RunConfig
+from slimebus.spans import Spans
 from trainer.bus import Bus
 from trainer.checkpoints import Checkpoints
 from trainer.step_plan import share_plan
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.policy import Policy
 
 
-def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: RunConfig) -> None:
+def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: RunConfig, spans: Spans) -> None:
     """Train from where the newest checkpoint ends to the last step."""
     steps = config.rollout.num_rollout
     first, version = checkpoints.resume(policy)
@@ -25,26 +25,23 @@ def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: R
         bus.begin(first, version)
     publish(policy, bus)
     for step in range(first, steps):
-        started = time.monotonic()
-        batch = bus.take(step) if bus else None
-        taken = time.monotonic()
-        plan = share_plan(batch.plan(config.rollout.num_steps_per_rollout) if batch else None)
-        for part in batch.parts(plan.num_parts) if batch else [None] * plan.num_parts:
-            metrics = policy.train(part)
-        trained = time.monotonic()
-        if plan.publishes:
-            version += 1
-            publish(policy, bus)
-        published = time.monotonic()
-        saved = checkpoints.save_if_due(policy, step + 1, version, bus.confirm if bus else lambda: None)
+        with spans("wait", step=step) as wait:
+            batch = bus.take(step) if bus else None
+        with spans("train", step=step) as work:
+            plan = share_plan(batch.plan(config.rollout.num_steps_per_rollout) if batch else None)
+            for part in batch.parts(plan.num_parts) if batch else [None] * plan.num_parts:
+                metrics = policy.train(part)
+        with spans("publish", step=step) as copy:
+            if plan.publishes:
+                version += 1
+                publish(policy, bus)
+                copy.about["version"] = version
+        with spans("save", step=step) as save:
+            saved = checkpoints.save_if_due(policy, step + 1, version, bus.confirm if bus else lambda: None)
         if bus and batch:
-            times = {
-                "wait_s": taken - started,
-                "train_s": trained - taken,
-                "publish_s": published - trained,
-                "save_s": time.monotonic() - published,
-            }
-            bus.commit(step, batch, saved, metrics | times)
+            times = {"wait_s": wait.seconds, "train_s": work.seconds, "publish_s": copy.seconds, "save_s": save.seconds}
+            with spans("commit", step=step):
+                bus.commit(step, batch, saved, metrics | times)
     checkpoints.close(policy)
     if bus:
         bus.finish()

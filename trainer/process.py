@@ -12,6 +12,7 @@ from slimebus.errors import UsageError
 from slimebus.launch import end_with_parent, interrupt_on_sigterm
 from slimebus.messages import Heartbeat
 from slimebus.security.exposure import check_bind
+from slimebus.spans import Spans
 from slimebus.transport.client import Client
 from trainer.from_config import settings_from
 from trainer.settings import TrainerSettings
@@ -74,11 +75,13 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
     policy = Policy.build(settings)
+    rank = int(os.environ.get("RANK", "0"))
+    spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
     bus = None
     try:
         if client is not None and isinstance(welcome, Welcome):
-            bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage)
-        train(policy, bus, Checkpoints(resolved), resolved.config)
+            bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage, spans=spans)
+        train(policy, bus, Checkpoints(resolved), resolved.config, spans)
     finally:
         if bus is not None:
             bus.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slimebus.config.schema import WeightsConfig
 from slimebus.messages import Publish
 from slimebus.security.pullers import Pullers
+from slimebus.spans import Spans
 from slimebus.transport.client import Client
 from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.link import advertised, with_key
@@ -27,8 +28,8 @@ log = logging.getLogger("trainer")
 class Publisher:
     """The weight server of one trainer timeline (`lineage`), or its chain of files under `disk`; used by rank 0."""
 
-    def __init__(self, client: Client, config: WeightsConfig, first_version: int, *, disk: Path | None = None) -> None:
-        self.client = client
+    def __init__(self, client: Client, config: WeightsConfig, first_version: int, spans: Spans, *, disk: Path | None = None) -> None:
+        self.client, self.spans = client, spans
         self.pullers = Pullers(client)
         self.lineage = secrets.token_hex(6)
         self.chain: DiskChain | None = None
@@ -49,11 +50,14 @@ class Publisher:
     def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Make the next version from these tensors. Returns once they are copied; the rest goes on beside training."""
         copied = {name: _copy(tensor) for name, tensor in tensors}
-        self.wait()
+        with self.spans("wait for publisher"):  # the version before must be out: one copy more is never held
+            self.wait()
         self._pending = self._thread.submit(self._announce, copied)
 
     def _announce(self, copied: dict[str, Any]) -> None:
-        made = self.store.publish(copied)
+        with self.spans("encode") as work:
+            made = self.store.publish(copied)
+            work.about |= {"version": made.version, "delta_bytes": made.delta_bytes}
         self._newest = made
         if self.chain is not None:
             self.chain.publish(self.store)

@@ -3,7 +3,7 @@
 import json
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,9 @@ from slimebus.config.flags import ConfigCommand, config_argument, from_context
 from slimebus.errors import SlimebusError
 from slimebus.joining import client_of, process_name
 from slimebus.messages import Evaluate, EvaluateReply
-from slimebus.transport.client import Client
+
+if TYPE_CHECKING:
+    from slimebus.transport.client import Client
 
 WAIT_S = 10.0
 
@@ -38,7 +40,7 @@ def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, data
         click.echo(f"{row['dataset']}: {mean} over {row['num_samples']} samples, version {row['version']}{why}")
 
 
-def _await_results(client: Client, key: str, datasets: list[str]) -> list[dict[str, Any]]:
+def _await_results(client: "Client", key: str, datasets: list[str]) -> list[dict[str, Any]]:
     said = ""
     while True:
         reply = client.call(Evaluate(key=key, datasets=datasets, wait_s=WAIT_S), timeout_s=WAIT_S + 20)

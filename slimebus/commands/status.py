@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,13 +11,15 @@ from slimebus.config.flags import ConfigCommand, config_argument, from_context
 from slimebus.errors import SlimebusError, Unreachable
 from slimebus.joining import client_of, process_name
 from slimebus.messages import Status, StatusReply
-from slimebus.transport.client import Client
+
+if TYPE_CHECKING:
+    from slimebus.transport.client import Client
 
 EXIT_STALLED = 3
 EXIT_UNREACHABLE = 4
 
 
-def ask_status(client: Client, timeout_s: float) -> dict[str, Any]:
+def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
     """The broker's status as a map (docs/protocol.md). Raises SlimebusError."""
     reply = client.call(Status(), timeout_s=timeout_s)
     if not isinstance(reply.message, StatusReply) or not reply.bulk:

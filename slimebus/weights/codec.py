@@ -69,21 +69,24 @@ def codec_path() -> str:
 def encode(
     base: Values, target: Values, *, update: bool = False, zstd: bool = True, kernel: Kernel | None = None, pool: Executor | None = None
 ) -> Encoded:
-    """The delta that leads from base to target, contiguous u16 arrays of one length; with update, base becomes target.
+    """The delta that leads from base to target, flat u16 arrays of one length; with update, base becomes target.
 
     Never larger than the values themselves but for one header a unit. pool: encode units at once.
-    Raises WeightsError when the lengths differ.
+    Raises WeightsError when the lengths differ, and with update when base is read-only.
     """
     if base.shape != target.shape or base.ndim != 1:
         raise WeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length", retryable=False)
     chosen = kernel or load_kernel()
-    target = target if target.flags.aligned else target.copy()  # a mapped file may start a tensor at an odd address
+    given, base, target = base, _plain(base, is_written=update), _plain(target)
 
     def encode_from(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
         return encode_unit(chosen.scan(old, new, update), len(new), lambda: new, zstd, chosen)
 
-    return join(_each(pool, encode_from, range(0, len(base), UNIT_VALUES)))
+    encoded = join(_each(pool, encode_from, range(0, len(base), UNIT_VALUES)))
+    if update and base is not given:
+        given[:] = base
+    return encoded
 
 
 def encode_changes(base: Values, units: Sequence[Changes], *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
@@ -111,9 +114,11 @@ def apply(payload: Any, values: Values, *, kernel: Kernel | None = None, pool: E
     Raises WeightsError on any payload that `encode` or `merge` could not have made for that length; values may then be
     partly new and must be thrown away. Nothing is allocated beyond the decompressed streams of a unit, at most 5 bytes a value.
     """
-    chosen = kernel or load_kernel()
+    chosen, inside = kernel or load_kernel(), _plain(values, is_written=True)
     units = split_units(payload, len(values))
-    _each(pool, lambda unit: _apply_unit(unit, values[unit.start : unit.start + unit.num_values], chosen), units)
+    _each(pool, lambda unit: _apply_unit(unit, inside[unit.start : unit.start + unit.num_values], chosen), units)
+    if inside is not values:
+        values[:] = inside
 
 
 def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
@@ -122,9 +127,21 @@ def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel
     Exact without a copy of any version, because steps add up modulo 2**16. It may exceed the size of the values (at most
     2.5 times, on noise), since those are not at hand. Raises WeightsError on a bad payload.
     """
+    if not payloads:
+        raise WeightsError("merge of no payloads; expected at least one", retryable=False)
     chosen = kernel or load_kernel()
     chain = [split_units(payload, num_values) for payload in payloads]
     return join([_merge_units(units, zstd, chosen) for units in zip(*chain, strict=True)])
+
+
+def _plain(values: Values, *, is_written: bool = False) -> Values:
+    """The array as the kernels take it, who trust its type and its memory: a copy of one that is not aligned, native and without gaps."""
+    if values.ndim != 1 or values.dtype.newbyteorder("=") != np.uint16:
+        raise WeightsError(f"{values.dtype} values of shape {values.shape}; expected a flat array of uint16", retryable=False)
+    if is_written and not values.flags.writeable:
+        raise WeightsError("values that are to be written to are read-only", retryable=False)
+    is_plain = values.flags.c_contiguous and values.flags.aligned and values.dtype.isnative
+    return values if is_plain else np.array(values, np.uint16)
 
 
 def split_units(payload: Any, num_values: int) -> list[Unit]:

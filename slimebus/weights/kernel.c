@@ -20,6 +20,14 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
+#if defined(__GNUC__)
+#define INLINE __attribute__((always_inline)) static inline
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#error "this file is for GCC and Clang; without them the codec runs on numpy"
+#endif
+
+#define LINE_BYTES 64
 #define SKIP 255u   /* a gap byte that moves on by 255 values and names none */
 #define WIDE 15u    /* a nibble whose step stands in the wide stream, less WIDE */
 #define ESCAPE 255u /* a wide byte whose difference stands in the escape stream */
@@ -74,61 +82,124 @@ static inline void emit(writer *w, size_t position, uint16_t difference) {
     w->escape += 2;
 }
 
-static inline void emit_value(writer *w, uint16_t *base, const uint16_t *target, size_t p, int update) {
-    emit(w, p, (uint16_t)(target[p] - base[p]));
-    if (update) base[p] = target[p];
+INLINE void emit_value(writer *w, uint16_t *base, const uint16_t *target, size_t p, int update) {
+    uint16_t value = target[p];
+    emit(w, p, (uint16_t)(value - base[p]));
+    if (update) base[p] = value;
 }
 
-static size_t scan_portable(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, writer *w) {
-    size_t i = from;
-    for (; i + 16 <= n; i += 16) {
-        uint64_t x[4], y[4];
-        memcpy(x, base + i, 32);
-        memcpy(y, target + i, 32);
-        if (!((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]))) continue;
-        for (size_t p = i; p < i + 16; p++)
-            if (base[p] != target[p]) emit_value(w, base, target, p, update);
+/* --- which of 64 values changed, a bit each --- */
+
+INLINE uint64_t changed64(const uint16_t *a, const uint16_t *b) {
+    uint8_t changed[64];
+    uint64_t mask = 0;
+    for (size_t i = 0; i < 64; i++) changed[i] = a[i] != b[i];
+    for (size_t i = 0; i < 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, changed + 8 * i, 8);
+        mask |= (eight * 0x0102040810204080u) >> 56 << (8 * i); /* the low bits of eight bytes, side by side */
     }
-    for (; i < n; i++)
-        if (base[i] != target[i]) emit_value(w, base, target, i, update);
-    return i;
+    return mask;
 }
 
 #ifdef HAS_X86_SCAN
-__attribute__((target("avx2,bmi"))) static inline uint32_t changed32(const uint16_t *a, const uint16_t *b) {
+#define AVX2 __attribute__((target("avx2,bmi,popcnt")))
+#define AVX512 __attribute__((target("avx512bw,avx512f,bmi,popcnt")))
+
+AVX2 static inline uint32_t changed32_avx2(const uint16_t *a, const uint16_t *b) {
     __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i *)a), _mm256_loadu_si256((const __m256i *)b));
     __m256i high = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i *)(a + 16)), _mm256_loadu_si256((const __m256i *)(b + 16)));
     __m256i same = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8); /* packs works within 128-bit lanes */
     return ~(uint32_t)_mm256_movemask_epi8(same);
 }
 
-__attribute__((target("avx2,bmi"))) static size_t scan_avx2(uint16_t *base, const uint16_t *target, size_t n, int update, writer *w) {
-    size_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        uint64_t mask = changed32(base + i, target + i) | (uint64_t)changed32(base + i + 32, target + i + 32) << 32;
-        while (mask) {
-            emit_value(w, base, target, i + (size_t)__builtin_ctzll(mask), update);
-            mask &= mask - 1;
-        }
+AVX2 static inline uint64_t changed64_avx2(const uint16_t *a, const uint16_t *b) {
+    return changed32_avx2(a, b) | (uint64_t)changed32_avx2(a + 32, b + 32) << 32;
+}
+
+AVX512 static inline uint64_t changed64_avx512(const uint16_t *a, const uint16_t *b) {
+    __mmask32 low = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
+    __mmask32 high = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(a + 32), _mm512_loadu_si512(b + 32));
+    return (uint64_t)low | (uint64_t)high << 32;
+}
+#endif
+
+/* --- the scan, BLOCK values at a time: first compare, then write what changed, so that each loop runs without a guess gone wrong --- */
+
+#define BLOCK 512      /* small enough that the next block is on its way from memory while this one is written */
+#define MANY (BLOCK / 16) /* with so many changes a loop over the bits of a mask is the faster one */
+#define AT_ONCE 4      /* at 2% changed, 99 of 100 masks have no more bits */
+
+/* The places of the bits of all masks, in order; room for BLOCK + AT_ONCE. */
+INLINE size_t list_places(const uint64_t *masks, uint16_t *places) {
+    size_t num_places = 0;
+    for (size_t k = 0; k < BLOCK / 64; k++) {
+        uint64_t mask = masks[k];
+        size_t count = (size_t)__builtin_popcountll(mask);
+        for (size_t first = 0; first == 0 || first < count; first += AT_ONCE)
+            for (size_t i = first; i < first + AT_ONCE; i++) { /* past the last bit it writes what the next mask overwrites */
+                places[num_places + i] = (uint16_t)(64 * k + (size_t)__builtin_ctzll(mask | 1ull << 63));
+                mask &= mask - 1;
+            }
+        num_places += count;
     }
+    return num_places;
+}
+
+/* From the value `from` on, whole blocks; returns where it stopped. */
+INLINE size_t scan_blocks(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, int level, writer *out) {
+    uint64_t masks[BLOCK / 64];
+    uint16_t places[BLOCK + AT_ONCE];
+    writer w = *out; /* a copy that no store can alias */
+    size_t i = from;
+    (void)level;
+    for (; i + BLOCK <= n; i += BLOCK) {
+        size_t num_changed = 0;
+        for (size_t k = 0; k < BLOCK / 64; k++) {
+            const uint16_t *a = base + i + 64 * k, *b = target + i + 64 * k;
+            for (size_t line = 0; line < 64; line += 32) { /* past the end this reads nothing */
+                PREFETCH(a + BLOCK + line);
+                PREFETCH(b + BLOCK + line);
+            }
+#ifdef HAS_X86_SCAN
+            masks[k] = level == 3 ? changed64_avx512(a, b) : level == 2 ? changed64_avx2(a, b) : changed64(a, b);
+#else
+            masks[k] = changed64(a, b);
+#endif
+            num_changed += (size_t)__builtin_popcountll(masks[k]);
+        }
+        if (num_changed > MANY) {
+            for (size_t k = 0; k < BLOCK / 64; k++)
+                for (uint64_t mask = masks[k]; mask; mask &= mask - 1)
+                    emit_value(&w, base, target, i + 64 * k + (size_t)__builtin_ctzll(mask), update);
+            continue;
+        }
+        list_places(masks, places);
+        for (size_t k = 0; k < num_changed; k++) emit_value(&w, base, target, i + places[k], update);
+    }
+    *out = w;
     return i;
 }
 
-__attribute__((target("avx512bw,avx512f,bmi"))) static size_t scan_avx512(uint16_t *base, const uint16_t *target, size_t n, int update,
-                                                                         writer *w) {
-    size_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        __mmask32 low = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(base + i), _mm512_loadu_si512(target + i));
-        __mmask32 high = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(base + i + 32), _mm512_loadu_si512(target + i + 32));
-        uint64_t mask = (uint64_t)low | (uint64_t)high << 32;
-        while (mask) {
-            emit_value(w, base, target, i + (size_t)__builtin_ctzll(mask), update);
-            mask &= mask - 1;
-        }
-    }
-    return i;
+static size_t scan_portable(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, writer *w) {
+    return update ? scan_blocks(base, target, from, n, 1, 0, w) : scan_blocks(base, target, from, n, 0, 0, w);
+}
+
+#ifdef HAS_X86_SCAN
+AVX2 static size_t scan_avx2(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, writer *w) {
+    return update ? scan_blocks(base, target, from, n, 1, 2, w) : scan_blocks(base, target, from, n, 0, 2, w);
+}
+
+AVX512 static size_t scan_avx512(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, writer *w) {
+    return update ? scan_blocks(base, target, from, n, 1, 3, w) : scan_blocks(base, target, from, n, 0, 3, w);
 }
 #endif
+
+static size_t scan_values(uint16_t *base, const uint16_t *target, size_t from, size_t to, int update, writer *w) {
+    for (size_t p = from; p < to; p++)
+        if (base[p] != target[p]) emit_value(w, base, target, p, update);
+    return to;
+}
 
 /* 0 portable, 2 AVX2, 3 AVX-512: what the scan uses on this machine. */
 EXPORT int slimebus_vector_level(void) {
@@ -143,16 +214,19 @@ EXPORT int slimebus_vector_level(void) {
 /* Writes the sparse streams of target - base; with update, base becomes target. level is at most slimebus_vector_level(). */
 EXPORT void slimebus_scan(uint16_t *base, const uint16_t *target, size_t n, int update, int level, streams *out) {
     writer w = {out->gaps, out->codes, out->wides, out->escapes, 0};
-    size_t done = 0;
+    size_t lead = (0 - (size_t)(uintptr_t)base) % LINE_BYTES / sizeof(uint16_t); /* from there on, loads of base lie within cache lines */
+    size_t done = scan_values(base, target, 0, lead < n ? lead : n, update, &w);
 #ifdef HAS_X86_SCAN
     if (level >= 3)
-        done = scan_avx512(base, target, n, update, &w);
+        done = scan_avx512(base, target, done, n, update, &w);
     else if (level == 2)
-        done = scan_avx2(base, target, n, update, &w);
+        done = scan_avx2(base, target, done, n, update, &w);
+    else
 #else
     (void)level;
 #endif
-    scan_portable(base, target, done, n, update, &w);
+        done = scan_portable(base, target, done, n, update, &w);
+    scan_values(base, target, done, n, update, &w);
     out->num_gaps = (uint64_t)(w.gap - out->gaps);
     out->num_codes = (uint64_t)(w.code - out->codes);
     out->num_wides = (uint64_t)(w.wide - out->wides);

@@ -19,9 +19,10 @@ class NumpyKernel:
 
     def scan(self, base: Values, target: Values, update: bool) -> Changes:
         positions = np.flatnonzero(base != target)
-        differences = target[positions] - base[positions]
+        values = target.take(positions)
+        differences = values - base.take(positions)
         if update:
-            base[positions] = target[positions]
+            base[positions] = values
         steps = _zigzag(differences)
         wide_steps = steps[steps >= WIDE] - WIDE
         escapes = differences[steps >= WIDE + ESCAPE].astype("<u2").view(np.uint8)
@@ -70,10 +71,10 @@ def codes_fit(num_codes: int, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> b
 def _gaps(positions: NDArray[np.int64]) -> Bytes:
     """One byte below 255 for each position, after as many SKIP bytes as its distance needs."""
     distances = np.diff(positions, prepend=-1) - 1
-    ends = np.cumsum(distances // SKIP + 1) - 1
-    gaps = np.full(int(ends[-1]) + 1 if len(ends) else 0, SKIP, np.uint8)
-    gaps[ends] = distances % SKIP
-    return gaps
+    far = np.flatnonzero(distances >= SKIP)  # rare: only these are divided
+    gaps = distances.astype(np.uint8)
+    gaps[far] = distances[far] % SKIP
+    return np.insert(gaps, np.repeat(far, distances[far] // SKIP), SKIP)
 
 
 def _positions(gaps: Bytes) -> NDArray[np.int64]:

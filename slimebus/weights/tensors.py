@@ -1,6 +1,7 @@
 """Tensors as bytes, one verified version of them, and the hashes that say so."""
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -73,26 +74,34 @@ class Weights:
         return sum(len(tensor.buffer) for tensor in self.tensors.values())
 
 
+MAX_DIMENSIONS = 32
+MAX_BYTES = 1 << 62
+"""Beyond both nothing real lies; products of a shape that lies stay cheap."""
+
+
 def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor. Raises WeightsError for a dtype or a shape that cannot be."""
+    """The size of a tensor. Raises WeightsError for a name, a dtype or a shape that cannot be."""
+    if not name.isprintable():  # a line break would make two models of one digest
+        raise WeightsError(f"tensor {name!r} has a name with characters that do not print", retryable=False)
     if dtype not in DTYPE_BYTES:
         raise WeightsError(f"tensor {name!r} has dtype {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}", retryable=False)
-    if any(size < 0 for size in shape):
-        raise WeightsError(f"tensor {name!r} has shape {list(shape)}; sizes must not be negative", retryable=False)
+    if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_BYTES for size in shape):
+        text = f"{list(shape[:8])}{', ...' if len(shape) > 8 else ''}"
+        raise WeightsError(f"tensor {name!r} has shape {text}; expected at most {MAX_DIMENSIONS} sizes from 0 to 2^62", retryable=False)
     return math.prod(shape) * DTYPE_BYTES[dtype]
 
 
 def as_tensor(name: str, value: TensorLike) -> Tensor:
     """A view of what was given (a copy only where it is not contiguous). Raises WeightsError where dtype, shape and size disagree."""
     if isinstance(value, np.ndarray):
-        dtype = "bfloat16" if value.dtype == np.uint16 else value.dtype.name
-        contiguous = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1)
-        tensor = Tensor(dtype, tuple(value.shape), contiguous.view(np.uint8))
+        dtype = "bfloat16" if value.dtype.newbyteorder("=") == np.uint16 else value.dtype.name
+        shape, array = tuple(value.shape), value
     else:
-        dtype, shape, buffer = value
+        dtype, given_shape, buffer = value
+        shape = tuple(operator.index(size) for size in given_shape)
         array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-        tensor = Tensor(dtype, tuple(shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    expected = tensor_bytes(name, tensor.dtype, tensor.shape)
+    expected = tensor_bytes(name, dtype, shape)
+    tensor = Tensor(dtype, shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8))
     if len(tensor.buffer) != expected:
         raise WeightsError(
             f"tensor {name!r}: {len(tensor.buffer)} bytes for {tensor.dtype} of shape {list(tensor.shape)}; expected {expected}",

@@ -80,6 +80,18 @@ def test_update_moves_the_base_to_the_target(kernel: Kernel) -> None:
     assert np.array_equal(base, target)
 
 
+@all_kernels
+@pytest.mark.parametrize("fraction", [0.0, 0.002, 0.02, 0.06, 0.3, 1.0])
+def test_where_a_tensor_begins_and_ends_does_not_matter(kernel: Kernel, fraction: float) -> None:
+    rng = np.random.default_rng(7)
+    for start, size in itertools.product((0, 1, 15, 31, 32), (0, 1, 31, 511, 512, 513, 2100)):
+        base = rng.integers(0, 65536, start + size).astype(np.uint16)[start:]
+        target = perturbed(rng, base, fraction, 500)
+        payload = codec.encode(base, target, kernel=KERNELS[0]).payload
+        assert codec.encode(base, target, update=True, kernel=kernel).payload == payload
+        assert np.array_equal(base, target)
+
+
 def test_tensors_of_several_units_round_trip_and_a_pool_changes_nothing() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

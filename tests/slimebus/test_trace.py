@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from slimebus import trace
+from slimebus.commands.trace import trace as command
+from slimebus.errors import DataError
+from slimebus.trace import SpanRow
+from slimebus.trace_chart import window
+
+
+def span(name: str, begin: float, end: float, process: str = "trainer", **about: Any) -> SpanRow:
+    return SpanRow(process, name, 1000.0 + begin, end - begin, about)
+
+
+RUN = [
+    span("train", 0, 2, cpu_s=1.9),  # the first one is left out
+    span("publish", 2, 2.5, version=1),
+    span("encode", 2.5, 3),
+    span("train", 2.5, 4.5, cpu_s=1.0),
+    span("publish", 4.5, 4.5),  # nothing was published
+    span("train", 4.5, 6, cpu_s=1.1),
+    span("publish", 6, 6.5, version=2),
+    span("pull", 3, 4, "worker-1", version=1),
+    span("load", 4, 4.5, "worker-1", version=1),
+    span("pull", 6.25, 6.5, "worker-2", version=2),
+    span("pull", 5, 5.5, "worker-2", failed="WeightsError"),
+    span("sample", 3.5, 5.5, "worker-1", group="0/1"),
+    span("sample", 3, 4, "worker-1", group="0/2"),
+]
+
+
+def write(run_dir: Path, spans: list[SpanRow]) -> Path:
+    (run_dir / "metrics").mkdir(parents=True)
+    for one in spans:
+        row = {"process": one.process, "name": one.name, "begin": one.begin, "seconds": one.seconds, **one.about}
+        with (run_dir / "metrics" / f"spans-{one.process}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return run_dir
+
+
+def test_overlap_of_pulls_steps_and_sampling_is_measured() -> None:
+    found = trace.overlap(RUN)
+    assert (found["steps"], found["seconds"]) == (2, 3.5)
+    assert found["train_s"] == {"with_pull": [1, 2.0, 2.0, 2.0], "without": [1, 1.5, 1.5, 1.5]}
+    assert found["train_cpu_s"]["without"][2] == 1.1
+    assert found["pull_s"][0] == 1, "a failed pull, and one after the last step, are not counted"
+    assert found["training_share"] == 1.0
+    assert found["sampling_share"] == pytest.approx(2.5 / 3.5)
+    assert found["both_share"] == pytest.approx(2.5 / 3.5)
+    assert (found["pulls_beside_training"], found["pulled_while_training"]) == (1.0, 1.0)
+
+
+def test_only_time_that_steps_waited_for_a_version_counts_as_publishing() -> None:
+    found = trace.overlap([*RUN, span("train", 6.5, 8.5)])
+    assert found["publish_s"] == [1, 0.5, 0.5, 0.5]
+    assert found["publish_share"] == pytest.approx(0.5 / 6)
+
+
+def test_sampling_that_a_pull_interrupts_is_not_counted_twice() -> None:
+    assert trace.common([(0, 4), (6, 8)], [(1, 2), (3, 7)]) == [(1, 2), (3, 4), (6, 7)]
+    assert trace.measure(trace.clipped([(0, 4), (6, 8)], 1, 7)) == 4
+
+
+def test_chrome_trace_has_a_track_for_each_process_and_row() -> None:
+    made = trace.chrome_trace(sorted(RUN, key=lambda s: s.begin))
+    names = {e["pid"]: e["args"]["name"] for e in made["traceEvents"] if e["name"] == "process_name"}
+    assert names == {1: "trainer", 2: "worker-1", 3: "worker-2"}
+    groups = [e for e in made["traceEvents"] if e.get("cat") == "groups"]
+    assert len({e["tid"] for e in groups}) == 2, "groups that are sampled at once lie in two tracks"
+    (load,) = [e for e in made["traceEvents"] if e["name"] == "load"]
+    assert (load["ph"], load["ts"], load["dur"], load["args"]) == ("X", 4e6, 0.5e6, {"version": 1})
+
+
+def test_a_span_of_an_unknown_name_has_a_lane_of_its_own() -> None:
+    assert span("verify", 0, 1).lane == "verify"
+
+
+def test_runs_of_several_hosts_are_one_timeline(tmp_path: Path) -> None:
+    ours, theirs = write(tmp_path / "a", RUN[:7]), write(tmp_path / "b", RUN[7:])
+    assert trace.overlap(trace.read([ours, theirs])) == trace.overlap(RUN)
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    run_dir = write(tmp_path, RUN)
+    with (run_dir / "metrics" / "spans-worker-1.jsonl").open("a") as file:
+        file.write('{"process":"worker-1","na\n{"process":"worker-1","name":"pull"}\n')
+    assert len(trace.read([run_dir])) == len(RUN)
+
+
+def test_a_directory_without_spans_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no spans on record \(metrics/spans-\*.jsonl\)"):
+        trace.read([tmp_path])
+
+
+def test_the_picture_shows_four_usual_steps_from_the_middle() -> None:
+    steps = [span("train", 10 * i, 10 * i + 9) for i in range(20)]
+    assert window(steps, None, None) == (pytest.approx(99.0), pytest.approx(141.0))
+    assert window(steps, 5.0, 7.0) == (5.0, 7.0)
+    assert window(steps[:1], None, None) == (0.0, 9.0)
+
+
+def test_the_command_writes_events_and_picture_and_prints_numbers(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", RUN)
+    words = [str(run_dir), "--out", str(tmp_path / "t.json"), "--plot", str(tmp_path / "new" / "t.png")]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, done.output
+    assert "training step, a pull in flight  2.00 s (quartiles 2.00 s to 2.00 s, 1 of them)" in done.output
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
+    told = CliRunner().invoke(command, [str(run_dir), "--json"])
+    assert json.loads(told.output)["steps"] == 2
+
+
+def test_a_picture_of_no_time_is_refused(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", RUN)
+    done = CliRunner().invoke(command, [str(run_dir), "--plot", str(tmp_path / "t.png"), "--begin-s", "50"])
+    assert isinstance(done.exception, DataError)
+    assert "the run has" in str(done.exception)
