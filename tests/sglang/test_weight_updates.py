@@ -20,6 +20,7 @@ from rollout.engines import Engines
 from rollout.response import Response, Task
 from rollout.sglang_server import READY_TIMEOUT_S, sglang_server
 from rollout.weight_sync import WeightSync
+from slimebus.commands.weights_check import Source, found, lines
 from slimebus.config.schema import EngineConfig
 from slimebus.errors import WeightsError
 from slimebus.weights.safetensors_file import read_model, write_model
@@ -67,10 +68,11 @@ class Trainer:
         self.store = VersionStore(keep=16, lineage=LINEAGE, first_version=0)
         self.server = WeightServer(self.store, "tcp://127.0.0.1:0")
         self.random = np.random.default_rng(0)
-        self.version = self.publish()
+        self.publish()
 
     def publish(self) -> int:
-        return int(self.store.publish(self.tensors).version)
+        self.version = int(self.store.publish(self.tensors).version)
+        return self.version
 
     def change(self, name: str, fraction: float = 0.3) -> None:
         values = self.tensors[name].copy()
@@ -81,8 +83,7 @@ class Trainer:
         for i, name in enumerate(self.tensors):
             if (i + self.version) % 3 and not name.endswith("norm.weight"):
                 self.change(name)
-        self.version = self.publish()
-        return self.version
+        return self.publish()
 
     def save(self, path: Path, config_from: Path) -> Path:
         tensors = {name: Tensor("bfloat16", values.shape, values.reshape(-1).view(np.uint8)) for name, values in self.tensors.items()}
@@ -229,29 +230,18 @@ def test_each_route_and_pause_mode_ends_with_the_same_weights(
     async def run() -> None:
         async with worker(server, model, trainer, pause_mode=pause_mode, weight_route=weight_route) as at:
             await take_deltas(at, 2)
-            assert await checksums(at) == fused_checksums(trainer)
+            await check_is_same(at, trainer)
 
     asyncio.run(run())
 
 
-async def checksums(at: Worker) -> dict[str, str]:
-    reply = await at.engines.engines[0].client.post("/weights_checker", {"action": "checksum"})
-    import json
-
-    return dict(json.loads(reply)["ranks"][0]["checksums"])
-
-
-def fused_checksums(trainer: Trainer) -> dict[str, str]:
-    import hashlib
-
-    parts: dict[str, bytes] = {}
-    for name in sorted(trainer.tensors, key=lambda n: ("v_proj" in n, "k_proj" in n, "up_proj" in n)):
-        fused = name
-        for part, whole in (("q_proj", "qkv_proj"), ("k_proj", "qkv_proj"), ("v_proj", "qkv_proj"), ("gate_proj", "gate_up_proj")):
-            fused = fused.replace(part, whole)
-        fused = fused.replace(".up_proj", ".gate_up_proj")
-        parts[fused] = parts.get(fused, b"") + trainer.tensors[name].tobytes()
-    return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in parts.items()}
+async def check_is_same(at: Worker, trainer: Trainer) -> None:
+    """`slimebus weights check` finds that the engine has exactly the newest version."""
+    source = Source(None, (trainer.server.endpoint,), None, None, 60.0)
+    result = await asyncio.to_thread(found, at.engines.engines[0].url, source)
+    assert result["is_same"], lines(result)
+    assert result["engine"]["version"] == result["source"]["version"] == f"{LINEAGE}:{trainer.version}"
+    assert set(result["same"]) == set(trainer.tensors)
 
 
 def test_one_changed_shard_of_a_fused_parameter_is_all_that_is_sent(server: EngineProcess, model: Path, trainer: Trainer) -> None:
@@ -262,7 +252,7 @@ def test_one_changed_shard_of_a_fused_parameter_is_all_that_is_sent(server: Engi
             trainer.change(LAYER + "q_proj.weight")
             await at.follow(trainer.publish())
             assert (at.weights.sent_tensors - tensors, at.weights.sent_bytes - size) == (1, 128 * 128 * 2)
-            assert await checksums(at) == fused_checksums(trainer)
+            await check_is_same(at, trainer)
 
     asyncio.run(run())
 
@@ -291,12 +281,12 @@ def test_an_engine_that_somebody_else_updated_gets_everything_again(server: Engi
             await client.post("/update_weight_version", {"new_version": "someone-elses", "abort_all_requests": False})
             await at.follow(trainer.step())
             assert at.weights.sent_tensors - sent == len(trainer.tensors)
-            assert await checksums(at) == fused_checksums(trainer)
+            await check_is_same(at, trainer)
 
     asyncio.run(run())
 
 
-def test_a_tensor_of_another_shape_never_reaches_the_engine(server: EngineProcess, model: Path, trainer: Trainer) -> None:
+def test_a_tensor_of_another_shape_never_reaches_the_engine(server: EngineProcess, model: Path, trainer: Trainer, tmp_path: Path) -> None:
     async def run() -> None:
         async with worker(server, model, trainer) as at:
             await at.follow(0)
@@ -307,6 +297,8 @@ def test_a_tensor_of_another_shape_never_reaches_the_engine(server: EngineProces
                 await asyncio.sleep(0.05)
             assert at.sync.serving[1] == -1
             assert await at.engines.engines[0].client.weight_version() == f"{LINEAGE}:0"
+            told = await asyncio.to_thread(found, server.url, Source(trainer.save(tmp_path / "other", model), (), None, None, 60.0))
+            assert set(told["different"]) == {LAYER + f"{part}_proj.weight" for part in "qkv"}
 
     asyncio.run(run())
 
@@ -340,7 +332,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
                 await asyncio.sleep(0.1)
             assert engines.engines[0] is not engine
             assert at.weights.sent_tensors == len(trainer.tensors)
-            assert await checksums(at) == fused_checksums(trainer)
+            await check_is_same(at, trainer)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
