@@ -18,6 +18,7 @@ from broker.state.table import PromptSource
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
+from slimebus.config.check import check_evaluations
 from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError, UsageError
 from slimebus.prompt_record import PromptKeys
@@ -76,6 +77,7 @@ def _write_status(path: Path, broker: Broker) -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
+    check_evaluations(config)
     keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)

@@ -1,11 +1,11 @@
-"""What the trainer's rank 0 has and the others have not: the broker's batches, the weight server, the metrics of each step."""
+"""What the trainer's rank 0 has and the others have not: the broker's batches and the metrics of each step."""
 
 import logging
 import threading
 import time
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +13,11 @@ from slimebus.config import Resolved
 from slimebus.errors import SlimebusError
 from slimebus.messages import Heartbeat, HeartbeatReply, Welcome
 from slimebus.metrics import MetricsWriter
-from slimebus.spans import Spans
 from slimebus.transport.client import Client
 from trainer.batch import Group, Sample
 from trainer.feed import Feed, FetchedBatch, token_lags
-from trainer.publisher import Publisher
+from trainer.publishing import Publishing
 from trainer.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
 
 log = logging.getLogger("trainer")
 
@@ -82,11 +76,11 @@ def _sample(s: Any) -> Sample:
 class Bus:
     """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order."""
 
-    def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool, spans: Spans) -> None:
+    def __init__(self, resolved: Resolved, client: Client, welcome: Welcome, *, trains_without_advantage: bool) -> None:
         self.resolved, self.config, self.client = resolved, resolved.config, client
-        self.trains_without_advantage, self.spans = trains_without_advantage, spans
+        self.trains_without_advantage = trains_without_advantage
         self.feed = Feed(client, self.config)
-        self.publisher: Publisher | None = None
+        self.publishing: Publishing | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
         self.lost: SlimebusError | None = None
@@ -95,11 +89,11 @@ class Bus:
         self._started = time.monotonic()
         client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, self._on_lost)
 
-    def begin(self, step: int, version: int) -> None:
+    def begin(self, step: int, version: int, publishing: Publishing) -> None:
         """A new lineage begins at `version`; the broker takes back what this timeline has not trained."""
-        self.publisher = Publisher(self.client, self.config.weights, version, self.spans, disk=self.resolved.weights_dir)
-        self.feed.resume(step, version, self.publisher.lineage)
-        log.info("training from step %d of %d; weights at %s", step, self.config.rollout.num_rollout, self.publisher.address)
+        self.publishing = publishing
+        self.feed.resume(step, version, publishing.lineage)
+        log.info("training from step %d of %d", step, self.config.rollout.num_rollout)
 
     def take(self, step: int) -> StepBatch:
         """The batch of `step`. Raises Fenced when another trainer took over.
@@ -109,19 +103,14 @@ class Bus:
         if self.lost is not None:
             raise self.lost
         batch = StepBatch(self.feed.take(step))
-        assert self.publisher is not None  # begin() came first
-        self.batches.write(step, {"lineage": self.publisher.lineage, **batch.record()})
+        assert self.publishing is not None  # begin() came first
+        self.batches.write(step, {"lineage": self.publishing.lineage, **batch.record()})
         return batch
-
-    def publish(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """The next version."""
-        assert self.publisher is not None  # begin() came first
-        self.publisher.publish(tensors)
 
     def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
         """Tell the broker and the records that `step` is trained."""
         values = metrics | batch.metrics() | {"elapsed_s": time.monotonic() - self._started}
-        values |= {f"weights_{name}": value for name, value in (self.publisher.metrics() if self.publisher else {}).items()}
+        values |= {f"weights_{name}": value for name, value in (self.publishing.metrics() if self.publishing else {}).items()}
         unused = {} if self.trains_without_advantage else batch.without_gradient()
         self.feed.commit(step, checkpoint=checkpoint, unused=unused, metrics=values)
         self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
@@ -138,8 +127,8 @@ class Bus:
 
     def finish(self) -> None:
         """Serve the last version until the broker says that evaluation and workers are done, then stop."""
-        assert self.publisher is not None  # begin() came first
-        self.publisher.wait()
+        assert self.publishing is not None  # begin() came first
+        self.publishing.wait()
         self.feed.finish("all steps are trained")
         if not self._finished.wait(self.config.broker.finish_wait_s + self.config.rollout.generate_timeout_s):
             log.warning("left before the broker said that the run is finished")
@@ -147,19 +136,16 @@ class Bus:
     def close(self) -> None:
         """Release sockets, threads and files."""
         self.feed.close()
-        if self.publisher is not None:
-            self.publisher.close()
         self.writer.close()
         self.batches.close()
 
     def _beat(self) -> Heartbeat:
-        lineage = self.publisher.lineage if self.publisher else ""
+        lineage = self.publishing.lineage if self.publishing else ""
         return Heartbeat(state="training", lineage=lineage, metrics=self._metrics)
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
-        if self.publisher is not None:
-            self.publisher.pullers.refresh()
-            self.publisher.heard(reply.lineage, reply.version)
+        if self.publishing is not None:
+            self.publishing.heard(reply.lineage, reply.version)
         if reply.finished:
             self._finished.set()
 

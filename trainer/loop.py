@@ -2,7 +2,7 @@
 
     publish v0;  for each step:  take a batch -> advantages and loss -> optimizer -> publish -> checkpoint -> commit
 
-Every rank runs this; rank 0 alone has a `bus` (the broker's batches and the weight server).
+Every rank runs this; rank 0 alone has a `bus` (the broker's batches). Which ranks serve weights: trainer/publishing.py.
 """
 
 from typing import TYPE_CHECKING
@@ -15,15 +15,17 @@ from trainer.step_plan import share_plan
 
 if TYPE_CHECKING:
     from trainer.policy import Policy
+    from trainer.publishing import Publishing
 
 
-def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: RunConfig, spans: Spans) -> None:
+def train(policy: "Policy", bus: Bus | None, publishing: "Publishing", checkpoints: Checkpoints, config: RunConfig, spans: Spans) -> None:
     """Train from where the newest checkpoint ends to the last step."""
     steps = config.rollout.num_rollout
     first, version = checkpoints.resume(policy)
+    publishing.begin(version)
     if bus:
-        bus.begin(first, version)
-    publish(policy, bus)
+        bus.begin(first, version, publishing)
+    publishing.publish(version)
     for step in range(first, steps):
         with spans("wait", step=step) as wait:
             batch = bus.take(step) if bus else None
@@ -34,7 +36,7 @@ def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: R
         with spans("publish", step=step) as copy:
             if plan.publishes:
                 version += 1
-                publish(policy, bus)
+                publishing.publish(version)
                 copy.about["version"] = version
         with spans("save", step=step) as save:
             saved = checkpoints.save_if_due(policy, step + 1, version, bus.confirm if bus else lambda: None)
@@ -45,13 +47,4 @@ def train(policy: "Policy", bus: Bus | None, checkpoints: Checkpoints, config: R
     checkpoints.close(policy)
     if bus:
         bus.finish()
-
-
-def publish(policy: "Policy", bus: Bus | None) -> None:
-    """The current weights as the next version; every rank takes part in gathering them."""
-    tensors = policy.hf_tensors()
-    if bus:
-        bus.publish(tensors)
-    else:
-        for _ in tensors:
-            pass
+    publishing.finish()

@@ -78,6 +78,13 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def rank() -> int:
+    """This process among all ranks."""
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
 def broadcast_bytes(payload: bytes | None) -> bytes:
     """Rank 0's payload on every rank; the others give None."""
     import torch

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.batch import Batch, TokenBatch
+    from trainer.hf_export import HfExport
 
 
 class Policy:
@@ -23,7 +24,7 @@ class Policy:
         self.settings, self.model, self.optimizer, self.reference = settings, model, optimizer, reference
         self.num_updates = 0
         """Steps of the learning-rate schedule done so far; one for each train()."""
-        self._export: Any = None
+        self._export: HfExport | None = None
 
     @classmethod
     def build(cls, settings: TrainerSettings) -> "Policy":
@@ -81,11 +82,22 @@ class Policy:
 
         Tensors may be views of the live weights: use or copy them before the next train().
         """
+        yield from self._exporter().tensors()
+
+    def owned_tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """(name, tensor) of what this rank owns of the model, nothing on most ranks; every rank runs it to its end. As hf_tensors."""
+        yield from self._exporter().owned_tensors()
+
+    def owners(self) -> list[int]:
+        """The ranks that own tensors, rank 0 first: one for each pipeline stage. Every rank calls it."""
+        return list(self._exporter().owners)
+
+    def _exporter(self) -> "HfExport":
         if self._export is None:
             from trainer.hf_export import HfExport
 
             self._export = HfExport(self.model)
-        yield from self._export.tensors()
+        return self._export
 
     def save_hf(self, folder: str) -> None:
         """Write a directory that transformers reloads with equal weights: safetensors, config and the tokenizer it came with."""

@@ -56,7 +56,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
             welcome.heartbeat_s, lambda: Heartbeat(state="loading"), lambda reply: None, lambda problem: log.error("%s", problem.text)
         )
     try:
-        _train(resolved, settings, client, welcome)
+        _train(resolved, settings, client, welcome, broker)
     except KeyboardInterrupt:
         log.info("interrupted; the newest checkpoint is where it goes on")
     finally:
@@ -64,7 +64,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
             client.close()
 
 
-def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object") -> None:
+def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object", broker: str | None) -> None:
     import torch
 
     from slimebus.messages import Welcome
@@ -72,17 +72,19 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
     from trainer.checkpoints import Checkpoints
     from trainer.loop import train
     from trainer.policy import Policy
+    from trainer.publishing import Publishing
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
     policy = Policy.build(settings)
     rank = int(os.environ.get("RANK", "0"))
     spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
-    bus = None
+    bus, publishing = None, Publishing(resolved, policy, client, spans, broker)
     try:
         if client is not None and isinstance(welcome, Welcome):
-            bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage, spans=spans)
-        train(policy, bus, Checkpoints(resolved), resolved.config, spans)
+            bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage)
+        train(policy, bus, publishing, Checkpoints(resolved), resolved.config, spans)
     finally:
+        publishing.close()
         if bus is not None:
             bus.close()
         policy.close()

@@ -1,5 +1,6 @@
 """Whose keys may pull from a weight server: the broker's allow-list, learnt over the bus."""
 
+import threading
 from concurrent.futures import Future
 
 from slimebus.messages import Keys, KeysReply
@@ -12,7 +13,7 @@ class Pullers:
 
     def __init__(self, client: Client) -> None:
         """Asks the broker, and waits for the answer. Raises SlimebusError."""
-        self._client = client
+        self._client, self._closing = client, threading.Event()
         self.keyring: TaughtKeyring | None = None
         if client.credentials is not None:
             self.keyring = TaughtKeyring(client.credentials.pair)
@@ -27,6 +28,18 @@ class Pullers:
         """Ask whether the list changed, and take it over when the answer comes. Does not wait."""
         if self.keyring is not None:
             self._client.submit(Keys(have=self.keyring.generation)).add_done_callback(self._learnt)
+
+    def follow(self, every_s: float) -> None:
+        """Refresh from a thread of its own until `close`; for who has no heartbeat to do it with."""
+        threading.Thread(target=self._follow, args=(every_s,), name="weights-keys", daemon=True).start()
+
+    def _follow(self, every_s: float) -> None:
+        while not self._closing.wait(every_s):
+            self.refresh()
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._closing.set()
 
     def _learnt(self, future: "Future[Reply]") -> None:
         if not future.cancelled() and future.exception() is None:

@@ -13,14 +13,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import msgspec
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
+from slimebus.weights.host_share import HostShare
 from slimebus.weights.link import Link
 from slimebus.weights.messages import (
     ChunkReply,
@@ -31,7 +31,7 @@ from slimebus.weights.messages import (
     Piece,
 )
 from slimebus.weights.onward import Onward
-from slimebus.weights.plan import Job, Plan, Target, WrongDigest
+from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -42,6 +42,11 @@ MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
 """Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
+LATER_STALLS = 10
+"""A source that says `later` for so many stall times, and sends nothing, does not do."""
+LATER_PAUSE_S = 0.05
+BUSY = "busy"
+"""The error of a server that has too much on its way to others already; as good as `later`."""
 MIN_POOLED_BYTES = 1 << 18
 """Smaller tensors are verified sooner than another thread would begin."""
 
@@ -62,27 +67,14 @@ class _NoAnswer(_Again):
     """Time ran out while nobody answered; says less than what was wrong before."""
 
 
-@dataclass
-class PullCounts:
-    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers."""
-
-    pulls: int = 0
-    received_bytes: int = 0
-    delta_tensors: int = 0
-    full_tensors: int = 0
-    wrong_bytes: int = 0
-    rounds: int = 0
-    from_workers: int = 0
-    bad_sources: int = 0
-
-
 class WeightPuller:
     """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it). Used by one thread at a time.
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
     verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
-    verified payloads are put to be passed on, and the address of the server that does so.
+    verified payloads are put to be passed on, and the address of the server that does so. host: the workers of this host, which pull
+    once for all of them; tensors then come to be in its folder.
     """
 
     def __init__(
@@ -98,28 +90,46 @@ class WeightPuller:
         pair: KeyPair | None = None,
         onward: Onward | None = None,
         serves: str = "",
+        host: HostShare | None = None,
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
         self._links = [Link(endpoint, name=name, stall_s=stall_s, pair=pair) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._link_to: Callable[[str], Link] = lambda endpoint: Link(endpoint, name=name, stall_s=stall_s, pair=pair)
-        self._onward, self._serves = onward, serves
+        self._onward, self._own_address, self._host = onward, serves, host
         self._sources: dict[str, Link] = {}
         self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
+        self._unfinished: Plan | None = None
         self.counts = PullCounts()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
         """The newest complete version; `have` itself when it is that.
 
         spare: a version that nobody reads any more, whose buffers may be reused. Survives lost connections, restarted servers and
-        newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
+        newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds; what did verify
+        is not pulled again by the next pull from the same `have`.
         """
         with self._pulling:
-            return self._pull(Plan(have, spare), deadline_s)
+            plan, self._unfinished = self._unfinished, None
+            if plan is None or plan.have is not have:
+                memory = self._host.folder if self._host else None
+                plan = Plan(have, None if self._host else spare, memory=memory, counts=self.counts)
+            if self._host is not None:
+                self._host.begin()
+            try:
+                return self._pull(plan, deadline_s)
+            except SlimebusError as bad:
+                self._unfinished = plan.rested()
+                if isinstance(bad, WeightsError):
+                    raise
+                raise WeightsError(bad.text, code=bad.code, retryable=bad.retryable) from None
+            finally:
+                if self._host is not None:
+                    self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
@@ -165,14 +175,23 @@ class WeightPuller:
     def _addresses(self) -> str:
         return ", ".join(link.endpoint for link in self._links)
 
+    @property
+    def _serves(self) -> str:
+        """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
+        return self._own_address if self._host is None or self._host.is_puller else ""
+
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
         manifests = self._manifests(plan, deadline)
         target = _agree(manifests)
-        if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
+        if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
             return plan.have
-        queues = [list(plan.missing(part, self._max_bytes)) for part in manifests]
+        entries = [entry for part in manifests for entry in part[0].tensors]
+        plan.check_size(entries, target, self._max_bytes)
+        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
+            raise _Again("a neighbour has pulled; it is this worker's turn")
+        queues = [list(plan.missing(part)) for part in manifests]
         if self._onward is not None:
             self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
         try:
@@ -190,20 +209,26 @@ class WeightPuller:
 
     def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
         """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
-        source = next((name for name in part[0].sources if name not in self._avoid and name != self._serves), "") if len(part) == 1 else ""
+        source = (
+            next((name for name in part[0].sources if name not in self._avoid and name != self._own_address), "") if len(part) == 1 else ""
+        )
         if not source:
             return publisher
         if source not in self._sources:
             while len(self._sources) >= MAX_SOURCES:
                 self._sources.pop(next(iter(self._sources))).close()
-            self._sources[source] = self._link_to(source)
+            try:
+                self._sources[source] = self._link_to(source)
+            except SlimebusError as bad:  # an address that another worker gave, or a key that this one lacks
+                raise _BadSource(source, f"cannot be asked: {bad.text}") from None
         self.counts.from_workers += 1
         return self._sources[source]
 
     def _give_up_source(self, source: str) -> None:
         self.counts.bad_sources += 1
         self._avoid.append(source)
-        self._sources.pop(source).close()
+        if link := self._sources.pop(source, None):
+            link.close()
 
     def _manifests(self, plan: Plan, deadline: float) -> list[list[Manifest]]:
         """For each part, its manifest relative to each version that is known."""
@@ -232,14 +257,24 @@ class WeightPuller:
             _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(id(link), ""))
             for link, jobs in zip(links, queues, strict=True)
         ]
-        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
         checks = _Checks(self._pool)
+        try:
+            self._receive(plan, queues, streams, checks, target, deadline)
+        finally:
+            checks.wait()  # they write to buffers that the next round, or pull, may use
+
+    def _receive(
+        self, plan: Plan, queues: Sequence[Sequence[Job]], streams: Sequence["_Stream"], checks: "_Checks", target: Target, deadline: float
+    ) -> None:
+        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
         checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
+            if self._host:
+                self._host.tell()
             for stream in waiting:
                 checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
             for job, is_right in checks.finished():
@@ -278,10 +313,14 @@ class _Checks:
 
     def add(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            if self._pool is None or len(job.result) < MIN_POOLED_BYTES:
+            if self._pool is None or job.form.size < MIN_POOLED_BYTES:
                 self._done.append((job, job.is_right()))
             else:
                 self._running.append((job, self._pool.submit(job.is_right)))
+
+    def wait(self) -> None:
+        """Until nothing is being verified any more."""
+        wait([future for _, future in self._running])
 
     def finished(self, *, wait: bool = False) -> list[tuple[Job, bool]]:
         """Each verdict once, right ones first; with wait, of all jobs."""
@@ -291,6 +330,11 @@ class _Checks:
         self._running = [item for item in self._running if id(item[0]) not in taken]
         self._done = []
         return sorted(finished, key=lambda item: not item[1])
+
+
+def _is_same(have: Weights, manifests: Sequence[Sequence[Manifest]]) -> bool:
+    """Whether the publishers say of the version that it is these bytes."""
+    return all(have.hashes.get(entry.name) == entry.hash for part in manifests for entry in part[0].tensors)
 
 
 def _pause_s(in_vain: int) -> float:
@@ -339,16 +383,30 @@ class _Stream:
     def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
         self._link, self._chunks, self._credits, self.source = link, chunks, credits, source
         self.pending: dict[int, _Chunk] = {}
+        self._later: deque[tuple[float, _Chunk]] = deque()
+        self._useful_at = time.monotonic()
         self.gone = ""
 
     def fill(self, *, more: bool) -> bool:
         """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
-        while more and len(self.pending) < self._credits:
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._send(self._later.popleft()[1])
+        while more and len(self.pending) + len(self._later) < self._credits:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
-            self.pending[self._link.send(chunk.request)] = chunk
-        return bool(self.pending)
+            self._send(chunk)
+        return bool(self.pending or self._later)
+
+    def _send(self, chunk: _Chunk) -> None:
+        self.pending[self._link.send(chunk.request)] = chunk
+
+    def _postpone(self, chunk: _Chunk) -> None:
+        """The source is there, but has nothing yet; that is not believed for ever."""
+        now = time.monotonic()
+        if self.source and now - self._useful_at > LATER_STALLS * self._link.stall_s:
+            raise _BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
+        self._later.append((now + LATER_PAUSE_S, chunk))
 
     def receive(self, timeout_s: float, counts: PullCounts) -> list[Job]:
         """The jobs that the next replies complete; reconnects and asks again after a silence."""
@@ -358,6 +416,9 @@ class _Stream:
             if chunk is None:
                 continue
             if isinstance(message, SlimebusError):
+                if message.code == BUSY:
+                    self._postpone(chunk)
+                    continue
                 if self.source:
                     raise _BadSource(self.source, message.text)
                 if not message.retryable:
@@ -366,14 +427,16 @@ class _Stream:
             if not isinstance(message, ChunkReply):
                 raise self._wrong(f"answered a chunk request with {type(message).__name__}")
             if message.later:
-                self.pending[self._link.send(chunk.request)] = chunk
+                self._postpone(chunk)
                 continue
             complete += self._take(chunk, message, bulk, counts)
         if self.pending and self._link.is_stalled:
             if self.source:
                 raise _BadSource(self.source, "does not answer")
             self._link.reconnect()
-            self.pending = {self._link.send(chunk.request): chunk for chunk in self.pending.values()}
+            lost, self.pending = self.pending, {}
+            for chunk in lost.values():
+                self._send(chunk)
         return complete
 
     def _wrong(self, what: str) -> _Again:
@@ -390,6 +453,7 @@ class _Stream:
             if index in gone:
                 self.gone = job.entry.name
                 continue
+            self._useful_at = time.monotonic()
             job.put(offset, frame)
             counts.received_bytes += length
             if not job.missing_bytes:

@@ -42,6 +42,8 @@ from slimebus.weights.store import slice_payload
 log = logging.getLogger("slimebus.weights")
 
 MAX_REQUEST_BYTES = 1 << 20
+MAX_ADDRESS_BYTES = 512
+"""Of a worker that passes payloads on: it is told to others."""
 MAX_WAITING = 4096
 """Requests that wait for a payload that is on its way; the credits of some hundred pullers."""
 LATER_S = 1.0
@@ -179,6 +181,8 @@ class WeightServer:
     # --- manifests: made in the encoder thread, sent by the serving one ---
 
     def _make_manifest(self, message: ManifestRequest) -> Manifest:
+        if len(message.serves) > MAX_ADDRESS_BYTES or (message.serves and not message.serves.startswith("tcp://")):
+            raise WeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address", retryable=False)
         manifest = self._store.manifest(message.have_lineage, message.have_version)
         if self._fanout is not None and manifest.base != manifest.version:
             version = (manifest.lineage, manifest.version)

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,10 +115,24 @@ def hash_bytes(buffer: Any) -> str:
     return xxhash.xxh3_128_hexdigest(buffer)
 
 
+class Fingerprint(NamedTuple):
+    """What a tensor contributes to the digest of its version."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    hash: str
+
+
 def version_digest(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> str:
+    """`digest_of` tensors at hand."""
+    return digest_of(Fingerprint(name, tensor.dtype, tensor.shape, hashes[name]) for name, tensor in tensors.items())
+
+
+def digest_of(fingerprints: Iterable[Fingerprint]) -> str:
     """One hash of a whole version: over `name dtype shape hash` of each tensor, a line each, sorted by name.
 
     It depends on the tensors alone, so the digest of a model is the same however it is split over publishers.
     """
-    lines = (f"{name} {tensors[name].dtype} {','.join(map(str, tensors[name].shape))} {hashes[name]}\n" for name in sorted(tensors))
-    return hash_bytes("".join(lines).encode())
+    ordered = sorted(fingerprints, key=lambda tensor: tensor.name)
+    return hash_bytes("".join(f"{t.name} {t.dtype} {','.join(map(str, t.shape))} {t.hash}\n" for t in ordered).encode())

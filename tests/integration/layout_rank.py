@@ -6,10 +6,14 @@ torchrun --nproc-per-node N layout_rank.py MODEL OUT.json '{"tensor_model_parall
 import hashlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from trainer import parallel
 from trainer.batch import Group, Sample
 from trainer.policy import Policy
 from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings
@@ -30,8 +34,8 @@ def groups(seed: int) -> list[Group]:
     return [Group(f"g{g}", [sample(3 + g, r) for r in (0.0, 1.0, float(g % 2))]) for g in range(5)]
 
 
-def digest(policy: Policy) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in policy.hf_tensors()}
+def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    return {name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
 def main() -> None:
@@ -43,7 +47,9 @@ def main() -> None:
         batch=BatchSettings(max_tokens_per_gpu=48),
     )
     policy = Policy.build(settings)
-    seen: dict[str, object] = {"exported": digest(policy)}
+    seen: dict[str, object] = {"exported": digest(policy.hf_tensors()), "owners": policy.owners()}
+    owned = json.dumps(digest(policy.owned_tensors())).encode()
+    seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned, dist.group.WORLD)]
     batch = lambda step: groups(step) if policy.is_main else None  # noqa: E731
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]

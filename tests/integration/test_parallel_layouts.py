@@ -66,6 +66,7 @@ def test_layout_trains_as_one_rank_does(name: str, model: Path, one_rank: dict, 
     ranks, layout = LAYOUTS[name]
     got = run_ranks(model, tmp_path / "out.json", ranks, layout)
     assert got["exported"] == one_rank["exported"]
+    assert_owned_once(got, ranks=ranks, stages=layout.get("pipeline_model_parallel_size", 1))
     assert got["logprobs"] == pytest.approx(one_rank["logprobs"], rel=1e-5)
     for mine, reference in zip(got["metrics"], one_rank["metrics"], strict=True):
         for metric in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_mismatch_mean", "logprob_mismatch_max", "tis"):
@@ -73,6 +74,15 @@ def test_layout_trains_as_one_rank_does(name: str, model: Path, one_rank: dict, 
         assert mine["tokens_trained"] == reference["tokens_trained"]
     assert got["after_load"] == got["after_save"]
     assert load_file(tmp_path / "out.hf" / "model.safetensors").keys() == got["exported"].keys()
+
+
+def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:
+    """Every tensor, whole and bit for bit, on one rank, and no rank with all of them where stages share the model."""
+    assert len(got["owned"]) == ranks
+    assert got["owners"] == [rank for rank, owned in enumerate(got["owned"]) if owned]
+    assert len(got["owners"]) == stages
+    assert sum(map(len, got["owned"])) == len(got["exported"])
+    assert {name: digest for owned in got["owned"] for name, digest in owned.items()} == got["exported"]
 
 
 def test_ranks_that_do_not_divide_are_refused_in_one_line(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

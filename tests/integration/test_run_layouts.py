@@ -1,11 +1,23 @@
 """A trainer of several ranks on the bus."""
 
+import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.numpy import load_file, save_file
+
+from slimebus.security import key_folder
+from slimebus.security.credentials import Credentials
+from slimebus.security.key_file import read_key
+from slimebus.transport.client import Client
+from slimebus.weights.puller import WeightPuller
+from slimebus.weights.rounding import rounded
+from slimebus.weights.safetensors_file import read_model
+from slimebus.weights.store import VersionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run
@@ -13,6 +25,30 @@ from live_run import Run
 pytestmark = pytest.mark.integration
 
 TWO_RANKS = ("--nproc-per-node", "2", "--tensor-model-parallel-size", "2")
+TWO_STAGES = ("--nproc-per-node", "2", "--pipeline-model-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def even_task(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The task with a model that two stages share: without its last layer."""
+    folder = tmp_path_factory.mktemp("even") / "task"
+    shutil.copytree(task, folder)
+    config = json.loads((folder / "model/config.json").read_text())
+    layers = config["num_hidden_layers"] = config["num_hidden_layers"] - 1
+    (folder / "model/config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model/model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f"layers.{layers}." not in name}
+    save_file(kept, folder / "model/model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def publishers(run: Run) -> list[str]:
+    """The addresses that a worker which joins now is told."""
+    client = Client(run.address, name="looker", credentials=Credentials(run.keys / "client.key") if run.keys else None)
+    try:
+        return client.join("client", timeout_s=10).publishers
+    finally:
+        client.close()
 
 
 def test_a_trainer_of_two_tensor_parallel_ranks_completes_a_run(tmp_path: Path, task: Path) -> None:
@@ -25,6 +61,55 @@ def test_a_trainer_of_two_tensor_parallel_ranks_completes_a_run(tmp_path: Path, 
         run.complete()
         run.assert_accounted(num_steps=2)
         assert (run.run_dir / "hf" / "model.safetensors").is_file()
+
+
+def test_each_pipeline_stage_serves_its_own_tensors_and_workers_put_them_together(tmp_path: Path, even_task: Path) -> None:
+    """The first version is the model on disk, bit for bit, and has the digest that one publisher would give it."""
+    model = {name: rounded(tensor) for name, tensor in read_model(even_task / "model").items()}
+    with Run(tmp_path, even_task, rollout__num_rollout=3, trainer__save_interval=1) as run:
+        run.start("broker")
+        trainer = run.start("trainer", *TWO_STAGES)
+        run.wait_for("a publishing trainer", lambda s: s["version"] >= 0)
+        addresses = publishers(run)
+        assert len(addresses) == 2
+        puller, halves = WeightPuller(addresses), [WeightPuller([address]) for address in addresses]
+        got, parts = puller.pull(deadline_s=20), [half.pull(deadline_s=20).tensors for half in halves]
+        for one in (puller, *halves):
+            one.close()
+        assert got.digest == VersionStore().publish(model).digest
+        assert all((got.tensors[name].buffer == tensor.buffer).all() for name, tensor in model.items())
+        assert all(parts), "each stage has some"
+        assert sum(map(len, parts)) == len(model), "none has what another has"
+        run.start("rollout", name="w1")
+        run.complete()
+        run.assert_accounted(num_steps=3)
+        rows = run.rows("trainer")
+        assert rows[-1]["weights_total_bytes"] == sum(len(tensor.buffer) for tensor in model.values())
+        assert "part 2 of 2" in trainer.text()
+
+
+def test_a_publishing_rank_that_dies_ends_its_trainer_and_the_next_one_goes_on(tmp_path: Path, even_task: Path) -> None:
+    """With keys: the second stage learns from the broker whom it lets in."""
+    keys = tmp_path / "keys"
+    key_folder.init(keys)
+    with Run(tmp_path, even_task, rollout__num_rollout=4, trainer__save_interval=1, security__keys=str(keys)) as run:
+        run.keys = keys
+        run.start("broker")
+        trainer = run.start("trainer", *TWO_STAGES)
+        run.start("rollout", name="w1")
+        lineage = run.wait_for("a checkpoint", lambda s: s["checkpoint"] >= 1)["lineage"]
+        puller = WeightPuller(publishers(run), pair=read_key(keys / "rollout.key").pair)
+        assert puller.pull(deadline_s=20).lineage == lineage
+        puller.close()
+        (second,) = [p for p in trainer.family() if p.environ().get("RANK") == "1" and p.ppid() == trainer.pid]
+        trainer.expected.add(1)
+        second.kill()
+        assert trainer.wait() == 1
+        assert run.status()["lineage"] == lineage, "workers keep what they have"
+        run.start("trainer", *TWO_STAGES)
+        run.wait_for("a new lineage", lambda s: s["lineage"] != lineage and s["version"] >= 1)
+        run.complete(timeout_s=120)
+        run.assert_accounted(num_steps=4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
