@@ -11,11 +11,11 @@ from typing import Literal
 
 from rollout.broadcast_group import BroadcastGroup
 from rollout.handoff import buckets, handed_off, size_of
-from rollout.relay import own_host
 from rollout.sglang_client import EngineClient
 from rollout.weight_calls import WeightCalls
 from rollout.weight_route import Kind, WeightRoute, find_route
 from slimebus.errors import WeightsError
+from slimebus.weights.link import own_host
 from slimebus.weights.shared_version import SharedTensor, SharedVersion
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -76,7 +76,7 @@ class EngineWeights:
 
     async def _send(self, changed: list[SharedTensor], route: WeightRoute, tag: str) -> None:
         if route.kind == "broadcast" and self._group is None:
-            self._group = BroadcastGroup(self.calls, own_host(self.client.url), route.num_ranks)
+            self._group = BroadcastGroup(self.calls, own_host(self.client.url).strip("[]"), route.num_ranks)
             await self._group.open()
         await self.calls.begin()
         waiting = list(buckets(changed))
