@@ -32,6 +32,7 @@ from slimebus.weights.messages import (
 )
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest
+from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -75,6 +76,9 @@ class WeightPuller:
     verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
     verified payloads are put to be passed on, and the address of the server that does so. host: the workers of this host, which pull
     once for all of them; tensors then come to be in its folder.
+
+    stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
+    else. What is verified beside the wire is in neither.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class WeightPuller:
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
         self._unfinished: Plan | None = None
         self.counts = PullCounts()
+        self.stages = Stages()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
         """The newest complete version; `have` itself when it is that.
@@ -114,6 +119,7 @@ class WeightPuller:
         is not pulled again by the next pull from the same `have`.
         """
         with self._pulling:
+            self.stages = Stages()
             plan, self._unfinished = self._unfinished, None
             if plan is None or plan.have is not have:
                 memory = self._host.folder if self._host else None
@@ -183,7 +189,8 @@ class WeightPuller:
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
-        manifests = self._manifests(plan, deadline)
+        with self.stages("wire"):
+            manifests = self._manifests(plan, deadline)
         target = _agree(manifests)
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
             return plan.have
@@ -276,10 +283,15 @@ class WeightPuller:
             if self._host:
                 self._host.tell()
             for stream in waiting:
-                checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
+                with self.stages("wire"):
+                    complete = stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts)
+                with self.stages("verify"):
+                    checks.add(complete)
             for job, is_right in checks.finished():
                 self._accept(plan, job, target, is_right, source_of[id(job)])
-        for job, is_right in checks.finished(wait=True):
+        with self.stages("verify"):
+            verdicts = checks.finished(wait=True)
+        for job, is_right in verdicts:
             self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
             if stream.gone and stream.source:

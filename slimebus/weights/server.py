@@ -150,13 +150,21 @@ class WeightServer:
         self._server.reply(request, ChunkReply(gone=gone), frames)
 
     def _try_waiting(self) -> None:
+        """Answer what can be answered by now. A peer asks in the order of the payloads: while its first request waits, so do the rest."""
+        now, held_up = time.monotonic(), set()
         for _ in range(len(self._waiting)):
             until, request = self._waiting.popleft()
+            if request.peer in held_up and now < until:
+                self._waiting.append((until, request))
+                continue
+            num_waiting = len(self._waiting)
             try:
                 assert isinstance(request.message, ChunkRequest)
                 self._send_chunk(request, request.message, until)
             except SlimebusError as problem:
                 self._refuse(request, problem)
+            if len(self._waiting) > num_waiting:
+                held_up.add(request.peer)
 
     def _refuse(self, request: Request, problem: SlimebusError) -> None:
         self.refused[problem.code] += 1
