@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import bench_device
 import bench_fanout
 import bench_serving
 import numpy as np
@@ -44,6 +45,7 @@ def rows(quick: bool) -> list[Row]:
     """All measurements; quick takes a quarter of the bytes."""
     num_values = (1 << 24) if quick else (1 << 26)
     codec_and_store = [*codec_rows(num_values), *merge_rows(num_values // 4), *store_rows(num_values // 2)]
+    codec_and_store += bench_device.rows(lambda: versions(num_values, RARE_LR, 1))
     return [*codec_and_store, *pull_rows(256 if quick else 1024), *bench_fanout.rows(), *bench_serving.rows(quick)]
 
 

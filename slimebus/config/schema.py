@@ -183,6 +183,8 @@ class EngineConfig(Section, frozen=True):
     """[seconds] How long an engine may take to become ready."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """[choice] How running requests pass a weight update: keep their KV cache, recompute it, or end as partial."""
+    weight_route: Literal["auto", "tensor", "broadcast", "disk"] = "auto"
+    """[choice] How SGLang gets weights: shared memory, a broadcast to another host, or a directory that both hosts see."""
 
 
 class WeightsConfig(Section, frozen=True):
