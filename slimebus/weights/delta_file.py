@@ -20,7 +20,7 @@ import xxhash
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, TensorEntry
-from slimebus.weights.plan import Plan, Target
+from slimebus.weights.plan import Plan, Target, check_parts
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, hash_bytes, tensor_bytes
 
 MAGIC = b"SLMBDF01"
@@ -132,7 +132,8 @@ def apply(delta: DeltaFile, base: Weights | None, *, spare: Weights | None = Non
     target, plan = Target(manifest.lineage, manifest.version), Plan(base, spare)
     if base is not None and (base.lineage, base.version) != (manifest.lineage, manifest.base):
         plan = Plan(Weights(manifest.lineage, manifest.base, base.digest, base.tensors, base.hashes), spare)  # judged by its hashes
-    for job in plan.missing([manifest], 1 << 62):
+    check_parts([manifest], 1 << 62)
+    for job in plan.missing([manifest]):
         if job.entry.kind == SAME or (job.entry.kind == DELTA and job.base is None):
             start = "an empty base" if manifest.base == NO_BASE else f"version {manifest.base}"
             raise WeightsError(f"tensor {job.entry.name!r} of the base is not what the delta starts from ({start})", retryable=False)

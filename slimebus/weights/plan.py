@@ -95,12 +95,9 @@ class Plan:
         in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have else set()
         self._spare = {name: t.buffer for name, t in (spare.tensors if spare else {}).items() if id(t.buffer) not in in_use}
 
-    def missing(self, relative: Sequence[Manifest], max_bytes: int) -> Iterator[Job]:
+    def missing(self, relative: Sequence[Manifest]) -> Iterator[Job]:
         """The payloads that are still missing of a part; its manifests differ only in their base."""
         deltas = {manifest.base: {entry.name: entry for entry in manifest.tensors} for manifest in relative}
-        if sum(tensor_bytes(e.name, e.dtype, e.shape) for e in relative[0].tensors) > max_bytes:
-            version = relative[0].version
-            raise WeightsError(f"version {version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
         for entry in relative[0].tensors:
             known = self.known.get(entry.name)
             if known and known.hash == entry.hash and (known.tensor.dtype, known.tensor.shape) == (entry.dtype, entry.shape):
@@ -155,9 +152,19 @@ class Plan:
         entries = [entry for manifest in manifests for entry in manifest.tensors]
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
-        if len(tensors) != len(entries):
-            raise WeightsError(f"version {target.version}: two publishers serve a tensor of one name", retryable=False)
-        digest = version_digest(tensors, hashes)
-        if len(manifests) == 1 and digest != manifests[0].digest:
-            raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
+        for manifest in manifests:
+            if version_digest({entry.name: tensors[entry.name] for entry in manifest.tensors}, hashes) != manifest.digest:
+                raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that their publisher says")
+        digest = manifests[0].digest if len(manifests) == 1 else version_digest(tensors, hashes)
         return Weights(target.lineage, target.version, digest, tensors, hashes)
+
+
+def check_parts(parts: Sequence[Manifest], max_bytes: int) -> None:
+    """Raise WeightsError when the parts of a version are larger than max_bytes together, or have a name twice."""
+    entries = [entry for part in parts for entry in part.tensors]
+    version = parts[0].version
+    if sum(tensor_bytes(entry.name, entry.dtype, entry.shape) for entry in entries) > max_bytes:
+        raise WeightsError(f"version {version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
+    twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
+    if twice is not None:
+        raise WeightsError(f"version {version}: tensor {twice!r} is served by two publishers, or twice by one", retryable=False)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import msgspec
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
-from slimebus.weights.link import Link
+from slimebus.weights.link import Link, wait_for_any
 from slimebus.weights.messages import (
     ChunkReply,
     ChunkRequest,
@@ -31,7 +31,7 @@ from slimebus.weights.messages import (
     Piece,
 )
 from slimebus.weights.onward import Onward
-from slimebus.weights.plan import Job, Plan, Target, WrongDigest
+from slimebus.weights.plan import Job, Plan, Target, WrongDigest, check_parts
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -42,6 +42,8 @@ MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
 """Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
+MAX_ASKERS = 32
+"""Publishers that are asked for their manifest at once; each may have to merge a chain first."""
 MIN_POOLED_BYTES = 1 << 18
 """Smaller tensors are verified sooner than another thread would begin."""
 
@@ -110,6 +112,7 @@ class WeightPuller:
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
+        self._askers = ThreadPoolExecutor(min(len(endpoints), MAX_ASKERS), "weights-ask") if len(endpoints) > 1 else None
         self.counts = PullCounts()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -154,8 +157,9 @@ class WeightPuller:
         with self._pulling:
             for link in (*self._links, *self._sources.values()):
                 link.close()
-            if self._pool:
-                self._pool.shutdown()
+            for pool in (self._pool, self._askers):
+                if pool:
+                    pool.shutdown()
 
     @property
     def refused(self) -> Counter[str]:
@@ -172,7 +176,8 @@ class WeightPuller:
         target = _agree(manifests)
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
             return plan.have
-        queues = [list(plan.missing(part, self._max_bytes)) for part in manifests]
+        check_parts([part[0] for part in manifests], self._max_bytes)
+        queues = [list(plan.missing(part)) for part in manifests]
         if self._onward is not None:
             self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
         try:
@@ -210,7 +215,14 @@ class WeightPuller:
         bases = sorted({known.version for known in plan.known.values()}) or [NO_BASE]
         avoid = list(self._avoid)
         wanted = [ManifestRequest(have_lineage=plan.lineage, have_version=base, serves=self._serves, avoid=avoid) for base in bases]
-        return [[self._manifest(link, request, deadline) for request in wanted] for link in self._links]
+        if self._askers is None:
+            return [self._manifests_of(self._links[0], wanted, deadline)]
+        asked = [self._askers.submit(self._manifests_of, link, wanted, deadline) for link in self._links]
+        wait(asked)  # also when one fails: a link is used by one thread at a time
+        return [part.result() for part in asked]
+
+    def _manifests_of(self, link: Link, wanted: Sequence[ManifestRequest], deadline: float) -> list[Manifest]:
+        return [self._manifest(link, request, deadline) for request in wanted]
 
     def _manifest(self, link: Link, request: ManifestRequest, deadline: float) -> Manifest:
         try:
@@ -226,13 +238,16 @@ class WeightPuller:
             raise (_NoAnswer if isinstance(problem, Unreachable) else _Again)(problem.text) from None
 
     def _fetch(self, plan: Plan, queues: Sequence[Sequence[Job]], links: Sequence[Link], target: Target, deadline: float) -> None:
-        """Every job of every part, `credits` requests in flight on each link."""
-        workers = {id(link): source for source, link in self._sources.items()}
+        """Every job of every part, `credits` requests in flight on each link. Parts that come from one worker share its link."""
+        jobs_of: dict[Link, list[Job]] = {}
+        for link, jobs in zip(links, queues, strict=True):
+            jobs_of.setdefault(link, []).extend(jobs)
+        workers = {link: source for source, link in self._sources.items()}
         streams = [
-            _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(id(link), ""))
-            for link, jobs in zip(links, queues, strict=True)
+            _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
+            for link, jobs in jobs_of.items()
         ]
-        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
+        source_of = {id(job): workers.get(link, "") for link, jobs in jobs_of.items() for job in jobs}
         checks = _Checks(self._pool)
         checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
@@ -240,8 +255,9 @@ class WeightPuller:
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
+            wait_for_any([stream.link for stream in waiting], 0.2)
             for stream in waiting:
-                checks.add(stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts))
+                checks.add(stream.receive(self.counts))
             for job, is_right in checks.finished():
                 self._accept(plan, job, target, is_right, source_of[id(job)])
         for job, is_right in checks.finished(wait=True):
@@ -337,7 +353,7 @@ class _Stream:
     """The chunks of one part in flight on its link."""
 
     def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
-        self._link, self._chunks, self._credits, self.source = link, chunks, credits, source
+        self.link, self._chunks, self._credits, self.source = link, chunks, credits, source
         self.pending: dict[int, _Chunk] = {}
         self.gone = ""
 
@@ -347,13 +363,13 @@ class _Stream:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
-            self.pending[self._link.send(chunk.request)] = chunk
+            self.pending[self.link.send(chunk.request)] = chunk
         return bool(self.pending)
 
-    def receive(self, timeout_s: float, counts: PullCounts) -> list[Job]:
-        """The jobs that the next replies complete; reconnects and asks again after a silence."""
+    def receive(self, counts: PullCounts) -> list[Job]:
+        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
         complete: list[Job] = []
-        for request_id, message, bulk in self._link.receive(timeout_s):
+        for request_id, message, bulk in self.link.receive(0):
             chunk = self.pending.pop(request_id, None)
             if chunk is None:
                 continue
@@ -366,18 +382,18 @@ class _Stream:
             if not isinstance(message, ChunkReply):
                 raise self._wrong(f"answered a chunk request with {type(message).__name__}")
             if message.later:
-                self.pending[self._link.send(chunk.request)] = chunk
+                self.pending[self.link.send(chunk.request)] = chunk
                 continue
             complete += self._take(chunk, message, bulk, counts)
-        if self.pending and self._link.is_stalled:
+        if self.pending and self.link.is_stalled:
             if self.source:
                 raise _BadSource(self.source, "does not answer")
-            self._link.reconnect()
-            self.pending = {self._link.send(chunk.request): chunk for chunk in self.pending.values()}
+            self.link.reconnect()
+            self.pending = {self.link.send(chunk.request): chunk for chunk in self.pending.values()}
         return complete
 
     def _wrong(self, what: str) -> _Again:
-        return _BadSource(self.source, what) if self.source else _Again(f"{self._link.endpoint} {what}")
+        return _BadSource(self.source, what) if self.source else _Again(f"{self.link.endpoint} {what}")
 
     def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
         """Put the pieces where they belong. A job with a piece that is gone never completes."""
