@@ -15,10 +15,11 @@ from typing import Any
 
 from rollout.engines import Engines
 from rollout.relay import Relay
-from slimebus.errors import SlimebusError
+from slimebus.errors import SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
 from slimebus.spans import Spans
+from slimebus.weights.host_share import HostShare, sweep_turns
 from slimebus.weights.shared_folder import SharedFolder
 from slimebus.weights.shared_version import SharedVersion
 
@@ -50,6 +51,7 @@ class WeightSync:
         self.failures = 0
         self.last_sync_s = 0.0
         self.pulled_bytes = 0
+        self.neighbour_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._news = asyncio.Event()
         self._weights: Any = None
@@ -57,7 +59,9 @@ class WeightSync:
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
         self._served: tuple[SharedVersion, ...] = ()
-        self._folder = SharedFolder(Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir()))
+        root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
+        sweep_turns(root)
+        self._folder = SharedFolder(root)
 
     def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""
@@ -100,8 +104,12 @@ class WeightSync:
         with self.spans("share", version=weights.version):
             weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
-        with self.spans("load", version=weights.version):
-            await self.engines.update_weights(shared)
+        try:
+            with self.spans("load", version=weights.version):
+                await self.engines.update_weights(shared)
+        except WeightsError:
+            self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
+            raise
         self._weights, self._served = weights, (shared,)
         await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)
@@ -123,24 +131,25 @@ class WeightSync:
         if puller is None:
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
-        self.pulled_bytes = puller.counts.received_bytes
+        self.pulled_bytes, self.neighbour_bytes = puller.counts.received_bytes, puller.counts.neighbour_bytes
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
         from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
         from slimebus.weights.puller import WeightPuller
 
+        host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:
-                return WeightPuller(publishers, pair=self._pair_used)
-            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address)
+                return WeightPuller(publishers, pair=self._pair_used, host=host)
+            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address, host=host)
         if self.disk is None:
             raise SlimebusError(
                 f"the trainer writes its weights to {publishers[0]}; "
                 "set weights.weights_transport: disk, and weights.weights_dir to where this node sees that directory",
                 code="config",
             )
-        return DiskPuller(chain_dir(self.disk, lineage))
+        return DiskPuller(chain_dir(self.disk, lineage), host=host)
 
     def _close_puller(self) -> None:
         puller, self._puller = self._puller, None  # the pulling thread may close it too

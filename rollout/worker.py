@@ -359,6 +359,7 @@ class Worker:
                 "pull_failures": float(self.sync.failures),
                 "sync_s": self.sync.last_sync_s,
                 "pulled_bytes": float(self.sync.pulled_bytes),
+                "neighbour_bytes": float(self.sync.neighbour_bytes),
                 "passed_on_bytes": float(self.relay.server.sent_bytes if self.relay else 0),
             }
         return values

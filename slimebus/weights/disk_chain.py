@@ -20,8 +20,9 @@ import msgspec
 
 from slimebus.errors import WeightsError
 from slimebus.weights import delta_file
+from slimebus.weights.host_share import HostShare
 from slimebus.weights.messages import Manifest
-from slimebus.weights.puller import PullCounts
+from slimebus.weights.plan import Memory, Plan, PullCounts, Target
 from slimebus.weights.store import VersionInfo, VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, hash_bytes
 
@@ -158,10 +159,11 @@ class DiskChain:
 
 
 class DiskPuller:
-    """A worker's side, with the face of a WeightPuller. folder: that of the lineage."""
+    """A worker's side, with the face of a WeightPuller. folder: that of the lineage. host: as there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, host: HostShare | None = None) -> None:
         self.folder, self.counts = folder, PullCounts()
+        self._host = host
         self._cancelled = threading.Event()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -169,12 +171,21 @@ class DiskPuller:
 
         Raises WeightsError when there was none within deadline_s seconds, or one that does not verify.
         """
+        if self._host is None:
+            return self._pull(have, deadline_s, spare)
+        self._host.begin()
+        try:
+            return self._pull(have, deadline_s, spare)
+        finally:
+            self._host.end()
+
+    def _pull(self, have: Weights | None, deadline_s: float, spare: Weights | None) -> Weights:
         deadline, pause_s, reason = time.monotonic() + deadline_s, FIRST_PAUSE_S, f"no version in {self.folder} yet"
         while not self._cancelled.is_set():
             try:
                 latest = read_latest(self.folder)
                 if latest is not None:
-                    return self._follow(latest, have, spare)
+                    return self._shared(latest, have, deadline) or self._follow(latest, have, spare)
             except (WeightsError, FileNotFoundError) as problem:  # a version that was collected under our feet, a file in the making
                 reason = str(problem)
             if time.monotonic() + pause_s > deadline:
@@ -182,6 +193,24 @@ class DiskPuller:
             self._cancelled.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise WeightsError("the pull was cancelled")
+
+    def _shared(self, latest: Latest, have: Weights | None, deadline: float) -> Weights | None:
+        """The version without reading its payloads, when `have` and the neighbours have all of it; None when it is to be read."""
+        if self._host is None:
+            return None
+        path = delta_path(self.folder, latest.version)
+        try:
+            found = self._read(path if path.is_file() else full_path(self.folder, latest.version)).manifest
+        except WeightsError:  # damaged; there may be another way to this version
+            return None
+        plan, target = Plan(have, None, memory=self._host.folder, counts=self.counts), Target(found.lineage, found.version)
+        self._host.share(plan, found.tensors, target, until=deadline, cancelled=self._cancelled)
+        if plan.lacks(found.tensors):
+            return None
+        if have is not None and (have.lineage, have.version) == target:
+            return have
+        self.counts.pulls += 1
+        return plan.finish([found], target)
 
     def _follow(self, latest: Latest, have: Weights | None, spare: Weights | None) -> Weights:
         is_ours = have is not None and have.lineage == self.folder.name and have.version <= latest.version
@@ -191,7 +220,7 @@ class DiskPuller:
             except WeightsError:
                 self.counts.wrong_bytes += 1  # damaged on the way: the full copy and its deltas may be whole
         self.counts.full_tensors += 1
-        whole = self._load(full_path(self.folder, latest.full), have, spare)
+        whole = self._load(full_path(self.folder, latest.full), have, spare, is_last=latest.full == latest.version)
         return self._step(whole, latest, None)
 
     def _has_deltas(self, have: int, newest: int) -> bool:
@@ -202,20 +231,29 @@ class DiskPuller:
         start = weights
         for version in range(weights.version + 1, latest.version + 1):
             before = weights
-            weights = self._load(delta_path(self.folder, version), before, spare)
+            weights = self._load(delta_path(self.folder, version), before, spare, is_last=version == latest.version)
             spare = before if before is not start else spare
         if weights.digest != latest.digest:
             raise WeightsError(f"version {latest.version} in {self.folder} has digest {weights.digest}, announced was {latest.digest}")
         self.counts.pulls += weights is not start
         return weights
 
-    def _load(self, path: Path, base: Weights | None, spare: Weights | None) -> Weights:
+    def _load(self, path: Path, base: Weights | None, spare: Weights | None, *, is_last: bool) -> Weights:
+        """Only the last version of a chain is put into shared memory."""
+        found = self._read(path)
+        memory: Memory | None = None
+        if self._host is not None:
+            self._host.tell()
+            memory = self._host.folder if is_last else None
+        loaded = delta_file.apply(found, base, spare=spare, memory=memory)
+        self.counts.received_bytes += path.stat().st_size
+        return loaded
+
+    def _read(self, path: Path) -> delta_file.DeltaFile:
         found = delta_file.read(path)
         if found.manifest.lineage != self.folder.name:
             raise WeightsError(f"{path} is of lineage {found.manifest.lineage}, its folder of {self.folder.name}", retryable=False)
-        loaded = delta_file.apply(found, base, spare=spare)
-        self.counts.received_bytes += path.stat().st_size
-        return loaded
+        return found
 
     def cancel(self) -> None:
         """End a pull that another thread waits for; for good."""

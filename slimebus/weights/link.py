@@ -125,6 +125,10 @@ class Link:
             f"{self.refusal or 'is the trainer running?'}"
         )
 
+    def listen(self) -> None:
+        """Silence counts from now: nothing was asked before."""
+        self._heard_at = time.monotonic()
+
     @property
     def socket(self) -> Any:
         """The connection of the moment, to wait on."""

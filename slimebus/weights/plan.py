@@ -1,9 +1,10 @@
 """What a pull knows, what it still needs, and whether what came is right. No socket here."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -12,10 +13,43 @@ from numpy.typing import NDArray
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights.messages import DELTA, Manifest, TensorEntry
+from slimebus.weights.tensor_file import TensorForm
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, hash_bytes, tensor_bytes, version_digest
 
 MAX_WRONG_BYTES = 3
 """A tensor that fails its hash this often in one pull is not tried again."""
+
+
+@dataclass
+class PullCounts:
+    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers.
+
+    neighbour_tensors, neighbour_bytes: taken from other workers of this host, through shared memory.
+    """
+
+    pulls: int = 0
+    received_bytes: int = 0
+    delta_tensors: int = 0
+    full_tensors: int = 0
+    neighbour_tensors: int = 0
+    neighbour_bytes: int = 0
+    wrong_bytes: int = 0
+    rounds: int = 0
+    from_workers: int = 0
+    bad_sources: int = 0
+
+
+class Memory(Protocol):
+    """Where the tensors of a pull come to be, and where some may be already."""
+
+    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
+        """A place for the bytes of a tensor. Called by several threads. Raises WeightsError where there is no room."""
+
+    def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None:
+        """They are there, and verified."""
+
+    def check_room(self, size: int) -> None:
+        """Raises WeightsError when so many bytes cannot be allocated."""
 
 
 @dataclass
@@ -33,11 +67,24 @@ class Job:
 
     entry: TensorEntry
     base: Known | None  # None: the payload is the tensor itself
-    payload: NDArray[np.uint8]
-    result: NDArray[np.uint8]  # where the tensor comes to be; the payload itself when there is no base
+    allocate: Callable[[], NDArray[np.uint8]]
     missing_bytes: int
     hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     hashed_bytes: int = 0
+
+    @functools.cached_property
+    def result(self) -> NDArray[np.uint8]:
+        """Where the tensor comes to be. Raises WeightsError where there is no room."""
+        return self.allocate()
+
+    @functools.cached_property
+    def payload(self) -> NDArray[np.uint8]:
+        """Where the payload comes to be; without a base it is the tensor."""
+        return self.result if self.base is None else np.empty(self.entry.size, np.uint8)
+
+    @property
+    def form(self) -> TensorForm:
+        return form_of(self.entry)
 
     @property
     def base_version(self) -> int:
@@ -70,6 +117,11 @@ class Job:
         return hash_bytes(self.result) == self.entry.hash
 
 
+def form_of(entry: TensorEntry) -> TensorForm:
+    """What the tensor of an entry is."""
+    return TensorForm(entry.name, entry.dtype, tuple(entry.shape), entry.hash)
+
+
 class Target(NamedTuple):
     """The version that a round is about."""
 
@@ -84,8 +136,10 @@ class WrongDigest(WeightsError):
 class Plan:
     """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice."""
 
-    def __init__(self, have: Weights | None, spare: Weights | None) -> None:
-        self.have = have
+    def __init__(
+        self, have: Weights | None, spare: Weights | None, *, memory: Memory | None = None, counts: PullCounts | None = None
+    ) -> None:
+        self.have, self._memory, self.counts = have, memory, counts or PullCounts()
         self.lineage = have.lineage if have else ""
         self.known: dict[str, Known] = {}
         if have:
@@ -95,13 +149,27 @@ class Plan:
         in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have else set()
         self._spare = {name: t.buffer for name, t in (spare.tensors if spare else {}).items() if id(t.buffer) not in in_use}
 
+    def lacks(self, entries: Iterable[TensorEntry]) -> list[TensorForm]:
+        """The tensors that are not known as an entry says they are."""
+        return [form_of(entry) for entry in entries if not self._has(entry)]
+
+    def _has(self, entry: TensorEntry) -> bool:
+        known = self.known.get(entry.name)
+        return known is not None and known.hash == entry.hash and (known.tensor.dtype, known.tensor.shape) == (entry.dtype, entry.shape)
+
+    def check_size(self, entries: Sequence[TensorEntry], target: Target, max_bytes: int) -> None:
+        """Raises WeightsError for more than max_bytes of tensors."""
+        if sum(tensor_bytes(e.name, e.dtype, e.shape) for e in entries) > max_bytes:
+            raise WeightsError(f"version {target.version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
+
     def missing(self, relative: Sequence[Manifest]) -> Iterator[Job]:
         """The payloads that are still missing of a part; its manifests differ only in their base."""
         deltas = {manifest.base: {entry.name: entry for entry in manifest.tensors} for manifest in relative}
-        for entry in relative[0].tensors:
+        entries = [entry for entry in relative[0].tensors if not self._has(entry)]
+        if self._memory is not None:
+            self._memory.check_room(sum(form_of(entry).size for entry in entries))
+        for entry in entries:
             known = self.known.get(entry.name)
-            if known and known.hash == entry.hash and (known.tensor.dtype, known.tensor.shape) == (entry.dtype, entry.shape):
-                continue
             delta = deltas.get(known.version, {}).get(entry.name) if known else None
             yield self._delta_job(known, delta) if known and delta and self._can_step(known, delta) else self._full_job(entry)
 
@@ -111,30 +179,35 @@ class Plan:
         return entry.kind == DELTA and is_same_form and is_smaller and known.hash == entry.base_hash and not self._wrong[entry.name]
 
     def _delta_job(self, known: Known, entry: TensorEntry) -> Job:
-        result = self._buffer(entry.name, len(known.tensor.buffer))
-        return Job(entry, known, np.empty(entry.size, np.uint8), result, entry.size)
+        return Job(entry, known, functools.partial(self._buffer, entry), entry.size)
 
     def _full_job(self, entry: TensorEntry) -> Job:
-        size = tensor_bytes(entry.name, entry.dtype, entry.shape)
-        buffer = self._buffer(entry.name, size)
-        return Job(entry, None, buffer, buffer, size)
+        return Job(entry, None, functools.partial(self._buffer, entry), form_of(entry).size)
 
-    def _buffer(self, name: str, size: int) -> NDArray[np.uint8]:
-        spare = self._spare.pop(name, None)
-        if spare is not None and len(spare) == size and spare.flags.writeable:
+    def _buffer(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        form = form_of(entry)
+        if self._memory is not None:
+            return self._memory.allocate(form)
+        spare = self._spare.pop(form.name, None)
+        if spare is not None and len(spare) == form.size and spare.flags.writeable:
             return spare
         try:
-            return np.empty(size, np.uint8)
+            return np.empty(form.size, np.uint8)
         except MemoryError:
-            raise WeightsError(f"no memory for the {size} bytes of tensor {name!r}", retryable=False) from None
+            raise WeightsError(f"no memory for the {form.size} bytes of tensor {form.name!r}", retryable=False) from None
 
     def learn(self, job: Job, target: Target) -> None:
         """A tensor is verified."""
+        if self._memory is not None:
+            self._memory.keep(job.form, job.result)
+        self.adopt(job.form, job.result, target)
+
+    def adopt(self, form: TensorForm, buffer: NDArray[np.uint8], target: Target) -> None:
+        """A verified tensor is there, wherever it came from."""
         if self.lineage != target.lineage:
             self._enter(target.lineage)
         self.num_verified += 1
-        tensor = Tensor(job.entry.dtype, tuple(job.entry.shape), job.result)
-        self.known[job.entry.name] = Known(target.version, job.entry.hash, tensor)
+        self.known[form.name] = Known(target.version, form.hash, Tensor(form.dtype, form.shape, buffer))
 
     def note_wrong(self, entry: TensorEntry, target: Target) -> None:
         """Raises WeightsError when it was wrong too often."""
@@ -159,12 +232,8 @@ class Plan:
         return Weights(target.lineage, target.version, digest, tensors, hashes)
 
 
-def check_parts(parts: Sequence[Manifest], max_bytes: int) -> None:
-    """Raise WeightsError when the parts of a version are larger than max_bytes together, or have a name twice."""
-    entries = [entry for part in parts for entry in part.tensors]
-    version = parts[0].version
-    if sum(tensor_bytes(entry.name, entry.dtype, entry.shape) for entry in entries) > max_bytes:
-        raise WeightsError(f"version {version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
+def check_names(entries: Iterable[TensorEntry]) -> None:
+    """Raises WeightsError when two of the tensors have one name."""
     twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
     if twice is not None:
-        raise WeightsError(f"version {version}: tensor {twice!r} is served by two publishers, or twice by one", retryable=False)
+        raise WeightsError(f"tensor {twice!r} is served by two publishers, or twice by one", retryable=False)

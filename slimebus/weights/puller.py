@@ -14,13 +14,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
+from slimebus.weights.host_share import HostShare
 from slimebus.weights.link import Link, wait_for_any
 from slimebus.weights.messages import (
     ChunkReply,
@@ -31,7 +31,7 @@ from slimebus.weights.messages import (
     Piece,
 )
 from slimebus.weights.onward import Onward
-from slimebus.weights.plan import Job, Plan, Target, WrongDigest, check_parts
+from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest, check_names
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -64,27 +64,14 @@ class _NoAnswer(_Again):
     """Time ran out while nobody answered; says less than what was wrong before."""
 
 
-@dataclass
-class PullCounts:
-    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers."""
-
-    pulls: int = 0
-    received_bytes: int = 0
-    delta_tensors: int = 0
-    full_tensors: int = 0
-    wrong_bytes: int = 0
-    rounds: int = 0
-    from_workers: int = 0
-    bad_sources: int = 0
-
-
 class WeightPuller:
     """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it). Used by one thread at a time.
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
     verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
-    verified payloads are put to be passed on, and the address of the server that does so.
+    verified payloads are put to be passed on, and the address of the server that does so. host: the workers of this host, which pull
+    once for all of them; tensors then come to be in its folder.
     """
 
     def __init__(
@@ -100,13 +87,14 @@ class WeightPuller:
         pair: KeyPair | None = None,
         onward: Onward | None = None,
         serves: str = "",
+        host: HostShare | None = None,
     ) -> None:
         if not endpoints:
             raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
         self._links = [Link(endpoint, name=name, stall_s=stall_s, pair=pair) for endpoint in endpoints]
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._link_to: Callable[[str], Link] = lambda endpoint: Link(endpoint, name=name, stall_s=stall_s, pair=pair)
-        self._onward, self._serves = onward, serves
+        self._onward, self._own_address, self._host = onward, serves, host
         self._sources: dict[str, Link] = {}
         self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
         self._cancelled = threading.Event()
@@ -122,7 +110,13 @@ class WeightPuller:
         newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
         """
         with self._pulling:
-            return self._pull(Plan(have, spare), deadline_s)
+            if self._host is None:
+                return self._pull(Plan(have, spare, counts=self.counts), deadline_s)
+            self._host.begin()
+            try:
+                return self._pull(Plan(have, None, memory=self._host.folder, counts=self.counts), deadline_s)
+            finally:
+                self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
@@ -169,6 +163,11 @@ class WeightPuller:
     def _addresses(self) -> str:
         return ", ".join(link.endpoint for link in self._links)
 
+    @property
+    def _serves(self) -> str:
+        """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
+        return self._own_address if self._host is None or self._host.is_puller else ""
+
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
@@ -176,7 +175,11 @@ class WeightPuller:
         target = _agree(manifests)
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
             return plan.have
-        check_parts([part[0] for part in manifests], self._max_bytes)
+        entries = [entry for part in manifests for entry in part[0].tensors]
+        check_names(entries)
+        plan.check_size(entries, target, self._max_bytes)
+        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
+            raise _Again("a neighbour has pulled; it is this worker's turn")
         queues = [list(plan.missing(part)) for part in manifests]
         if self._onward is not None:
             self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
@@ -195,7 +198,9 @@ class WeightPuller:
 
     def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
         """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
-        source = next((name for name in part[0].sources if name not in self._avoid and name != self._serves), "") if len(part) == 1 else ""
+        source = (
+            next((name for name in part[0].sources if name not in self._avoid and name != self._own_address), "") if len(part) == 1 else ""
+        )
         if not source:
             return publisher
         if source not in self._sources:
@@ -255,6 +260,8 @@ class WeightPuller:
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
                 raise _Again("the deadline came in the middle of the transfer")
+            if self._host:
+                self._host.tell()
             wait_for_any([stream.link for stream in waiting], 0.2)
             for stream in waiting:
                 checks.add(stream.receive(self.counts))
@@ -294,7 +301,7 @@ class _Checks:
 
     def add(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            if self._pool is None or len(job.result) < MIN_POOLED_BYTES:
+            if self._pool is None or job.form.size < MIN_POOLED_BYTES:
                 self._done.append((job, job.is_right()))
             else:
                 self._running.append((job, self._pool.submit(job.is_right)))
@@ -359,6 +366,8 @@ class _Stream:
 
     def fill(self, *, more: bool) -> bool:
         """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
+        if not self.pending:
+            self.link.listen()
         while more and len(self.pending) < self._credits:
             chunk = next(self._chunks, None)
             if chunk is None:

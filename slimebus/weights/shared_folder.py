@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -52,7 +53,7 @@ class SharedFolder:
             folder.mkdir()
         self._filling: dict[int, tuple[Buffer, Path]] = {}
         self._damaged: set[Path] = set()
-        self._num_made = 0
+        self._numbers = itertools.count()  # of threads that allocate at once
 
     # --- a pull's memory ---
 
@@ -62,9 +63,9 @@ class SharedFolder:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             buffer = tensor_file.create(descriptor, form)
-        except (OSError, WeightsError) as bad:
+        except OSError as bad:
             path.unlink(missing_ok=True)
-            raise self._no_room(form.size, bad) from None
+            raise self._no_room(form.size) if bad.errno == errno.ENOSPC else WeightsError(f"{path}: {bad.strerror}") from None
         finally:
             os.close(descriptor)
         self._filling[id(buffer)] = buffer, path
@@ -75,7 +76,7 @@ class SharedFolder:
         _, path = self._filling.pop(id(buffer))
         buffer.flags.writeable = False
         path.chmod(0o400)
-        path.rename(self._tensors / form.file_name)
+        self._damaged.discard(path.rename(self._tensors / form.file_name))
 
     def discard_unfinished(self) -> None:
         """What was allocated and not kept goes back to the system."""
@@ -111,18 +112,18 @@ class SharedFolder:
             link.unlink(missing_ok=True)
 
     def _new_path(self) -> Path:
-        self._num_made += 1
-        return self._unfinished / f"{self._num_made}{tensor_file.SUFFIX}"
+        return self._unfinished / f"{next(self._numbers)}{tensor_file.SUFFIX}"
 
-    def _no_room(self, size: int, bad: OSError | WeightsError) -> WeightsError:
-        if isinstance(bad, WeightsError):
-            return bad
-        if bad.errno != errno.ENOSPC:
-            return WeightsError(f"{self.path}: {bad.strerror}")
+    def check_room(self, size: int) -> None:
+        """Raises WeightsError when `size` bytes are not free."""
+        if size > shutil.disk_usage(self.root).free:
+            raise self._no_room(size)
+
+    def _no_room(self, size: int) -> WeightsError:
         free = shutil.disk_usage(self.root).free
         return WeightsError(
-            f"{self.root} has no room for a tensor of {size} bytes ({free} bytes are free); it must hold the model and what changes "
-            "between two versions: make it larger, or set weights.weights_shm to a larger memory-backed directory"
+            f"{self.root} has no room for {size} bytes of tensors: {free} are free. It must hold the model and what changes between two "
+            "versions: make it larger, or set weights.weights_shm to a larger memory-backed directory"
         )
 
     # --- versions ---
@@ -143,8 +144,7 @@ class SharedFolder:
     def make_version(self, weights: Weights, config_from: Path) -> SharedVersion:
         """A version whose tensors are all held here, as a model directory that appears when it is complete. config_from: a model's."""
         forms = _forms(weights)
-        self._num_made += 1
-        directory = self._versions / f"{weights.version}-{self._num_made}"
+        directory = self._versions / f"{weights.version}-{next(self._numbers)}"
         unfinished = self._unfinished / directory.name
         unfinished.mkdir()
         copy_config(config_from, unfinished)

@@ -1,6 +1,7 @@
 """A version in parts: every publisher is asked at once, and it counts when all of them agree and verify."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 
 from slimebus.errors import WeightsError
-from slimebus.weights.messages import Manifest
+from slimebus.weights.messages import Manifest, ManifestRequest
 from slimebus.weights.onward import Onward
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
@@ -89,6 +90,47 @@ def test_a_worker_passes_on_the_parts_of_all_publishers(make, model, after, chec
         others = second.pull(others, deadline_s=20)
     assert passing.sent_bytes == second.counts.received_bytes
     assert second.counts.bad_sources == 0
+
+
+def test_a_worker_that_was_not_asked_for_long_is_not_taken_for_a_silent_one(make, model, after, check) -> None:
+    parts = make(model, 2, degree=1)
+    (first, passing), (second, _) = parts.worker(), parts.worker()
+    weights, others = first.pull(deadline_s=20), second.pull(deadline_s=20)
+    model = after(model, 1)
+    parts.publish(model)
+    first.pull(weights, deadline_s=20)
+    for link in second._sources.values():
+        link._heard_at -= 100
+    read = passing._store.read
+    passing._store.read = lambda *asked: (time.sleep(0.3), read(*asked))[1]
+    check(second.pull(others, deadline_s=20), model)
+    assert second.counts.bad_sources == 0
+
+
+def test_a_worker_that_is_named_before_it_has_begun_is_waited_for(make, model, check) -> None:
+    """As while its other publishers are still on their way to the version."""
+    parts = make(model, 2, degree=1)
+    (first, passing), (second, _) = parts.worker(), parts.worker()
+    named = ManifestRequest(serves=passing.endpoint)
+    for link in first._links:
+        link.ask(named, time.monotonic() + 10, threading.Event())
+    late = threading.Timer(0.3, first.pull)
+    late.start()
+    check(second.pull(deadline_s=20), model)
+    late.join()
+    assert second.counts.bad_sources == 0
+    assert passing.sent_bytes == second.counts.received_bytes
+
+
+def test_a_worker_that_never_begins_is_gone_around(make, model, check) -> None:
+    parts = make(model, 2, degree=1)
+    (first, passing), (second, _) = parts.worker(), parts.worker()
+    for link in first._links:
+        link.ask(ManifestRequest(serves=passing.endpoint), time.monotonic() + 10, threading.Event())
+    started = time.monotonic()
+    check(second.pull(deadline_s=20), model)
+    assert time.monotonic() - started < 10
+    assert second.counts.bad_sources == 1
 
 
 def test_publishers_are_asked_at_once(make, model, check) -> None:

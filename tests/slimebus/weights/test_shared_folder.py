@@ -192,7 +192,7 @@ def test_memory_that_is_full_is_an_error_that_says_what_to_do(folder: SharedFold
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WeightsError, match=r"has no room for .* bytes are free.*weights\.weights_shm"):
+    with pytest.raises(WeightsError, match=r"has no room for 2 bytes of tensors: .* are free.*weights\.weights_shm"):
         folder.hold(weights(a=[1]))
     assert not names(folder.path / "unfinished")
 
