@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import bench_fanout
+import bench_serving
 import numpy as np
 import zstandard
 from bench_row import Row, row
@@ -39,7 +40,7 @@ def rows(quick: bool) -> list[Row]:
     """All measurements; quick takes a quarter of the bytes."""
     num_values = (1 << 24) if quick else (1 << 26)
     codec_and_store = [*codec_rows(num_values), *merge_rows(num_values // 4), *store_rows(num_values // 2)]
-    return [*codec_and_store, *pull_rows(256 if quick else 1024), *bench_fanout.rows()]
+    return [*codec_and_store, *pull_rows(256 if quick else 1024), *bench_fanout.rows(), *bench_serving.rows(quick)]
 
 
 def codec_rows(num_values: int) -> list[Row]:

@@ -8,7 +8,6 @@ import logging
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 
 from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
@@ -18,6 +17,7 @@ from broker.state.table import PromptSource
 from broker.store import open_store
 from slimebus import logs
 from slimebus.config import Resolved, RunConfig
+from slimebus.config.check import check_evaluations
 from slimebus.dynamic_filter import is_reward_spread
 from slimebus.errors import ConfigError, UsageError
 from slimebus.prompt_record import PromptKeys
@@ -33,7 +33,7 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     logs.set_up("broker", debug=debug)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _setter(stop))
+        signal.signal(number, lambda *_: stop.set())
     broker = build(resolved)
     _settle_memory()
     log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
@@ -76,6 +76,7 @@ def _write_status(path: Path, broker: Broker) -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
+    check_evaluations(config)
     keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
@@ -202,10 +203,3 @@ def sampling(config: RunConfig) -> Sampling:
     if r.rollout_stop_token_ids:
         chosen["stop_token_ids"] = list[str | int](r.rollout_stop_token_ids)
     return chosen
-
-
-def _setter(stop: threading.Event) -> "signal._HANDLER":
-    def handler(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    return handler

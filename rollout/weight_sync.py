@@ -50,11 +50,13 @@ class WeightSync:
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
+        self.stage_s: dict[str, float] = {}  # of the last version served: wire, verify, share, load
         self.pulled_bytes = 0
         self.neighbour_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._news = asyncio.Event()
         self._weights: Any = None
+        self._pulled_s: dict[str, float] = {}
         self._puller: Any = None
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
@@ -101,11 +103,11 @@ class WeightSync:
             pull.about["version"] = weights.version
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
-        with self.spans("share", version=weights.version):
+        with self.spans("share", version=weights.version) as share:
             weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
         try:
-            with self.spans("load", version=weights.version):
+            with self.spans("load", version=weights.version) as load:
                 await self.engines.update_weights(shared)
         except WeightsError:
             self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
@@ -115,6 +117,7 @@ class WeightSync:
         self.serving = (weights.lineage, weights.version)
         self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
         self.last_sync_s = time.monotonic() - start
+        self.stage_s = {**self._pulled_s, "share": share.seconds, "load": load.seconds}
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
         self.on_change()
 
@@ -132,6 +135,7 @@ class WeightSync:
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
         self.pulled_bytes, self.neighbour_bytes = puller.counts.received_bytes, puller.counts.neighbour_bytes
+        self._pulled_s = dict(puller.stages.seconds)
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:

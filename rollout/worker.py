@@ -362,6 +362,7 @@ class Worker:
                 "neighbour_bytes": float(self.sync.neighbour_bytes),
                 "passed_on_bytes": float(self.relay.server.sent_bytes if self.relay else 0),
             }
+            values |= {f"sync_{stage}_s": seconds for stage, seconds in self.sync.stage_s.items()}
         return values
 
     def _threadsafe(self, function: Callable[..., None], *args: Any) -> None:

@@ -12,7 +12,7 @@ from slimebus.errors import DataError
 
 LANES = {
     "step": ("wait", "train", "publish", "save", "commit"),
-    "versions": ("encode",),
+    "versions": ("encode", "announce"),
     "weights": ("pull", "share", "load"),
     "groups": ("sample",),
 }

@@ -20,6 +20,7 @@ BARS = {
     "save": ("#b59f3b", "checkpoint"),
     "commit": (INK, "commit"),
     "encode": ("#7a4f9a", "encode"),
+    "announce": ("#b39bc8", "announce"),
     "pull": (REWARD, "pull"),
     "share": ("#3c8d5a", ""),
     "load": ("#3c8d5a", "load into the engine"),

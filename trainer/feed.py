@@ -7,6 +7,7 @@ commit(s): frees the groups of every step before the newest durable checkpoint
 import logging
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -33,6 +34,9 @@ from slimebus.transport.client import Client
 log = logging.getLogger("trainer")
 
 WAIT_S = 15.0
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
+MAX_CHOICES = 256
+"""A batch that was chosen so often before its groups could be fetched ends the trainer; each time takes a damaged group out of it."""
 FETCH_TOKENS = 1_000_000
 """Tokens of one fetch: about 10 MB with logprobs and masks, far below any message bound."""
 
@@ -57,8 +61,8 @@ class FetchedBatch(msgspec.Struct):
 class Feed:
     """The trainer's side of the broker's batches; used by rank 0 alone."""
 
-    def __init__(self, client: Client, config: RunConfig) -> None:
-        self.client, self.config = client, config
+    def __init__(self, client: Client, config: RunConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.client, self.config, self.sleep = client, config, sleep
         self.waited_s = 0.0
         self._trained = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
@@ -82,13 +86,20 @@ class Feed:
         return self._thread.submit(self._load, step)
 
     def _load(self, step: int) -> FetchedBatch:
-        while True:
+        for choice in range(MAX_CHOICES):
             try:
                 return self._load_once(step)
             except SlimebusError as bad:
                 if bad.code != "not_assigned":
                     raise
-                log.warning("the batch of step %d is chosen anew: %s", step, bad.text)
+                problem = bad.text
+            log.warning("the batch of step %d is chosen anew: %s", step, problem)
+            self.sleep(min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(choice, 16)))
+        raise SlimebusError(
+            f"the batch of step {step} was chosen {MAX_CHOICES} times, each time a group of it was gone when it was fetched: {problem}; "
+            "the broker's log and `slimebus buffer verify` say why",
+            code="not_assigned",
+        )
 
     def _load_once(self, step: int) -> FetchedBatch:
         reply = self._await_batch(step)

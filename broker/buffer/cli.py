@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -202,138 +203,102 @@ def restore(words: tuple[str, ...], run_dir: str | None, source: Path, as_json: 
 # --- changing ---
 
 
+class Wish(NamedTuple):
+    """How a command reaches the broker that changes the run, and how it says what came of it."""
+
+    given: dict[str, str]
+    broker: str | None
+    as_json: bool
+    timeout_s: float
+
+
+def changes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of those that change a run; it gets them as one `wish`."""
+
+    @functools.wraps(command)
+    def ask(
+        run_dir: str | None, broker: str | None, keys: str | None, key_name: str | None, as_json: bool, timeout_s: float, **own: Any
+    ) -> None:
+        command(wish=Wish(_given(run_dir, keys, key_name), broker, as_json, timeout_s), **own)
+
+    for option in (TIMEOUT, JSON, KEY_NAME, KEYS, BROKER, RUN_DIR):
+        option(ask)
+    return ask
+
+
 @buffer.command()
 @WORDS
-@RUN_DIR
-@BROKER
-@KEYS
-@KEY_NAME
+@changes
 @STATE
 @REASON
 @click.option("--why", default="", help="[text] Kept and counted as the reason.")
-@JSON
-@TIMEOUT
-def drop(
-    words: tuple[str, ...],
-    run_dir: str | None,
-    broker: str | None,
-    keys: str | None,
-    key_name: str | None,
-    states: tuple[str, ...],
-    containing: str,
-    why: str,
-    as_json: bool,
-    timeout_s: float,
-) -> None:
+def drop(wish: Wish, words: tuple[str, ...], states: tuple[str, ...], containing: str, why: str) -> None:
     """Take groups out of the run: those given, or all that --state and --reason choose. Their prompts are not trained.
 
     Queued, leased, ready and dead groups can be dropped; one that is part of a batch belongs to the trainer.
     """
-    given = _given(run_dir, keys, key_name)
-    _edit("drop", words, given, broker, states, containing, why, as_json=as_json, timeout_s=timeout_s)
+    _edit("drop", words, wish, states, containing, why)
 
 
 @buffer.command()
 @WORDS
-@RUN_DIR
-@BROKER
-@KEYS
-@KEY_NAME
+@changes
 @click.option("--state", "states", multiple=True, type=click.Choice(["dead", "dropped"]), help="[choice] All groups that ended so.")
 @REASON
-@JSON
-@TIMEOUT
-def replay(
-    words: tuple[str, ...],
-    run_dir: str | None,
-    broker: str | None,
-    keys: str | None,
-    key_name: str | None,
-    states: tuple[str, ...],
-    containing: str,
-    as_json: bool,
-    timeout_s: float,
-) -> None:
+def replay(wish: Wish, words: tuple[str, ...], states: tuple[str, ...], containing: str) -> None:
     """Try dead or dropped groups again: their prompts are queued, their failed attempts forgotten."""
-    given = _given(run_dir, keys, key_name)
-    _edit("replay", words, given, broker, states, containing, "", as_json=as_json, timeout_s=timeout_s)
+    _edit("replay", words, wish, states, containing)
 
 
 @buffer.command("import")
 @click.argument("words", nargs=-1, metavar="[RUN.yaml] FILE...")
-@RUN_DIR
-@BROKER
-@KEYS
-@KEY_NAME
+@changes
 @click.option("--prompts-only", is_flag=True, help="Leave the samples out: the prompts are sampled by this run.")
 @click.option("--as-version", type=click.IntRange(min=0), help="[version] Count the samples as made by this version of the run.")
-@JSON
-@TIMEOUT
-def import_(
-    words: tuple[str, ...],
-    run_dir: str | None,
-    broker: str | None,
-    keys: str | None,
-    key_name: str | None,
-    prompts_only: bool,
-    as_version: int | None,
-    as_json: bool,
-    timeout_s: float,
-) -> None:
+def import_(wish: Wish, words: tuple[str, ...], prompts_only: bool, as_version: int | None) -> None:
     """Take in groups from FILEs that export wrote, or prompts from plain jsonl files. Their ids begin with import/.
 
     Samples that this run could have made, and those that no policy made, are ready to be trained; of others the prompt is sampled again.
     Importing a file again changes nothing.
     """
-    from broker.buffer.changes import asking, lineage_of
+    from broker.buffer.changes import asking
     from broker.buffer.export import writer_of
     from broker.buffer.imports import read_groups
 
     file, names = _split(words)
     if not names:
         raise UsageError("import: no FILE given; expected what `slimebus buffer export` wrote, or a jsonl file of prompts")
-    resolved = _resolved(file, _given(run_dir, keys, key_name))
+    resolved = _resolved(file, wish.given)
     done: dict[str, str] = {}
-    with asking(resolved, file, broker, timeout_s) as ask:
-        lineage = "" if as_version is None else lineage_of(ask)
+    with asking(resolved, file, wish.broker, wish.timeout_s) as ask:
+        lineage = "" if as_version is None else ask.lineage()
         for name in names:
             for group in read_groups(Path(name), writer_of(Path(name), ""), prompts_only=prompts_only, as_version=as_version):
                 if lineage:
                     group.message.lineage = lineage
                 done.update(ask.edit(group.message, group.frames).done)
-    _say(done, {}, as_json=as_json)
+    _say(done, {}, as_json=wish.as_json)
 
 
 # --- what the commands share ---
 
 
-def _edit(
-    action: str,
-    words: tuple[str, ...],
-    given: dict[str, str],
-    broker: str | None,
-    states: tuple[str, ...],
-    containing: str,
-    why: str,
-    *,
-    as_json: bool,
-    timeout_s: float,
-) -> None:
-    from broker.buffer.changes import asking, edit_all
+def _edit(action: str, words: tuple[str, ...], wish: Wish, states: tuple[str, ...], containing: str, why: str = "") -> None:
+    from broker.buffer.changes import asking
 
     file, names = _split(words)
     if not (names or states or containing):
         raise UsageError(f"{action}: no GROUP given; name some, or choose with --state or --reason")
     wanted = list(names)
-    if states or containing or (names and broker is None):
+    if states or containing or (names and wish.broker is None):
         able = {"replay": ("dead", "dropped"), "drop": ("queued", "leased", "ready", "dead")}[action]
-        with _moment(words, given.get("run_dir")) as moment:
+        with _moment(words, wish.given.get("run_dir")) as moment:
             for name in names:
                 moment.group(name)  # a wrong name is told with the nearest ones before anything changes
             wanted += [g.id for g in _chosen(moment, (), states or able, containing)] if states or containing else []
-    with asking(_resolved(file, given), file, broker, timeout_s) as ask:
-        reply = edit_all(ask.edit, action, wanted, why)
-    _say(reply.done, reply.refused, as_json=as_json)
+    with asking(_resolved(file, wish.given), file, wish.broker, wish.timeout_s) as ask:
+        reply = ask.edit_all(action, wanted, why)
+    _say(reply.done, reply.refused, as_json=wish.as_json)
 
 
 def _say(done: dict[str, str], refused: dict[str, str], *, as_json: bool) -> None:

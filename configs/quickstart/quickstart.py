@@ -282,7 +282,7 @@ def finish(run_dir: Path, seed: int) -> None:
     }
     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     names = {"machine": f"{os.cpu_count()} CPU cores", "evaluation": f"{result['heldout_problems']} held-out problems"}
-    draw_curve({**report.curve(found, "heldout", bound), **names}, run_dir / "curve.png")  # type: ignore[typeddict-item]
+    draw_curve({**report.curve(found, "heldout", bound), **names, "rl_s": result["rl_s"]}, run_dir / "curve.png")  # type: ignore[typeddict-item]
     console.print(result_table(result))
     solved = subprocess.run(
         [

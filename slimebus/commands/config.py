@@ -7,6 +7,7 @@ from typing import Any
 import click
 import msgspec
 
+from slimebus.config.check import check_evaluations
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
 from slimebus.config.schema import OPEN_MAPS, paths
 
@@ -47,4 +48,5 @@ def _at(tree: Any, name: str) -> Any:
 def check(ctx: click.Context, run_yaml: Path | None) -> None:
     """Check a run.yaml; print `ok`, or the first mistake with its place and exit with 2."""
     resolved = from_context(ctx, run_yaml)
+    check_evaluations(resolved.config)
     click.echo(f"ok: {run_yaml or 'defaults'}: run {resolved.config.name!r}, {len(resolved.origin)} values set")

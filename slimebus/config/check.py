@@ -97,6 +97,18 @@ def _eval(config: RunConfig) -> None:
         raise ConfigError("eval.eval_interval is set but eval.datasets is empty; name at least one dataset or set it to 0")
 
 
+def check_evaluations(config: RunConfig) -> None:
+    """Raise ConfigError for evaluations that would never end, if this is the config of the whole run and not of one worker.
+
+    A worker without an engine is leased no evaluation, as it serves no version; it may stand beside others that have one.
+    """
+    if config.engine.engine == "none" and config.eval.datasets:
+        raise ConfigError(
+            f"eval.datasets {', '.join(config.eval.datasets)} need an engine that serves the version, and engine.engine is none; "
+            "set engine.engine (a worker of its own may be started with --engine none), or remove eval.datasets"
+        )
+
+
 def _weights(config: RunConfig) -> None:
     if config.weights.weights_transport == "disk" and not config.weights.weights_dir:
         raise ConfigError("weights.weights_dir is not set; weights_transport: disk needs a directory that trainer and workers share")

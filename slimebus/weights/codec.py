@@ -28,6 +28,7 @@ import zstandard
 
 from slimebus.errors import WeightsError
 from slimebus.weights.kernel import Bytes, Changes, Kernel, Values, load_kernel
+from slimebus.weights.stages import Stages
 
 FORMAT = 1
 UNIT_VALUES = 1 << 22
@@ -67,21 +68,32 @@ def codec_path() -> str:
 
 
 def encode(
-    base: Values, target: Values, *, update: bool = False, zstd: bool = True, kernel: Kernel | None = None, pool: Executor | None = None
+    base: Values,
+    target: Values,
+    *,
+    update: bool = False,
+    zstd: bool = True,
+    kernel: Kernel | None = None,
+    pool: Executor | None = None,
+    stages: Stages | None = None,
 ) -> Encoded:
     """The delta that leads from base to target, flat u16 arrays of one length; with update, base becomes target.
 
     Never larger than the values themselves but for one header a unit. pool: encode units at once.
+    stages: where the seconds of `diff` (finding what changed) and `encode` (writing it small) are added.
     Raises WeightsError when the lengths differ, and with update when base is read-only.
     """
     if base.shape != target.shape or base.ndim != 1:
         raise WeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length", retryable=False)
-    chosen = kernel or load_kernel()
+    chosen, timed = kernel or load_kernel(), stages or Stages()
     given, base, target = base, _plain(base, is_written=update), _plain(target)
 
     def encode_from(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
-        return encode_unit(chosen.scan(old, new, update), len(new), lambda: new, zstd, chosen)
+        with timed("diff"):
+            changes = chosen.scan(old, new, update)
+        with timed("encode"):
+            return encode_unit(changes, len(new), lambda: new, zstd, chosen)
 
     encoded = join(_each(pool, encode_from, range(0, len(base), UNIT_VALUES)))
     if update and base is not given:

@@ -21,6 +21,10 @@ from slimebus.weights.messages import TYPES
 
 MAX_BURST = 64
 KEY_MARK = "?key="
+MAX_FRAME_BYTES = 1 << 28
+"""The largest thing a server sends is a manifest, 240 bytes a tensor; who sends more is disconnected before it is taken in."""
+MAX_PATIENCE = 8
+"""How many stall times a link that is slow, or dead, is waited for at most."""
 ANYWHERE = ("0.0.0.0", "*", "[::]")
 MANIFEST_STALLS = 3
 """A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
@@ -63,8 +67,9 @@ class Answer(NamedTuple):
 
 
 class Link:
-    """Requests to one endpoint, used by one thread. What does not parse is counted in `refused` and otherwise ignored.
+    """Requests to one endpoint, used by one thread. What does not parse, or answers nothing, is counted in `refused` and ignored.
 
+    stall_s: silence after which the connection is taken for lost; twice as long after each time that a new one was silent too.
     endpoint: tcp://HOST:PORT, with `?key=` and the server's public key where it has one; then `pair` is the key to show there.
     refusal: why the server did not take us in, when the last handshake failed.
     """
@@ -75,7 +80,9 @@ class Link:
             raise WeightsError(
                 f"the weight server at {self.endpoint} takes nobody without a key; give the folder of keys with --keys", retryable=False
             )
-        self._name, self._stall_s, self._pair = name, stall_s, pair
+        self._name, self.stall_s, self._pair = name, stall_s, pair
+        self._open: set[int] = set()
+        self._patience = 1
         self.refusal = ""
         self.refused: Counter[str] = Counter()
         self._context = zmq.Context()
@@ -86,6 +93,9 @@ class Link:
         """Send a request and return its id."""
         self._next_id += 1
         header = envelope.encode(message, id=self._next_id, sender=self._name)
+        if not self._open:
+            self._heard_at = time.monotonic()  # silence counts from when there was something to say
+        self._open.add(self._next_id)
         with contextlib.suppress(zmq.Again):  # the queue to a server that is away is full: a stall, after which all is sent again
             self._socket.send(header, zmq.NOBLOCK)
         return self._next_id
@@ -101,15 +111,24 @@ class Link:
             except zmq.Again:
                 break
             answer = self._parse([frame.buffer for frame in frames])
-            if answer is not None:
-                self._heard_at = time.monotonic()
+            if answer is not None and self._is_awaited(answer):
                 answers.append(answer)
         return answers
+
+    def _is_awaited(self, answer: Answer) -> bool:
+        """Only what answers a request is a sign of life: whoever talks of other things is as good as silent."""
+        if answer.request_id not in self._open:
+            self.refused["unasked"] += 1
+            return False
+        self._open.discard(answer.request_id)
+        if self._silent_s < self.stall_s:
+            self._patience = 1
+        self._heard_at = time.monotonic()
+        return True
 
     def ask(self, message: Message, deadline: float, cancelled: threading.Event) -> tuple[Message, list[memoryview]]:
         """One request and its answer, sent again on a new connection after each silence. Raises Unreachable at the deadline."""
         started = time.monotonic()
-        self._heard_at = started
         wanted = self.send(message)
         while time.monotonic() < deadline and not cancelled.is_set():
             for answer in self.receive(0.2):
@@ -117,7 +136,7 @@ class Link:
                     if isinstance(answer.message, SlimebusError):
                         raise answer.message
                     return answer.message, answer.bulk
-            if self._silent_s > MANIFEST_STALLS * self._stall_s * self._jitter:
+            if self._silent_s > MANIFEST_STALLS * self.stall_s * self._jitter * self._patience:
                 self.reconnect()
                 wanted = self.send(message)
         raise Unreachable(
@@ -137,7 +156,7 @@ class Link:
     @property
     def is_stalled(self) -> bool:
         """Nothing was heard for the stall time; the caller decides whether it was waiting for something."""
-        return self._silent_s > self._stall_s * self._jitter
+        return self._silent_s > self.stall_s * self._jitter * self._patience
 
     @property
     def _silent_s(self) -> float:
@@ -145,6 +164,8 @@ class Link:
 
     def reconnect(self) -> None:
         """A new connection; requests that were under way are lost."""
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
+        self._open.clear()
         self._disconnect()
         self._socket = self._connect()
 
@@ -165,14 +186,21 @@ class Link:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.rcvhwm = socket.sndhwm = 1000
+        socket.maxmsgsize = MAX_FRAME_BYTES
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if "[" in self.endpoint:
             socket.ipv6 = True
-        if self._server_key and self._pair is not None:
-            connect_curve(socket, self._pair, self._server_key)
         self._monitor = watch_handshakes(socket)
-        socket.connect(self.endpoint.replace("localhost", "127.0.0.1"))
+        try:
+            if self._server_key and self._pair is not None:
+                connect_curve(socket, self._pair, self._server_key)
+            socket.connect(self.endpoint.replace("localhost", "127.0.0.1"))
+        except (zmq.ZMQError, ValueError) as bad:
+            end_watch(socket, self._monitor)
+            socket.close()
+            self._context.term()
+            raise WeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}", retryable=False) from None
         self._heard_at = time.monotonic()
         self._jitter = random.uniform(0.8, 1.2)
         return socket

@@ -221,6 +221,11 @@ class Plan:
         for known in self.known.values():
             known.version = NO_BASE
 
+    def rested(self) -> "Plan":
+        """The plan for another pull: what is verified is known, what was wrong may be right by then."""
+        self._wrong.clear()
+        return self
+
     def finish(self, manifests: Sequence[Manifest], target: Target) -> Weights:
         entries = [entry for manifest in manifests for entry in manifest.tensors]
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}

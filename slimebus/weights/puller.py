@@ -32,6 +32,7 @@ from slimebus.weights.messages import (
 )
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest, check_names
+from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
@@ -44,6 +45,11 @@ MAX_AVOIDED = 16
 """Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
 MAX_ASKERS = 32
 """Publishers that are asked for their manifest at once; each may have to merge a chain first."""
+LATER_STALLS = 10
+"""A source that says `later` for so many stall times, and sends nothing, does not do."""
+LATER_PAUSE_S = 0.05
+BUSY = "busy"
+"""The error of a server that has too much on its way to others already; as good as `later`."""
 MIN_POOLED_BYTES = 1 << 18
 """Smaller tensors are verified sooner than another thread would begin."""
 
@@ -72,6 +78,9 @@ class WeightPuller:
     verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
     verified payloads are put to be passed on, and the address of the server that does so. host: the workers of this host, which pull
     once for all of them; tensors then come to be in its folder.
+
+    stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
+    else. What is verified beside the wire is in neither.
     """
 
     def __init__(
@@ -101,22 +110,35 @@ class WeightPuller:
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
         self._askers = ThreadPoolExecutor(min(len(endpoints), MAX_ASKERS), "weights-ask") if len(endpoints) > 1 else None
+        self._unfinished: Plan | None = None
         self.counts = PullCounts()
+        self.stages = Stages()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
         """The newest complete version; `have` itself when it is that.
 
         spare: a version that nobody reads any more, whose buffers may be reused. Survives lost connections, restarted servers and
-        newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds.
+        newer versions that appear meanwhile. Raises WeightsError when no version verified within deadline_s seconds; what did verify
+        is not pulled again by the next pull from the same `have`.
         """
         with self._pulling:
-            if self._host is None:
-                return self._pull(Plan(have, spare, counts=self.counts), deadline_s)
-            self._host.begin()
+            self.stages = Stages()
+            plan, self._unfinished = self._unfinished, None
+            if plan is None or plan.have is not have:
+                memory = self._host.folder if self._host else None
+                plan = Plan(have, None if self._host else spare, memory=memory, counts=self.counts)
+            if self._host is not None:
+                self._host.begin()
             try:
-                return self._pull(Plan(have, None, memory=self._host.folder, counts=self.counts), deadline_s)
+                return self._pull(plan, deadline_s)
+            except SlimebusError as bad:
+                self._unfinished = plan.rested()
+                if isinstance(bad, WeightsError):
+                    raise
+                raise WeightsError(bad.text, code=bad.code, retryable=bad.retryable) from None
             finally:
-                self._host.end()
+                if self._host is not None:
+                    self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
         deadline = time.monotonic() + deadline_s
@@ -171,9 +193,10 @@ class WeightPuller:
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
-        manifests = self._manifests(plan, deadline)
+        with self.stages("wire"):
+            manifests = self._manifests(plan, deadline)
         target = _agree(manifests)
-        if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
+        if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
             return plan.have
         entries = [entry for part in manifests for entry in part[0].tensors]
         check_names(entries)
@@ -206,14 +229,18 @@ class WeightPuller:
         if source not in self._sources:
             while len(self._sources) >= MAX_SOURCES:
                 self._sources.pop(next(iter(self._sources))).close()
-            self._sources[source] = self._link_to(source)
+            try:
+                self._sources[source] = self._link_to(source)
+            except SlimebusError as bad:  # an address that another worker gave, or a key that this one lacks
+                raise _BadSource(source, f"cannot be asked: {bad.text}") from None
         self.counts.from_workers += 1
         return self._sources[source]
 
     def _give_up_source(self, source: str) -> None:
         self.counts.bad_sources += 1
         self._avoid.append(source)
-        self._sources.pop(source).close()
+        if link := self._sources.pop(source, None):
+            link.close()
 
     def _manifests(self, plan: Plan, deadline: float) -> list[list[Manifest]]:
         """For each part, its manifest relative to each version that is known."""
@@ -249,12 +276,18 @@ class WeightPuller:
             jobs_of.setdefault(link, []).extend(jobs)
         workers = {link: source for source, link in self._sources.items()}
         streams = [
-            _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
+            _Stream(link, jobs, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
             for link, jobs in jobs_of.items()
         ]
-        source_of = {id(job): workers.get(link, "") for link, jobs in jobs_of.items() for job in jobs}
         checks = _Checks(self._pool)
-        checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
+        try:
+            self._receive(plan, streams, checks, target, deadline)
+        finally:
+            checks.wait()  # they write to buffers that the next round, or pull, may use
+
+    def _receive(self, plan: Plan, streams: Sequence["_Stream"], checks: "_Checks", target: Target, deadline: float) -> None:
+        source_of = {id(job): stream.source for stream in streams for job in stream.jobs}
+        checks.add(job for stream in streams for job in stream.jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
@@ -262,12 +295,18 @@ class WeightPuller:
                 raise _Again("the deadline came in the middle of the transfer")
             if self._host:
                 self._host.tell()
-            wait_for_any([stream.link for stream in waiting], 0.2)
+            with self.stages("wire"):
+                wait_for_any([stream.link for stream in waiting], LATER_PAUSE_S)
             for stream in waiting:
-                checks.add(stream.receive(self.counts))
+                with self.stages("wire"):
+                    complete = stream.receive(self.counts)
+                with self.stages("verify"):
+                    checks.add(complete)
             for job, is_right in checks.finished():
                 self._accept(plan, job, target, is_right, source_of[id(job)])
-        for job, is_right in checks.finished(wait=True):
+        with self.stages("verify"):
+            verdicts = checks.finished(wait=True)
+        for job, is_right in verdicts:
             self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
             if stream.gone and stream.source:
@@ -306,6 +345,10 @@ class _Checks:
             else:
                 self._running.append((job, self._pool.submit(job.is_right)))
 
+    def wait(self) -> None:
+        """Until nothing is being verified any more."""
+        wait([future for _, future in self._running])
+
     def finished(self, *, wait: bool = False) -> list[tuple[Job, bool]]:
         """Each verdict once, right ones first; with wait, of all jobs."""
         ready = [(job, future.result()) for job, future in self._running if wait or future.done()]
@@ -314,6 +357,11 @@ class _Checks:
         self._running = [item for item in self._running if id(item[0]) not in taken]
         self._done = []
         return sorted(finished, key=lambda item: not item[1])
+
+
+def _is_same(have: Weights, manifests: Sequence[Sequence[Manifest]]) -> bool:
+    """Whether the publishers say of the version that it is these bytes."""
+    return all(have.hashes.get(entry.name) == entry.hash for part in manifests for entry in part[0].tensors)
 
 
 def _pause_s(in_vain: int) -> float:
@@ -357,23 +405,37 @@ def _chunk(places: list[tuple[Job, int, int]], target: Target) -> _Chunk:
 
 
 class _Stream:
-    """The chunks of one part in flight on its link."""
+    """The chunks of the jobs of one link, in flight."""
 
-    def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
-        self.link, self._chunks, self._credits, self.source = link, chunks, credits, source
+    def __init__(self, link: Link, jobs: Sequence[Job], chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
+        self.link, self.jobs, self._chunks, self._credits, self.source = link, jobs, chunks, credits, source
         self.pending: dict[int, _Chunk] = {}
+        self._later: deque[tuple[float, _Chunk]] = deque()
+        self._useful_at = time.monotonic()
         self.gone = ""
 
     def fill(self, *, more: bool) -> bool:
         """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
         if not self.pending:
             self.link.listen()
-        while more and len(self.pending) < self._credits:
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._send(self._later.popleft()[1])
+        while more and len(self.pending) + len(self._later) < self._credits:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
-            self.pending[self.link.send(chunk.request)] = chunk
-        return bool(self.pending)
+            self._send(chunk)
+        return bool(self.pending or self._later)
+
+    def _send(self, chunk: _Chunk) -> None:
+        self.pending[self.link.send(chunk.request)] = chunk
+
+    def _postpone(self, chunk: _Chunk) -> None:
+        """The source is there, but has nothing yet; that is not believed for ever."""
+        now = time.monotonic()
+        if self.source and now - self._useful_at > LATER_STALLS * self.link.stall_s:
+            raise _BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
+        self._later.append((now + LATER_PAUSE_S, chunk))
 
     def receive(self, counts: PullCounts) -> list[Job]:
         """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
@@ -383,6 +445,9 @@ class _Stream:
             if chunk is None:
                 continue
             if isinstance(message, SlimebusError):
+                if message.code == BUSY:
+                    self._postpone(chunk)
+                    continue
                 if self.source:
                     raise _BadSource(self.source, message.text)
                 if not message.retryable:
@@ -391,14 +456,16 @@ class _Stream:
             if not isinstance(message, ChunkReply):
                 raise self._wrong(f"answered a chunk request with {type(message).__name__}")
             if message.later:
-                self.pending[self.link.send(chunk.request)] = chunk
+                self._postpone(chunk)
                 continue
             complete += self._take(chunk, message, bulk, counts)
         if self.pending and self.link.is_stalled:
             if self.source:
                 raise _BadSource(self.source, "does not answer")
             self.link.reconnect()
-            self.pending = {self.link.send(chunk.request): chunk for chunk in self.pending.values()}
+            lost, self.pending = self.pending, {}
+            for chunk in lost.values():
+                self._send(chunk)
         return complete
 
     def _wrong(self, what: str) -> _Again:
@@ -415,6 +482,7 @@ class _Stream:
             if index in gone:
                 self.gone = job.entry.name
                 continue
+            self._useful_at = time.monotonic()
             job.put(offset, frame)
             counts.received_bytes += length
             if not job.missing_bytes:

@@ -42,6 +42,8 @@ from slimebus.weights.store import slice_payload
 log = logging.getLogger("slimebus.weights")
 
 MAX_REQUEST_BYTES = 1 << 20
+MAX_ADDRESS_BYTES = 512
+"""Of a worker that passes payloads on: it is told to others."""
 MAX_WAITING = 4096
 """Requests that wait for a payload that is on its way; the credits of some hundred pullers."""
 LATER_S = 1.0
@@ -148,13 +150,21 @@ class WeightServer:
         self._server.reply(request, ChunkReply(gone=gone), frames)
 
     def _try_waiting(self) -> None:
+        """Answer what can be answered by now. A peer asks in the order of the payloads: while its first request waits, so do the rest."""
+        now, held_up = time.monotonic(), set()
         for _ in range(len(self._waiting)):
             until, request = self._waiting.popleft()
+            if request.peer in held_up and now < until:
+                self._waiting.append((until, request))
+                continue
+            num_waiting = len(self._waiting)
             try:
                 assert isinstance(request.message, ChunkRequest)
                 self._send_chunk(request, request.message, until)
             except SlimebusError as problem:
                 self._refuse(request, problem)
+            if len(self._waiting) > num_waiting:
+                held_up.add(request.peer)
 
     def _refuse(self, request: Request, problem: SlimebusError) -> None:
         self.refused[problem.code] += 1
@@ -181,6 +191,8 @@ class WeightServer:
     # --- manifests: made in the encoder thread, sent by the serving one ---
 
     def _make_manifest(self, message: ManifestRequest) -> Manifest:
+        if len(message.serves) > MAX_ADDRESS_BYTES or (message.serves and not message.serves.startswith("tcp://")):
+            raise WeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address", retryable=False)
         manifest = self._store.manifest(message.have_lineage, message.have_version)
         if self._fanout is not None and manifest.base != manifest.version:
             version = (manifest.lineage, manifest.version)

@@ -6,7 +6,8 @@
     read(...)      bytes of a delta, or of the full copy as long as it is what the manifest said
 
 A delta is immutable, so whoever reads one reads it whole. The full copy moves on: a tensor of it that was lent to a reader is
-replaced instead of overwritten, and who asks for what it was is told that it is gone.
+replaced instead of overwritten. What it was is there for as long as somebody goes on reading it, so that a tensor can be pulled that
+takes longer than a version lasts; then it is gone.
 """
 
 import secrets
@@ -15,19 +16,39 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights.messages import BAD_CHUNK, DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
-from slimebus.weights.tensors import DTYPE_BYTES, NO_BASE, STEPPED_DTYPES, Tensor, TensorLike, as_tensor, hash_bytes, version_digest
+from slimebus.weights.stages import Stages
+from slimebus.weights.tensors import (
+    DTYPE_BYTES,
+    NO_BASE,
+    STEPPED_DTYPES,
+    Tensor,
+    TensorChanges,
+    TensorLike,
+    as_tensor,
+    hash_bytes,
+    version_digest,
+)
+
+LENT_S = 2.0
+"""A tensor that was read so recently is taken to be in the middle of a pull."""
+MERGED_FRACTION = 0.5
+"""Of the model's size: what merged deltas take at most. Who pulls one that had to go asks for the manifest, and so for the merge, again."""
 
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """What a publish made. Fractions and bytes are of this store's tensors; delta_bytes is what a worker one behind pulls."""
+    """What a publish made. Fractions and bytes are of this store's tensors; delta_bytes is what a worker one behind pulls.
+
+    encode_s: what the publish took; stage_s: seconds of work in it, `diff`, `encode` and `hash`, of all threads together.
+    """
 
     lineage: str
     version: int
@@ -38,6 +59,7 @@ class VersionInfo:
     total_bytes: int
     delta_bytes: int
     encode_s: float
+    stage_s: Mapping[str, float]
 
     @property
     def changed_fraction(self) -> float:
@@ -68,6 +90,17 @@ class _Held:
     changed_at: int
     lent: bool = False
     is_changing: bool = False
+    read_at: float = 0.0
+
+
+@dataclass
+class _Former:
+    """What a tensor was from version `first` to before version `until`, kept while it is being read."""
+
+    buffer: NDArray[np.uint8]
+    first: int
+    until: int
+    read_at: float
 
 
 class _Seen(NamedTuple):
@@ -99,11 +132,14 @@ class VersionStore:
         self.keep, self.lineage, self._zstd = keep, lineage or secrets.token_hex(8), zstd
         self._next_version = first_version
         self._held: dict[str, _Held] = {}
+        self._former: dict[str, _Former] = {}
+        self._sweeper: threading.Timer | None = None
         self._seen: _Seen | None = None
         self._merged: dict[tuple[int, int], Mapping[str, _Delta]] = {}
         self._lock = threading.Lock()  # short: the maps above
         self._publishing = threading.Lock()
         self._merging = threading.Lock()
+        self._stages = Stages()
         self._pool = ThreadPoolExecutor(threads, "weights-diff") if threads > 1 else None
 
     @property
@@ -112,16 +148,22 @@ class VersionStore:
         seen = self._seen
         return seen.newest if seen else None
 
+    @property
+    def next_version(self) -> int:
+        """The number of the version that the next publish makes."""
+        return self._next_version
+
     # --- publishing ---
 
-    def publish(self, tensors: Mapping[str, TensorLike], *, version: int | None = None) -> VersionInfo:
+    def publish(self, tensors: Mapping[str, TensorLike | TensorChanges], *, version: int | None = None) -> VersionInfo:
         """Make these tensors, all of this publisher's, the newest version; they are read, not kept.
 
         version: must be the next one (a check for callers that count themselves). Raises WeightsError with nothing changed when
-        a tensor's dtype, shape and size disagree. A failure in the middle forgets the full copy: the next publish starts anew.
+        a tensor's dtype, shape and size disagree, or changes are not of the newest version. A failure in the middle forgets the
+        full copy: the next publish starts anew.
         """
         with self._publishing:
-            given = {name: as_tensor(name, value) for name, value in tensors.items()}
+            given = {name: self._checked(name, value) for name, value in tensors.items()}
             if version is not None and version != self._next_version:
                 raise WeightsError(f"publish of version {version}; the next one here is {self._next_version}", retryable=False)
             try:
@@ -130,50 +172,97 @@ class VersionStore:
                 self._forget()
                 raise
 
-    def _publish(self, given: Mapping[str, Tensor], version: int) -> VersionInfo:
-        started = time.perf_counter()
+    def _checked(self, name: str, value: TensorLike | TensorChanges) -> Tensor | TensorChanges:
+        if not isinstance(value, TensorChanges):
+            return as_tensor(name, value)
+        newest, held = self.newest, self._held.get(name)
+        if newest is None or held is None or (value.base, value.dtype, value.shape) != (newest.version, *held.tensor[:2]):
+            here = f"version {newest.version} of {held.tensor[:2]}" if newest and held else "no such tensor"
+            wanted = f"version {value.base} of {(value.dtype, value.shape)}"
+            raise WeightsError(f"tensor {name!r} as changes of {wanted}; here is {here}; publish it whole", retryable=False)
+        return value
+
+    def _publish(self, given: Mapping[str, Tensor | TensorChanges], version: int) -> VersionInfo:
+        started, self._stages = time.perf_counter(), Stages()
         each = self._pool.map if self._pool else map
         taken = list(each(lambda item: self._take(item[0], item[1], version), given.items()))
         return self._show(given, taken, version, started)
 
-    def _take(self, name: str, tensor: Tensor, version: int) -> _Taken:
+    def _take(self, name: str, tensor: Tensor | TensorChanges, version: int) -> _Taken:
         """Move one tensor of the full copy on."""
+        if isinstance(tensor, TensorChanges):
+            return self._step(name, self._held[name], tensor, version)
         held = self._held.get(name)
         if held is None or (held.tensor.dtype, held.tensor.shape) != (tensor.dtype, tensor.shape):
             return self._replace(name, tensor, version)
         if tensor.dtype in STEPPED_DTYPES:
             return self._step(name, held, tensor, version)
-        if np.array_equal(held.tensor.buffer, tensor.buffer):
+        if hash_bytes(tensor.buffer) == held.hash:  # comparing the arrays would take as much memory again
             return _Taken(name, 0)
         return self._replace(name, tensor, version)
 
     def _replace(self, name: str, tensor: Tensor, version: int) -> _Taken:
         copy = Tensor(tensor.dtype, tensor.shape, tensor.buffer.copy())
-        entry = _Held(copy, hash_bytes(copy.buffer), version)
+        entry = _Held(copy, self._hash(copy.buffer), version)
         with self._lock:
+            self._keep_former(name, version)
             self._held[name] = entry
         return _Taken(name, _num_values(tensor), is_whole=True)
 
-    def _step(self, name: str, held: _Held, tensor: Tensor, version: int) -> _Taken:
+    def _step(self, name: str, held: _Held, tensor: Tensor | TensorChanges, version: int) -> _Taken:
         base_hash = held.hash
         with self._lock:
+            self._keep_former(name, version)
             held.is_changing = True
             was_lent, held.lent = held.lent, False
         if was_lent:
             held.tensor = held.tensor._replace(buffer=held.tensor.buffer.copy())
-        encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd)
+        if isinstance(tensor, TensorChanges):
+            with self._stages("encode"):
+                encoded = codec.encode_changes(held.tensor.steps, tensor.units, zstd=self._zstd)
+        else:
+            encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd, stages=self._stages)
         if encoded.num_changed:
-            held.hash = hash_bytes(held.tensor.buffer)
+            held.hash = self._hash(held.tensor.buffer)
         with self._lock:
             held.changed_at = version if encoded.num_changed else held.changed_at
             held.is_changing = False
+            if not encoded.num_changed and name in self._former and self._former[name].until == version:
+                del self._former[name]
         if not encoded.num_changed:
             return _Taken(name, 0)
-        if len(encoded.payload) >= len(tensor.buffer):
+        if len(encoded.payload) >= len(held.tensor.buffer):
             return _Taken(name, encoded.num_changed, is_whole=True)
-        return _Taken(name, encoded.num_changed, _Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, base_hash))
+        return _Taken(name, encoded.num_changed, _Delta(encoded.payload, self._hash(encoded.payload), encoded.num_changed, base_hash))
 
-    def _show(self, given: Mapping[str, Tensor], taken: list[_Taken], version: int, started: float) -> VersionInfo:
+    def _hash(self, buffer: Any) -> str:
+        with self._stages("hash"):
+            return hash_bytes(buffer)
+
+    def _keep_former(self, name: str, version: int) -> None:
+        """The lock is held. A tensor that is about to change at `version` stays readable as what it was, if somebody is reading it."""
+        held, former, now = self._held.get(name), self._former.get(name), time.monotonic()
+        if held is None or not held.lent or now - held.read_at > LENT_S or (former and now - former.read_at <= LENT_S):
+            return
+        self._former[name] = _Former(held.tensor.buffer, held.changed_at, version, held.read_at)
+        if self._sweeper is None:
+            self._sweep_later()
+
+    def _sweep_later(self) -> None:
+        self._sweeper = threading.Timer(LENT_S, self._sweep)
+        self._sweeper.daemon = True
+        self._sweeper.start()
+
+    def _sweep(self) -> None:
+        """Let go of what nobody reads any more."""
+        with self._lock:
+            oldest = time.monotonic() - LENT_S
+            self._former = {name: former for name, former in self._former.items() if former.read_at > oldest}
+            self._sweeper = None
+            if self._former:
+                self._sweep_later()
+
+    def _show(self, given: Mapping[str, Tensor | TensorChanges], taken: list[_Taken], version: int, started: float) -> VersionInfo:
         """Let readers see the version, all of it at once."""
         with self._lock:
             for name in self._held.keys() - given.keys():
@@ -189,8 +278,9 @@ class VersionStore:
             num_values=sum(map(_num_values, tensors.values())),
             num_changed=sum(t.num_changed for t in taken),
             total_bytes=sum(len(t.buffer) for t in tensors.values()),
-            delta_bytes=sum(len(d.payload) for d in step.deltas.values()) + sum(len(given[name].buffer) for name in step.whole),
+            delta_bytes=sum(len(d.payload) for d in step.deltas.values()) + sum(len(tensors[name].buffer) for name in step.whole),
             encode_s=time.perf_counter() - started,
+            stage_s=self._stages.seconds,
         )
         with self._lock:
             before = self._seen.steps if self._seen else ()
@@ -201,7 +291,7 @@ class VersionStore:
 
     def _forget(self) -> None:
         with self._lock:
-            self._held, self._seen, self._merged = {}, None, {}
+            self._held, self._former, self._seen, self._merged = {}, {}, None, {}
 
     # --- serving ---
 
@@ -230,11 +320,14 @@ class VersionStore:
         if base != NO_BASE:
             return memoryview(self._find_delta(seen, version, name, base).payload)
         with self._lock:
-            held = self._held.get(name)
-            if held is None or held.is_changing or held.changed_at > version:
-                raise VersionGone(f"tensor {name!r} has changed since version {version}")
-            held.lent = True
-            return held.tensor.buffer.data
+            held, former, now = self._held.get(name), self._former.get(name), time.monotonic()
+            if held is not None and not held.is_changing and held.changed_at <= version:
+                held.lent, held.read_at = True, now
+                return held.tensor.buffer.data
+            if former is not None and former.first <= version < former.until:
+                former.read_at = now
+                return former.buffer.data
+            raise VersionGone(f"tensor {name!r} has changed since version {version}")
 
     def _require_seen(self) -> _Seen:
         seen = self._seen
@@ -247,7 +340,9 @@ class VersionStore:
 
     def _find_delta(self, seen: _Seen, version: int, name: str, base: int) -> _Delta:
         with self._lock:
-            deltas: Mapping[str, _Delta] = self._merged.get((base, version), {})
+            deltas: Mapping[str, _Delta] = self._merged.pop((base, version), {})
+            if deltas:
+                self._merged[base, version] = deltas  # the last one used goes last
         if base == version - 1:
             deltas = next((step.deltas for step in seen.steps if step.version == version), {})
         if name not in deltas:
@@ -260,11 +355,24 @@ class VersionStore:
             return steps[0].deltas if steps else {}
         pair = (base, seen.newest.version)
         with self._merging:
-            if pair not in self._merged:
+            with self._lock:
+                merged = self._merged.get(pair)
+            if merged is None:
                 merged = self._merge(seen, steps)
                 with self._lock:
-                    self._merged[pair] = merged
-            return self._merged[pair]
+                    self._keep_merged(pair, merged, seen.newest)
+            return merged
+
+    def _keep_merged(self, pair: tuple[int, int], merged: Mapping[str, _Delta], newest: VersionInfo) -> None:
+        """The lock is held. Those that were not used for the longest time make room."""
+        self._merged[pair] = merged
+        sizes = {kept: sum(len(delta.payload) for delta in deltas.values()) for kept, deltas in self._merged.items()}
+        room = MERGED_FRACTION * newest.total_bytes - sum(sizes.values())
+        for kept in [other for other in sizes if other != pair]:
+            if room >= 0:
+                break
+            del self._merged[kept]
+            room += sizes[kept]
 
     def _merge(self, seen: _Seen, steps: tuple[_Step, ...]) -> Mapping[str, _Delta]:
         merged = {}

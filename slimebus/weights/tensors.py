@@ -2,15 +2,16 @@
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from slimebus.errors import WeightsError
+from slimebus.weights.kernel import Changes
 
 NO_BASE = -1
 """In place of a version: there is none."""
@@ -53,6 +54,15 @@ class Tensor(NamedTuple):
         unsigned = {1: np.uint8, 2: np.uint16}
         dtype = self.dtype if hasattr(np, self.dtype) or self.dtype == "bool" else unsigned[DTYPE_BYTES[self.dtype]]
         return self.buffer.view(dtype).reshape(self.shape)
+
+
+class TensorChanges(NamedTuple):
+    """A 16-bit tensor as what changed since version `base` of it: `device_codec.scan` of the two."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    base: int
+    units: Sequence[Changes]
 
 
 TensorLike = np.ndarray[Any, Any] | tuple[str, tuple[int, ...], Any]
@@ -124,7 +134,17 @@ class Fingerprint(NamedTuple):
     hash: str
 
 
-def version_digest(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> str:
+class Formed(Protocol):
+    """Whatever has a dtype and a shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def version_digest(tensors: Mapping[str, Formed], hashes: Mapping[str, str]) -> str:
     """`digest_of` tensors at hand."""
     return digest_of(Fingerprint(name, tensor.dtype, tensor.shape, hashes[name]) for name, tensor in tensors.items())
 

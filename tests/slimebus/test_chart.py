@@ -22,6 +22,10 @@ def test_title_says_the_result() -> None:
     assert title(curve()) == "0.43 → 0.95 held-out accuracy in 80 s of RL on 2 CPU cores"
 
 
+def test_title_gives_the_time_that_the_result_gives() -> None:
+    assert title({**curve(), "rl_s": 115.2}) == "0.43 → 0.95 held-out accuracy in 115 s of RL on 2 CPU cores"
+
+
 @pytest.mark.parametrize("bound", [0, 2, float("inf")])
 def test_picture_is_a_png_of_the_promised_size(tmp_path: Path, bound: float) -> None:
     path = tmp_path / "new" / "curve.png"

@@ -1,10 +1,15 @@
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
+from slimebus.config import RunConfig
 from slimebus.errors import SlimebusError
-from slimebus.messages import NO_VERSION, BatchGroup, BatchReply
-from slimebus.samples import Sample
-from trainer.feed import is_failed, lag_of, parts
+from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Fetch, FetchReply, Put
+from slimebus.samples import Sample, encode_group
+from trainer.feed import LAST_PAUSE_S, MAX_CHOICES, Feed, is_failed, lag_of, parts
 
 
 def sample(version: int) -> Sample:
@@ -50,3 +55,40 @@ def test_a_failed_sample_is_left_out_by_the_rule_of_the_broker() -> None:
     demonstration = sample(NO_VERSION)
     demonstration.reward = None
     assert not is_failed(demonstration)
+
+
+class ForgetfulBroker:
+    """Chooses a batch of one group whenever it is asked, and no longer knows that group at the first `gone` fetches."""
+
+    def __init__(self, gone: int) -> None:
+        self.gone, self.num_fetches = gone, 0
+
+    def call(self, message: Any, *, timeout_s: float) -> Any:
+        if isinstance(message, Batch):
+            group = BatchGroup(group="0/1", num_samples=1, num_tokens=3)
+            return SimpleNamespace(message=BatchReply(step=message.step, version=7, groups=[group]))
+        assert isinstance(message, Fetch)
+        self.num_fetches += 1
+        if self.num_fetches <= self.gone:
+            raise SlimebusError("fetch: group 0/1 is queued", code="not_assigned")
+        headers, fields, frames = encode_group([sample(7)])
+        record = msgspec.msgpack.encode(Put(group="0/1", lease=0, attempt=0, lineage="", samples=headers, fields=fields))
+        return SimpleNamespace(message=FetchReply(num_frames=[1 + len(frames)]), bulk=[record, *frames])
+
+
+def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> None:
+    pauses: list[float] = []
+    feed = Feed(ForgetfulBroker(gone=10), RunConfig(), sleep=pauses.append)  # type: ignore[arg-type]
+    assert [group.id for group in feed.take(0).groups] == ["0/1"]
+    assert pauses == sorted(pauses)
+    assert (len(pauses), pauses[0] > 0, pauses[-1]) == (10, True, LAST_PAUSE_S)
+    feed.close()
+
+
+def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word() -> None:
+    broker = ForgetfulBroker(gone=10**9)
+    feed = Feed(broker, RunConfig(), sleep=lambda _: None)  # type: ignore[arg-type]
+    with pytest.raises(SlimebusError, match=r"batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
+        feed.take(0)
+    assert (caught.value.code, broker.num_fetches) == ("not_assigned", MAX_CHOICES)
+    feed.close()

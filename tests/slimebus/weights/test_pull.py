@@ -53,6 +53,18 @@ class Fault:
         return self.on_read(self.reads, name, base, self.store.read(lineage, version, name, base))
 
 
+def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    first = puller.pull()
+    store.publish(after(model, 1))
+    started = time.perf_counter()
+    puller.pull(first)
+    took_s, stages = time.perf_counter() - started, puller.stages.seconds
+    assert set(stages) == {"wire", "verify"}
+    assert 0 < sum(stages.values()) < took_s
+
+
 def test_first_all_then_only_what_changed(store, model, after, check, closing):
     server = closing(WeightServer(store))
     puller = closing(WeightPuller([server.endpoint]))
