@@ -29,7 +29,7 @@ class HostSnapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]], store: VersionStore) -> Taken:
@@ -41,8 +41,8 @@ class HostSnapshot:
                 buffer = torch.empty(tensor.shape, dtype=torch.bfloat16, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
             self._copy(tensor, buffer)
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
         return {name: _bits(buffer) for name, buffer in self._buffers.items()}
 
     def _copy(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -50,7 +50,9 @@ class HostSnapshot:
             buffer.copy_(tensor)
             return
         rounded = tensor.to(torch.bfloat16).contiguous()  # on the GPU: half of the bytes cross
-        stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+        stream = self._streams[tensor.device]
         stream.wait_stream(torch.cuda.current_stream(tensor.device))  # which has just gathered this tensor, and goes on with the next
         with torch.cuda.stream(stream):
             buffer.copy_(rounded, non_blocking=True)

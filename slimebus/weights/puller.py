@@ -74,11 +74,10 @@ class WeightPuller:
     """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it). Used by one thread at a time.
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
-    version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors applied and
-    verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
+    version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors, and units of a large
+    one, applied and verified at once while others arrive. pair: the key to show to servers that have one. onward, serves: where
     verified payloads are put to be passed on, and the address of the server that does so. host: the workers of this host, which pull
     once for all of them; tensors then come to be in its folder.
-
     stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
     else. What is verified beside the wire is in neither.
     """
@@ -110,6 +109,7 @@ class WeightPuller:
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
         self._askers = ThreadPoolExecutor(min(len(endpoints), MAX_ASKERS), "weights-ask") if len(endpoints) > 1 else None
+        self._units = ThreadPoolExecutor(threads, "weights-unit") if threads > 1 else None
         self._unfinished: Plan | None = None
         self.counts = PullCounts()
         self.stages = Stages()
@@ -173,7 +173,7 @@ class WeightPuller:
         with self._pulling:
             for link in (*self._links, *self._sources.values()):
                 link.close()
-            for pool in (self._pool, self._askers):
+            for pool in (self._pool, self._units, self._askers):
                 if pool:
                     pool.shutdown()
 
@@ -279,7 +279,7 @@ class WeightPuller:
             _Stream(link, jobs, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
             for link, jobs in jobs_of.items()
         ]
-        checks = _Checks(self._pool)
+        checks = _Checks(self._pool, self._units)
         try:
             self._receive(plan, streams, checks, target, deadline)
         finally:
@@ -333,8 +333,8 @@ class WeightPuller:
 class _Checks:
     """Verifies completed jobs, large ones in the pool while more arrives."""
 
-    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
-        self._pool = pool
+    def __init__(self, pool: ThreadPoolExecutor | None, units: ThreadPoolExecutor | None) -> None:
+        self._pool, self._units = pool, units
         self._running: list[tuple[Job, Future[bool]]] = []
         self._done: list[tuple[Job, bool]] = []
 
@@ -343,7 +343,7 @@ class _Checks:
             if self._pool is None or job.form.size < MIN_POOLED_BYTES:
                 self._done.append((job, job.is_right()))
             else:
-                self._running.append((job, self._pool.submit(job.is_right)))
+                self._running.append((job, self._pool.submit(job.is_right, self._units)))
 
     def wait(self) -> None:
         """Until nothing is being verified any more."""
