@@ -8,7 +8,6 @@ import logging
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 
 from broker.filter_plugin import load_buffer_filter
 from broker.shell import Broker
@@ -34,7 +33,7 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
     logs.set_up("broker", debug=debug)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _setter(stop))
+        signal.signal(number, lambda *_: stop.set())
     broker = build(resolved)
     _settle_memory()
     log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
@@ -204,10 +203,3 @@ def sampling(config: RunConfig) -> Sampling:
     if r.rollout_stop_token_ids:
         chosen["stop_token_ids"] = list[str | int](r.rollout_stop_token_ids)
     return chosen
-
-
-def _setter(stop: threading.Event) -> "signal._HANDLER":
-    def handler(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    return handler

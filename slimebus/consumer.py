@@ -106,9 +106,7 @@ class Consumer:
             shards=shard[1],
         )
         reply = self._asked(asked)
-        answer = reply.message
-        if not isinstance(answer, ReadReply):
-            raise SlimebusError(f"broker answered read with {type(answer).__name__}", code="protocol")
+        answer = reply.expect(ReadReply)
         if answer.finished:
             self._finished.set()
         self.num_skipped += answer.num_skipped
@@ -123,8 +121,8 @@ class Consumer:
         """
         encoded = [encode_field(name, arrays) for name, arrays in fields.items()]
         put = PutFields(group=group.id, attempt=group.attempt, fields=[field for field, _ in encoded])
-        answer = self.client.call(put, [frame for _, frame in encoded], timeout_s=2 * PATIENCE_S).message
-        return isinstance(answer, PutFieldsReply) and answer.result != "gone"
+        answer = self.client.call(put, [frame for _, frame in encoded], timeout_s=2 * PATIENCE_S)
+        return answer.expect(PutFieldsReply).result != "gone"
 
     def _asked(self, asked: Read) -> Reply:
         try:

@@ -1,15 +1,18 @@
 """How a process finds its broker: the address it was given, tried until a deadline, with a word now and then."""
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slimebus.config import Resolved
 from slimebus.errors import Unreachable
 from slimebus.messages import Welcome
 from slimebus.security.credentials import credentials_of
+from slimebus.security.exposure import reachable
 
 if TYPE_CHECKING:
     from slimebus.transport.client import Client
@@ -21,14 +24,24 @@ PATIENCE_S = 5.0
 
 def broker_address(resolved: Resolved, given: str | None) -> str:
     """The broker's address: the --broker option, else the config's bind address as seen from this machine."""
-    return given or resolved.config.broker.bind.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
+    return given or reachable(resolved.config.broker.bind)
 
 
-def client_of(resolved: Resolved, given: str | None, *, role: str, name: str, resend_s: float = 5.0) -> "Client":
+def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
     """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
     from slimebus.transport.client import Client  # zmq and asyncio: no --help needs them
 
-    return Client(broker_address(resolved, given), name=name, resend_s=resend_s, credentials=credentials_of(resolved, role))
+    return Client(broker_address(resolved, given), name=name, credentials=credentials_of(resolved, role))
+
+
+@contextlib.contextmanager
+def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client") -> "Iterator[Client]":
+    """A client for a few requests, under a name of its own that begins with `what`; it neither joins nor takes leave."""
+    client = client_of(resolved, given, role=role, name=process_name(what))
+    try:
+        yield client
+    finally:
+        client.close(goodbye=False)
 
 
 def process_name(role: str) -> str:

@@ -85,9 +85,7 @@ class PromptClient:
     def _call(self, push: Push, records: list[bytes], timeout_s: float) -> Pushed:
         if not self._client.epoch:
             self._client.join("client", timeout_s=timeout_s)
-        reply = self._client.call(push, records, timeout_s=timeout_s).message
-        if not isinstance(reply, PushReply):
-            raise SlimebusError(f"broker answered push with {type(reply).__name__}", code="protocol")
+        reply = self._client.call(push, records, timeout_s=timeout_s).expect(PushReply)
         lane, _, first = reply.first.partition("/")
         ids = [f"{lane}/{int(first) + offset}" for offset in range(len(records))]
         return Pushed(accepted=reply.accepted, duplicate=reply.duplicate, ids=ids, waiting=reply.waiting)

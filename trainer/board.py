@@ -29,7 +29,10 @@ SAY_S = 30.0
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """One rank's share of a version, complete and served at `address`. problem: why there is none."""
+    """One rank's share of a version, complete and served at `address`. problem: why there is none.
+
+    wait_s, copy_s: how long it held the step up, for the version before it and to gather and copy its tensors.
+    """
 
     address: str = ""
     tensors: list[Fingerprint] = []
@@ -38,6 +41,8 @@ class Part(msgspec.Struct, kw_only=True):
     total_bytes: int = 0
     delta_bytes: int = 0
     encode_s: float = 0.0
+    wait_s: float = 0.0
+    copy_s: float = 0.0
     problem: str = ""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimebus.config.schema import WeightsConfig
 from slimebus.security.pullers import Pullers
@@ -14,11 +14,10 @@ from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionInfo, VersionStore
 from slimebus.weights.tensors import NO_BASE, Fingerprint
 from trainer.board import Part
+from trainer.snapshot import Taken, snapshot_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 
 class Publisher:
@@ -51,17 +50,21 @@ class Publisher:
             keyring, public = (pullers.keyring, pullers.public) if pullers else (None, "")
             self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=config.weights_fanout)
             self.address = with_key(advertised(self.server.endpoint, config.weights_advertise, broker), public)
+        self._snapshot = snapshot_of(config.weights_diff)
+        self._wait_s = self._copy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
 
     def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Make this version, the next one, from these tensors. Returns once they are copied; the rest goes on beside training."""
-        copied = {name: _copy(tensor) for name, tensor in tensors}
-        with self.spans("wait for publisher"):  # the version before must be out: one copy more is never held
+        with self.spans("wait for publisher") as wait:  # the version before must be out: its thread still reads what `take` returned
             self.wait()
+        with self.spans("copy", version=version) as copy:
+            copied = self._snapshot.take(tensors, self.store)
+        self._wait_s, self._copy_s = wait.seconds, copy.seconds
         self._pending = self._thread.submit(self._make, version, copied)
 
-    def _make(self, version: int, copied: dict[str, Any]) -> None:
+    def _make(self, version: int, copied: Taken) -> None:
         try:
             with self.spans("encode", version=version) as work:
                 made = self.store.publish(copied, version=version)
@@ -83,6 +86,8 @@ class Publisher:
             total_bytes=made.total_bytes,
             delta_bytes=made.delta_bytes,
             encode_s=made.encode_s,
+            wait_s=self._wait_s,
+            copy_s=self._copy_s,
         )
 
     def wait(self) -> None:
@@ -102,13 +107,3 @@ def bind_of(bind: str, place: int) -> str:
     """Where the publisher at `place` binds: that many ports above the one given; port 0, any free one, stays."""
     address, _, port = bind.rpartition(":")
     return f"{address}:{int(port) + place}" if port.isdigit() and int(port) else bind
-
-
-def _copy(tensor: "torch.Tensor") -> "NDArray[np.uint16]":
-    """The tensor as bfloat16 bits that later updates do not touch."""
-    import torch
-
-    from slimebus.weights.rounding import to_bf16
-
-    bits = to_bf16(tensor)
-    return bits.copy() if tensor.dtype == torch.bfloat16 else bits  # rounding copies; bfloat16 may be a view of the live weights

@@ -261,7 +261,7 @@ def import_(wish: Wish, words: tuple[str, ...], prompts_only: bool, as_version: 
     Samples that this run could have made, and those that no policy made, are ready to be trained; of others the prompt is sampled again.
     Importing a file again changes nothing.
     """
-    from broker.buffer.changes import asking, lineage_of
+    from broker.buffer.changes import asking
     from broker.buffer.export import writer_of
     from broker.buffer.imports import read_groups
 
@@ -271,7 +271,7 @@ def import_(wish: Wish, words: tuple[str, ...], prompts_only: bool, as_version: 
     resolved = _resolved(file, wish.given)
     done: dict[str, str] = {}
     with asking(resolved, file, wish.broker, wish.timeout_s) as ask:
-        lineage = "" if as_version is None else lineage_of(ask)
+        lineage = "" if as_version is None else ask.lineage()
         for name in names:
             for group in read_groups(Path(name), writer_of(Path(name), ""), prompts_only=prompts_only, as_version=as_version):
                 if lineage:
@@ -284,7 +284,7 @@ def import_(wish: Wish, words: tuple[str, ...], prompts_only: bool, as_version: 
 
 
 def _edit(action: str, words: tuple[str, ...], wish: Wish, states: tuple[str, ...], containing: str, why: str = "") -> None:
-    from broker.buffer.changes import asking, edit_all
+    from broker.buffer.changes import asking
 
     file, names = _split(words)
     if not (names or states or containing):
@@ -297,7 +297,7 @@ def _edit(action: str, words: tuple[str, ...], wish: Wish, states: tuple[str, ..
                 moment.group(name)  # a wrong name is told with the nearest ones before anything changes
             wanted += [g.id for g in _chosen(moment, (), states or able, containing)] if states or containing else []
     with asking(_resolved(file, wish.given), file, wish.broker, wish.timeout_s) as ask:
-        reply = edit_all(ask.edit, action, wanted, why)
+        reply = ask.edit_all(action, wanted, why)
     _say(reply.done, reply.refused, as_json=wish.as_json)
 
 

@@ -6,21 +6,21 @@ import fcntl
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lmdb
 import msgspec
 
-from broker.state.groups import DEAD, DROPPED, Group
+from broker.state.groups import DEAD, DROPPED, Group, Phase
 from broker.state.records import Meta, StepRecord
-from broker.store.interface import TABLES, Damaged
+from broker.store.interface import TABLES
 from broker.store.lmdb_store import FORMAT_KEY, cannot_open, check_format, open_environment, scan_records
 from broker.store.pages import check_pages
 from broker.store.records import unpack_frames, unseal
 from slimebus.errors import UsageError
 from slimebus.messages import Put
 
-STATES = ("queued", "leased", "ready", "assigned", "committed", "dropped", "dead")
+STATES: tuple[Phase, ...] = get_args(Phase)
 NEAREST_OF = 20_000
 """Ids that are compared with one that is unknown."""
 
@@ -159,6 +159,3 @@ def live_endpoint(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return None
-
-
-__all__ = ["STATES", "Damaged", "Moment", "Samples", "live_endpoint", "moment_of", "store_folder"]

@@ -8,24 +8,13 @@ import msgspec
 
 from broker.buffer.reader import Moment
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
-from broker.state.records import ClientRecord, Consumer, Evaluation, Meta, PushRecord, StepRecord
+from broker.state.records import ROWS, Meta, StepRecord
 from broker.store.interface import TABLES, Damaged
 from broker.store.records import unpack_frames
 from slimebus.errors import ProtocolError
 from slimebus.messages import GiveBack, Put
 from slimebus.samples import decode_group
 
-ROWS: dict[str, Any] = {
-    "meta": Meta,
-    "groups": Group,
-    "ended": Group,
-    "clients": ClientRecord,
-    "steps": StepRecord,
-    "freed": StepRecord,
-    "evaluations": Evaluation,
-    "consumers": Consumer,
-    "pushes": PushRecord,
-}
 HOLDS_SAMPLES = (READY, ASSIGNED, COMMITTED)
 
 
@@ -41,11 +30,8 @@ class Report(msgspec.Struct):
 def verify(moment: Moment) -> Report:
     """Read every record: its checksum, its form, its samples, and that groups, prompts, samples and steps fit together."""
     report = Report()
-    groups: dict[str, Group] = {}
-    rows: dict[str, dict[str, Any]] = {table: {} for table in ROWS}
-    for table, kind in ROWS.items():
-        rows[table] = dict(_rows(moment, table, kind, report))
-    groups = rows["groups"]
+    rows: dict[str, dict[str, Any]] = {table: dict(_rows(moment, table, kind, report)) for table, kind in ROWS.items()}
+    groups: dict[str, Group] = rows["groups"]
     report.states = dict(Counter(g.phase for g in [*groups.values(), *rows["ended"].values()]))
     _check_groups(groups, rows["ended"], report)
     _check_steps(groups, rows["steps"], rows["meta"].get("meta"), report)
@@ -124,14 +110,12 @@ def _check_prompts(moment: Moment, groups: dict[str, Group], ended: dict[str, Gr
         seen.add(key)
         _try(report, f"prompt of group {key}", lambda value=value: msgspec.msgpack.decode(value))  # type: ignore[misc]
     needed = {n for n, g in groups.items() if g.kind != EVAL} | {n for n, g in ended.items() if g.phase == DEAD}
-    report.problems += [
-        f"group {name}: its prompt is missing" for name in sorted(needed - seen - _damaged(moment, needed - seen, "prompts"))
-    ]
+    report.problems += [f"group {name}: its prompt is missing" for name in _missing(moment, "prompts", needed - seen)]
 
 
-def _damaged(moment: Moment, names: set[str], table: str) -> set[str]:
-    """Those whose record is there and was reported as damaged."""
-    return names & set(moment.keys(table)) if names else set()
+def _missing(moment: Moment, table: str, names: set[str]) -> list[str]:
+    """Those that have no record; one that is there and damaged was reported as such."""
+    return sorted(names - set(moment.keys(table))) if names else []
 
 
 def _check_payloads(moment: Moment, groups: dict[str, Group], report: Report) -> None:
@@ -147,9 +131,7 @@ def _check_payloads(moment: Moment, groups: dict[str, Group], report: Report) ->
             report.problems.append(f"samples of group {key}: {len(frames)} frames, its row says {group.num_frames}")
         _try(report, f"samples of group {key}", lambda frames=frames: _decode(frames, Put))  # type: ignore[misc]
     needed = {name for name, g in groups.items() if g.phase in HOLDS_SAMPLES}
-    report.problems += [
-        f"group {name}: its samples are missing" for name in sorted(needed - seen - _damaged(moment, needed - seen, "payloads"))
-    ]
+    report.problems += [f"group {name}: its samples are missing" for name in _missing(moment, "payloads", needed - seen)]
 
 
 def _check_partials(moment: Moment, groups: dict[str, Group], report: Report) -> None:
@@ -164,8 +146,7 @@ def _check_fields(moment: Moment, groups: dict[str, Group], report: Report) -> N
     seen = {key for key, _ in _records(moment, "fields", report)}
     needed = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
     report.problems += [f"late field {key!r}: no group has it" for key in sorted(seen - needed)]
-    lost = needed - seen - _damaged(moment, needed - seen, "fields")
-    report.problems += [f"late field {key!r}: it is missing" for key in sorted(lost)]
+    report.problems += [f"late field {key!r}: it is missing" for key in _missing(moment, "fields", needed - seen)]
 
 
 def _decode(frames: list[memoryview], kind: Any) -> None:

@@ -10,10 +10,10 @@ the mean of the last groups while it is in flight. These are estimates: they pac
 
 from broker.state import prompts
 from broker.state.groups import LEASED, READY
-from broker.state.records import Client, ParkedLease
+from broker.state.records import Client, Parked
 from broker.state.rules import MAX_BATCH_SIZE
 from broker.state.table import State
-from slimebus.messages import NO_VERSION
+from slimebus.messages import NO_VERSION, Lease
 
 
 def step_of_next(state: State, extra: int = 0) -> int:
@@ -51,7 +51,7 @@ def has_room(state: State, serving: float, extra: int = 0) -> bool:
     return state.version_of(step) <= serving + rules.max_staleness
 
 
-def why_parked(state: State, parked: ParkedLease) -> str:
+def why_parked(state: State, parked: Parked[Lease]) -> str:
     """Why a parked request waits."""
     client = state.clients.get(parked.client)
     if client is None:

@@ -6,6 +6,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 import math
 
 from broker.state import admission, archive, choice, consumers, prompts, staleness
+from broker.state.clients import is_silent
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group
 from broker.state.records import Client, Parked, StepRecord
@@ -32,7 +33,7 @@ def batch(state: State, event: Event, client: Client, ask: Batch, now: float) ->
     earlier = state.parked_batches.get(ask.step)
     if earlier is not None and earlier.to != event.to:
         give_up(state, ask.step, now)
-    state.parked_batches[ask.step] = Parked(to=event.to, client=client.name, key=str(ask.step))
+    state.parked_batches[ask.step] = Parked(to=event.to, client=client.name, message=ask)
     state.timers.set(("parked batch", ask.step), now + bounded_wait(ask.wait_s))
     assign(state, now)
     if ask.step in state.parked_batches and not ask.wait_s > 0:
@@ -128,11 +129,11 @@ def reason_for(state: State, step: int, now: float) -> str:
     if state.wait is not None:
         parts.append(f"it is full and waits {max(0.0, state.wait[1] - now):.0f} s more for groups that would grow too old (on_stale: wait)")
     holders: dict[str, int] = {}
-    for group in state.groups.leased_for():
+    for group in state.groups.leased_for_training():
         holders[group.worker] = holders.get(group.worker, 0) + 1
     for name, count in sorted(holders.items(), key=lambda item: -item[1])[:4]:
         client = state.clients.get(name)
-        silence = f", silent for {now - client.heard_at:.0f} s" if client and now - client.heard_at > 3 * state.rules.heartbeat_s else ""
+        silence = f", silent for {now - client.heard_at:.0f} s" if client and is_silent(state, client, now) else ""
         parts.append(f"{count} leased by {name}{silence}")
     if held := consumers.why_held(state, now):
         parts.append(held)

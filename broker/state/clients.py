@@ -11,47 +11,22 @@ from broker.state.effects import Event
 from broker.state.groups import EVAL, Group
 from broker.state.records import Client
 from broker.state.table import State
+from slimebus import messages as m
 from slimebus import protocol
 from slimebus.envelope import error_reply
 from slimebus.errors import Fenced, ProtocolError, SlimebusError
-from slimebus.messages import (
-    NO_VERSION,
-    PROTOCOL_VERSION,
-    Batch,
-    Commit,
-    Edit,
-    Evaluate,
-    Fetch,
-    Finish,
-    GiveBack,
-    Goodbye,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Import,
-    Lease,
-    Message,
-    Ok,
-    Publish,
-    Push,
-    Put,
-    PutFields,
-    Read,
-    Resume,
-    Set,
-    Status,
-    Welcome,
-)
+from slimebus.messages import NO_VERSION, PROTOCOL_VERSION
 
 ROLES = ("rollout", "trainer", "consumer", "client")
-NEEDS_ROLE: dict[type[Message], str] = {
-    **dict.fromkeys((Lease, Put, GiveBack), "rollout"),
-    **dict.fromkeys((Read, PutFields), "consumer"),
-    **dict.fromkeys((Resume, Publish, Batch, Fetch, Commit, Finish), "trainer"),
-    Push: "client",
+NEEDS_ROLE: dict[type[m.Message], str] = {
+    **dict.fromkeys((m.Lease, m.Put, m.GiveBack), "rollout"),
+    **dict.fromkeys((m.Read, m.PutFields), "consumer"),
+    **dict.fromkeys((m.Resume, m.Publish, m.Batch, m.Fetch, m.Commit, m.Finish), "trainer"),
+    m.Push: "client",
 }
 MAX_NAME_CHARS = 128
 MAX_FORMER = 16
+SILENT_BEATS = 3
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -60,7 +35,7 @@ def check_run(state: State, event: Event) -> None:
     """Raise SlimebusError `wrong_run` for a message of another run."""
     if event.run == state.meta.run:
         return
-    asks_first = Hello | Status | Evaluate | Set | Edit | Import  # these come before anyone knows the run
+    asks_first = m.Hello | m.Status | m.Evaluate | m.Set | m.Edit | m.Import  # these come before anyone knows the run
     if event.run or not isinstance(event.message, asks_first):
         raise SlimebusError(
             f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
@@ -84,16 +59,23 @@ def sender_of(state: State, event: Event, now: float) -> Client:
     return client
 
 
+def check_is_client(state: State, event: Event, what: str) -> None:
+    """Raise SlimebusError `role` for a sender that joined as anything else: it may not change this."""
+    known = state.clients.get(event.sender)
+    if known is not None and known.role != "client":
+        raise SlimebusError(f"{event.sender!r} joined as {known.role}; only a client may change {what}", code="role")
+
+
 def heard(state: State, client: Client, now: float) -> None:
     """A sign of life."""
     client.heard_at, client.is_gone = now, False
     state.timers.set(("client", client.name), now + state.rules.client_timeout_s)
 
 
-def welcome(state: State, client: Client, hello: Hello, hints: str, max_message_bytes: int) -> Welcome:
+def welcome(state: State, client: Client, hello: m.Hello, hints: str, max_message_bytes: int) -> m.Welcome:
     """What a client must know to take part."""
     meta = state.meta
-    return Welcome(
+    return m.Welcome(
         run=meta.run,
         epoch=client.epoch,
         heartbeat_s=state.rules.heartbeat_s,
@@ -106,7 +88,7 @@ def welcome(state: State, client: Client, hello: Hello, hints: str, max_message_
     )
 
 
-def join(state: State, event: Event, hello: Hello, now: float) -> Client:
+def join(state: State, event: Event, hello: m.Hello, now: float) -> Client:
     """Take in a client; the same instance keeps its epoch, another of the same name takes the place of the older one."""
     _check_hello(event, hello)
     known = state.clients.get(event.sender)
@@ -162,7 +144,7 @@ def _refuse_other_key(event: Event, client: Client) -> None:
     )
 
 
-def _check_key(state: State, event: Event, hello: Hello, known: Client | None) -> None:
+def _check_key(state: State, event: Event, hello: m.Hello, known: Client | None) -> None:
     """A name belongs to the key that joined under it while it is heard. Among trainers the newest takes over, whatever its key."""
     if known is None or known.key == event.key or known.is_gone or known.is_fenced or known.role == hello.role == "trainer":
         return
@@ -185,7 +167,7 @@ def expel(state: State, keys: Collection[str]) -> None:
         state.note(f"{client.role} {client.name} is out: its key {client.key} was revoked", is_warning=True)
 
 
-def _check_born(state: State, hello: Hello, known: Client | None) -> None:
+def _check_born(state: State, hello: m.Hello, known: Client | None) -> None:
     """Refuse a process that started before the one whose place it would take: its hello is a late one."""
     rivals = [c for c in state.clients.values() if c.role == hello.role == "trainer" and not c.is_fenced]
     for rival in [*rivals, *([] if known is None else [known])]:
@@ -196,7 +178,7 @@ def _check_born(state: State, hello: Hello, known: Client | None) -> None:
             )
 
 
-def _check_hello(event: Event, hello: Hello) -> None:
+def _check_hello(event: Event, hello: m.Hello) -> None:
     protocol.choose(hello.oldest, hello.protocol, who=repr(event.sender[:64]), their_release=hello.release)
     if hello.role not in ROLES:
         raise ProtocolError(f"hello: role {hello.role[:64]!r}; expected one of {', '.join(ROLES)}")
@@ -218,18 +200,18 @@ def _fence_other_trainers(state: State, newest: Client) -> None:
     state.parked_batches.clear()
 
 
-def fenced_error(name: str) -> Message:
+def fenced_error(name: str) -> m.Message:
     """The answer to a request that waits while its sender is fenced."""
     return error_reply(Fenced(f"a newer process has taken the place of {name!r}; stop this one"))
 
 
-def heartbeat(state: State, client: Client, beat: Heartbeat, now: float) -> HeartbeatReply:
+def heartbeat(state: State, client: Client, beat: m.Heartbeat, now: float) -> m.HeartbeatReply:
     """Extend the listed leases and answer with the truth."""
     client.state, client.lineage, client.serving = beat.state[:64], beat.lineage, beat.serving
     client.metrics = dict(list(beat.metrics.items())[:64])
     lost = [lease for lease in beat.leases if not _extend(state, client, lease, now)]
     meta = state.meta
-    return HeartbeatReply(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, lost=lost, finished=state.is_finished)
+    return m.HeartbeatReply(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, lost=lost, finished=state.is_finished)
 
 
 def _extend(state: State, client: Client, lease: int, now: float) -> bool:
@@ -273,16 +255,16 @@ def _take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> 
         state.requeue(group, reason)
 
 
-def goodbye(state: State, event: Event) -> Ok:
+def goodbye(state: State, event: Event) -> m.Ok:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
     is_theirs = client is not None and client.epoch == event.epoch and client.key == event.key
-    if isinstance(event.message, Goodbye) and client is not None and is_theirs and not client.is_fenced:
+    if isinstance(event.message, m.Goodbye) and client is not None and is_theirs and not client.is_fenced:
         leave(state, client, "its worker left")
         _forget(state, client)
         if client.role != "client":
             state.note(f"{client.role} {client.name} left")
-    return Ok()
+    return m.Ok()
 
 
 def silent(state: State, name: str, now: float) -> None:
@@ -311,6 +293,11 @@ def _forget(state: State, client: Client) -> None:
 def is_present(client: Client) -> bool:
     """True for a client that is heard and has a say."""
     return not client.is_gone and not client.is_fenced
+
+
+def is_silent(state: State, client: Client, now: float) -> bool:
+    """True when a client has missed its last heartbeats."""
+    return now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
 
 
 def has_everyone_left(state: State) -> bool:

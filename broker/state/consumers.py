@@ -11,10 +11,10 @@ from typing import Any
 
 import xxhash
 
-from broker.state.clients import is_present
+from broker.state.clients import is_present, is_silent
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, READY, Group, LateField, field_key
-from broker.state.records import Client, Consumer, ParkedRead
+from broker.state.records import Client, Consumer, Parked
 from broker.state.table import State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
@@ -47,7 +47,7 @@ def read(state: State, event: Event, client: Client, ask: Read, now: float) -> N
     older = state.parked_reads.get(client.name)
     if older is not None and older.to != event.to:
         _answer(state, client.name, ReadReply(position=consumer.position, reason="a newer read took its place"))
-    state.parked_reads[client.name] = ParkedRead(to=event.to, message=ask)
+    state.parked_reads[client.name] = Parked(to=event.to, client=client.name, message=ask)
     state.timers.set(("parked read", client.name), now + bounded_wait(ask.wait_s))
     _serve(state, client.name)
     if client.name in state.parked_reads and not ask.wait_s > 0:
@@ -207,12 +207,6 @@ def _answer(state: State, name: str, reply: ReadReply, bulk: list[StoredPayload]
     state.reply(parked.to, reply, list(bulk or ()))
 
 
-def leave(state: State, name: str) -> None:
-    """Forget what a consumer waits for; its cursor stays."""
-    if state.parked_reads.pop(name, None) is not None:
-        state.timers.cancel(("parked read", name))
-
-
 # --- late fields ---
 
 
@@ -342,14 +336,11 @@ def _who_puts(state: State, name: str, now: float) -> str:
     words = []
     for one in names[:4]:
         client = state.clients.get(one)
-        gone = (
-            "gone"
-            if client is None
-            else f"silent for {now - client.heard_at:.0f} s"
-            if now - client.heard_at > 3 * state.rules.heartbeat_s
-            else ""
-        )
-        words.append(f"{one} ({gone})" if gone else one)
+        if client is None:
+            one = f"{one} (gone)"
+        elif is_silent(state, client, now):
+            one = f"{one} (silent for {now - client.heard_at:.0f} s)"
+        words.append(one)
     return f"put by {', '.join(words)}"
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 
 from broker.state import leases, prompts, staleness
+from broker.state.clients import check_is_client
 from broker.state.effects import Event
 from broker.state.groups import DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group
 from broker.state.table import State
-from slimebus.errors import DataError, ProtocolError, SlimebusError
+from slimebus.errors import DataError, ProtocolError
 from slimebus.messages import NO_VERSION, Edit, EditReply, Import, Put, has_failed
 from slimebus.prompt_record import check_record
 
@@ -21,7 +22,7 @@ REPLAYED = "replayed"
 
 def edit(state: State, event: Event, ask: Edit) -> None:
     """Drop or replay groups; those for which that cannot be are answered with the reason and left alone."""
-    _check_role(state, event)
+    check_is_client(state, event, "groups by hand")
     if ask.action not in ("drop", "replay"):
         raise ProtocolError(f"edit: action {ask.action[:64]!r}; expected drop or replay")
     reply = EditReply()
@@ -32,12 +33,6 @@ def edit(state: State, event: Event, ask: Edit) -> None:
         else:
             reply.done[name] = result
     state.reply(event.to, reply)
-
-
-def _check_role(state: State, event: Event) -> None:
-    known = state.clients.get(event.sender)
-    if known is not None and known.role != "client":
-        raise SlimebusError(f"{event.sender!r} joined as {known.role}; only a client may change groups by hand", code="role")
 
 
 def _drop(state: State, name: str, reason: str) -> tuple[str, str]:
@@ -100,7 +95,7 @@ def _count_ended(state: State, group: Group, phase: str, move: str) -> None:
 
 def take_in(state: State, event: Event, ask: Import) -> None:
     """Take in a group: ready with its samples where this run could have made them, else queued with its prompt."""
-    _check_role(state, event)
+    check_is_client(state, event, "groups by hand")
     _check_import(ask, event.bulk)
     known = state.groups.by_id.get(ask.group) or _ended(state, ask.group)
     if known is not None:

@@ -15,11 +15,10 @@ from broker.state.records import Evaluation, Parked, Tally
 from broker.state.table import State
 from broker.state.timers import bounded_wait
 from slimebus.errors import ProtocolError, SlimebusError
+from slimebus.interval import Z_95, wilson
 from slimebus.messages import NO_VERSION, Evaluate, EvaluateReply, SampleHeader
 
 MAX_RUNNING = 16
-Z_95 = 1.959964
-"""The 97.5% quantile of the normal distribution."""
 
 
 # --- starting ---
@@ -76,7 +75,7 @@ def evaluate(state: State, event: Event, ask: Evaluate, now: float) -> None:
     if len(state.parked_evaluations) >= state.rules.max_parked:
         raise bounds.hit(state, "max_parked", f"{len(state.parked_evaluations)} requests wait for evaluations already")
     key = (event.sender, event.to.request)
-    state.parked_evaluations[key] = Parked(to=event.to, client=event.sender, key=ask.key)
+    state.parked_evaluations[key] = Parked(to=event.to, client=event.sender, message=ask)
     state.timers.set(("parked evaluation", *key), now + bounded_wait(ask.wait_s))
 
 
@@ -138,7 +137,7 @@ def _complete(state: State, evaluation: Evaluation, reason: str) -> None:
     for row in results(evaluation):
         state.record({"evaluation": evaluation.key, **row})
     for key, parked in list(state.parked_evaluations.items()):
-        if parked.key == evaluation.key:
+        if parked.message.key == evaluation.key:
             give_up(state, *key)
 
 
@@ -148,7 +147,7 @@ def give_up(state: State, name: str, request: int) -> None:
     if parked is None:
         return
     state.timers.cancel(("parked evaluation", name, request))
-    evaluation = state.evaluations[parked.key]
+    evaluation = state.evaluations[parked.message.key]
     state.reply(parked.to, _reply(evaluation), [Inline(encoded_results(evaluation))])
 
 
@@ -201,16 +200,13 @@ def _result(evaluation: Evaluation, name: str, tally: Tally) -> dict[str, Any]:
 
 
 def interval_95(tally: Tally) -> tuple[float, float]:
-    """Wilson's score interval (Wilson 1927, JASA 22:209, with z = 1.96) for 0/1 rewards, mean +- z s / sqrt(n) for others."""
+    """Wilson's score interval for 0/1 rewards, mean +- z s / sqrt(n) for others."""
     n, mean = tally.num_samples, tally.total / tally.num_samples
-    if not tally.is_binary:
-        variance = max(0.0, tally.total_squares - n * mean * mean) / max(1, n - 1)
-        half = Z_95 * math.sqrt(variance / n)
-        return mean - half, mean + half
-    z2 = Z_95 * Z_95
-    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z_95 * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    if tally.is_binary:
+        return wilson(mean, n)
+    variance = max(0.0, tally.total_squares - n * mean * mean) / max(1, n - 1)
+    half = Z_95 * math.sqrt(variance / n)
+    return mean - half, mean + half
 
 
 def encoded_results(evaluation: Evaluation) -> bytes:

@@ -184,9 +184,9 @@ class Groups:
         """The groups that a worker still holds of those that one request of it was granted."""
         return list(self._by_request.get((worker, request), ()))
 
-    def leased_for(self, kind: str = TRAIN) -> list[Group]:
-        """The leased groups of a kind, oldest lease first."""
-        return [group for lease, group in self.by_lease.items() if group.kind == kind and group.lease == lease]
+    def leased_for_training(self) -> list[Group]:
+        """The leased training groups, oldest lease first."""
+        return [group for lease, group in self.by_lease.items() if group.kind == TRAIN and group.lease == lease]
 
     def first_queued(self, kind: str = TRAIN) -> Group | None:
         """The queued group of the earliest prompt."""

@@ -13,9 +13,9 @@ kills its workers must come to an end).
 from broker.state import admission
 from broker.state.groups import TRAIN, Group, SecondLease
 from broker.state.pace import quantile
-from broker.state.records import Client, ParkedLease
+from broker.state.records import Client, Parked
 from broker.state.table import State
-from slimebus.messages import NO_VERSION
+from slimebus.messages import NO_VERSION, Lease
 
 MIN_MEASURED = 8
 """Groups that must have been put before it is known what is usual."""
@@ -27,7 +27,7 @@ TIMER = ("hedge",)
 # --- granting ---
 
 
-def offer(state: State, now: float) -> list[tuple[ParkedLease, Group]]:
+def offer(state: State, now: float) -> list[tuple[Parked[Lease], Group]]:
     """Second leases for requests that wait, one each, the slowest groups first. The caller answers them."""
     after_s = threshold_s(state)
     if not after_s or not state.parked_leases or state.meta.finishing or state.disk_full:
@@ -70,7 +70,7 @@ def _slow(state: State, now: float, after_s: float) -> list[Group]:
     return found
 
 
-def _may_take(state: State, client: Client, parked: ParkedLease, group: Group) -> bool:
+def _may_take(state: State, client: Client, parked: Parked[Lease], group: Group) -> bool:
     needs_weights = parked.message.needs_weights
     if group.failures + 1 >= state.rules.max_attempts:
         return False
@@ -82,7 +82,7 @@ def _may_take(state: State, client: Client, parked: ParkedLease, group: Group) -
     return is_fresh and client.serving >= group.lease_version and not admission.unready_weights(state, client)
 
 
-def _grant(state: State, client: Client, parked: ParkedLease, group: Group, now: float) -> None:
+def _grant(state: State, client: Client, parked: Parked[Lease], group: Group, now: float) -> None:
     needs_weights = parked.message.needs_weights
     second = SecondLease(
         lease=state.meta.next_lease,

@@ -14,7 +14,7 @@ from broker.state.clients import is_present
 from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
-from broker.state.records import Client, ParkedLease
+from broker.state.records import Client, Parked
 from broker.state.rules import Sampling
 from broker.state.table import State
 from broker.state.timers import bounded_wait
@@ -51,12 +51,12 @@ def lease(state: State, event: Event, client: Client, ask: Lease, now: float) ->
     client.lineage, client.serving = ask.lineage, ask.serving
     held = state.groups.leased_at(client.name, event.to.request)
     if held:
-        _answer(state, ParkedLease(to=event.to, client=client.name, message=ask), held, now)
+        _answer(state, Parked(to=event.to, client=client.name, message=ask), held, now)
         return
     key = (client.name, event.to.request)
     if key not in state.parked_leases:
         _check_parked(state, client.name, now)
-    state.parked_leases[key] = ParkedLease(to=event.to, client=client.name, message=ask)
+    state.parked_leases[key] = Parked(to=event.to, client=client.name, message=ask)
     state.newly_parked[key] = now + bounded_wait(ask.wait_s)
     if not ask.wait_s > 0:
         deal(state, now)
@@ -136,7 +136,7 @@ def _has_something(state: State) -> bool:
     return admission.has_room(state, float("inf")) and not all(p.message.needs_weights for p in state.parked_leases.values())
 
 
-def _is_live(state: State, parked: ParkedLease) -> bool:
+def _is_live(state: State, parked: Parked[Lease]) -> bool:
     client = state.clients.get(parked.client)
     return client is not None and is_present(client)
 
@@ -151,7 +151,7 @@ Refused = dict[tuple[str, int, bool], bool]
 and hundreds of them may wait."""
 
 
-def _is_refused(state: State, parked: ParkedLease, refused: Refused) -> bool:
+def _is_refused(state: State, parked: Parked[Lease], refused: Refused) -> bool:
     client, needs_weights = state.clients[parked.client], parked.message.needs_weights
     kind = (client.lineage, client.serving, needs_weights)
     found = refused.get(kind)
@@ -160,7 +160,7 @@ def _is_refused(state: State, parked: ParkedLease, refused: Refused) -> bool:
     return found
 
 
-def _next_for(state: State, parked: ParkedLease, refused: Refused) -> Group | None:
+def _next_for(state: State, parked: Parked[Lease], refused: Refused) -> Group | None:
     evaluated = _next_evaluated(state, state.clients[parked.client], parked)
     if evaluated is not None and _is_turn_of(state, evaluated):
         return evaluated
@@ -169,7 +169,7 @@ def _next_for(state: State, parked: ParkedLease, refused: Refused) -> Group | No
     return state.groups.first_queued(TRAIN) or prompts.draw(state) or evaluated
 
 
-def _next_evaluated(state: State, client: Client, parked: ParkedLease) -> Group | None:
+def _next_evaluated(state: State, client: Client, parked: Parked[Lease]) -> Group | None:
     group = state.groups.first_queued(EVAL)
     if group is None or not parked.message.needs_weights or admission.unready_weights(state, client):
         return None
@@ -195,7 +195,7 @@ def num_samples_of(state: State, group: Group) -> int:
     return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
 
 
-def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
+def _grant(state: State, group: Group, parked: Parked[Lease], now: float) -> None:
     meta, client = state.meta, state.clients[parked.client]
     group.lease, group.admitted = meta.next_lease, meta.next_admitted
     meta.next_lease += 1
@@ -213,7 +213,7 @@ def _grant(state: State, group: Group, parked: ParkedLease, now: float) -> None:
     state.timers.set(("lease", group.lease), now + state.rules.lease_s)
 
 
-def _answer(state: State, parked: ParkedLease, groups: list[Group], now: float) -> None:
+def _answer(state: State, parked: Parked[Lease], groups: list[Group], now: float) -> None:
     prompts = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
     begun = [frame for g in groups for frame in partials.frames(g)]
     state.reply(parked.to, LeaseReply(groups=[_leased(state, g, parked.client, now) for g in groups]), [*prompts, *begun])

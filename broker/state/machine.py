@@ -24,42 +24,14 @@ from broker.state import (
     watchdog,
 )
 from broker.state.buffer_filter import BufferFilter
-from broker.state.effects import Address, Effect, Event, Inline
+from broker.state.effects import Effect, Event, Inline
 from broker.state.groups import LEASED, Group
-from broker.state.records import Client, ClientRecord, Consumer, Evaluation, Meta, Records, StepRecord
+from broker.state.records import ROWS, Client, ClientRecord, Consumer, Evaluation, Meta, PushRecord, Records, StepRecord
 from broker.state.rules import Rules
 from broker.state.table import PromptSource, State
+from slimebus import messages as m
 from slimebus.envelope import error_reply
 from slimebus.errors import ProtocolError, SlimebusError, UsageError
-from slimebus.messages import (
-    Batch,
-    Commit,
-    Edit,
-    Error,
-    Evaluate,
-    Fetch,
-    Finish,
-    GiveBack,
-    Goodbye,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Hint,
-    Import,
-    Keys,
-    KeysReply,
-    Lease,
-    Message,
-    Publish,
-    Push,
-    Put,
-    PutFields,
-    Read,
-    Resume,
-    Set,
-    Status,
-    StatusReply,
-)
 
 Row = tuple[str, str, bytes]
 
@@ -94,26 +66,23 @@ class Machine:
         state = self.state
         pushed = []
         for table, _, value in rows:
-            if table == "meta":
-                self._restore_meta(msgspec.msgpack.decode(value, type=Meta))
-            elif table == "groups":
-                state.groups.add(msgspec.msgpack.decode(value, type=Group))
-            elif table == "steps":
-                step = msgspec.msgpack.decode(value, type=StepRecord)
-                state.steps[step.step] = step
-            elif table == "evaluations":
-                kept = msgspec.msgpack.decode(value, type=Evaluation)
-                state.evaluations[kept.key] = kept
-            elif table == "consumers":
-                consumer = msgspec.msgpack.decode(value, type=Consumer)
-                state.consumers[consumer.name] = consumer
-            elif table == "clients":
-                client = msgspec.msgpack.decode(value, type=ClientRecord)
-                state.clients[client.name] = Client(**msgspec.structs.asdict(client))
-            elif table == "pushes":
-                pushed.append(value)
-            elif table == "source" and state.stateful is not None:
-                state.stateful.restore(value)
+            match msgspec.msgpack.decode(value, type=ROWS[table]) if table in ROWS else value:
+                case Group() as group:
+                    state.groups.add(group)
+                case StepRecord() as record:
+                    state.steps[record.step] = record
+                case Evaluation() as evaluated:
+                    state.evaluations[evaluated.key] = evaluated
+                case Consumer() as consumer:
+                    state.consumers[consumer.name] = consumer
+                case ClientRecord() as client:
+                    state.clients[client.name] = Client(**msgspec.structs.asdict(client))
+                case PushRecord() as push:
+                    pushed.append(push)
+                case Meta() as meta:
+                    self._restore_meta(meta)
+                case bytes() as kept if table == "source" and state.stateful is not None:
+                    state.stateful.restore(kept)
         pushes.restore(state, pushed)
         settings.restore(state)
         self._restart_deadlines(now)
@@ -180,19 +149,19 @@ class Machine:
         self._settle(now)
         return self.state.flush()
 
-    def answer_held(self, event: Event, said: Hint, problem: SlimebusError, now: float) -> tuple[Message, list[bytes]]:
+    def answer_held(self, event: Event, said: m.Hint, problem: SlimebusError, now: float) -> tuple[m.Message, list[bytes]]:
         """Answer a request while the last decisions cannot be stored: no decision is made and none of those is told.
 
         Heartbeats keep leases and clients alive and hear again what was `said` last, the status names the problem, everything
         else is to be asked again.
         """
         match event.message:
-            case Status():
-                return StatusReply(), [msgspec.json.encode(self.status(now))]
-            case Heartbeat(leases=listed) if clients.keep_alive(self.state, event, listed, now):
-                return HeartbeatReply(lineage=said.lineage, version=said.version, publishers=said.publishers, finished=said.finished), []
+            case m.Status():
+                return m.StatusReply(), [msgspec.json.encode(self.status(now))]
+            case m.Heartbeat(leases=listed) if clients.keep_alive(self.state, event, listed, now):
+                return m.HeartbeatReply(lineage=said.lineage, version=said.version, publishers=said.publishers, finished=said.finished), []
             case _:
-                return Error(code=problem.code, text=problem.text, retryable=True), []
+                return m.Error(code=problem.code, text=problem.text, retryable=True), []
 
     def tick(self, now: float) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients."""
@@ -222,20 +191,20 @@ class Machine:
         state, message = self.state, event.message
         clients.check_run(state, event)
         match message:
-            case Hello():
+            case m.Hello():
                 client = clients.join(state, event, message, now)
                 state.reply(event.to, clients.welcome(state, client, message, self.hints, self.max_message_bytes))
-            case Goodbye():
+            case m.Goodbye():
                 state.reply(event.to, clients.goodbye(state, event))
-            case Status():
-                state.reply(event.to, StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
-            case Evaluate():
+            case m.Status():
+                state.reply(event.to, m.StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
+            case m.Evaluate():
                 evaluation.evaluate(state, event, message, now)
-            case Edit():
+            case m.Edit():
                 edits.edit(state, event, message)
-            case Import():
+            case m.Import():
                 edits.take_in(state, event, message)
-            case Set():
+            case m.Set():
                 settings.change(state, event, message)
             case _:
                 self._handle_member(event, clients.sender_of(state, event, now), now)
@@ -243,35 +212,35 @@ class Machine:
     def _handle_member(self, event: Event, client: Client, now: float) -> None:
         state, message = self.state, event.message
         match message:
-            case Heartbeat():
+            case m.Heartbeat():
                 state.reply(event.to, clients.heartbeat(state, client, message, now))
-            case Lease():
+            case m.Lease():
                 leases.lease(state, event, client, message, now)
-            case Put():
+            case m.Put():
                 leases.put(state, event, client, message)
-            case GiveBack():
+            case m.GiveBack():
                 leases.give_back(state, event, client, message)
-            case Resume():
+            case m.Resume():
                 timeline.resume(state, event, message)
-            case Publish():
+            case m.Publish():
                 timeline.publish(state, event, message)
-            case Batch():
+            case m.Batch():
                 batches.batch(state, event, client, message, now)
-            case Fetch():
+            case m.Fetch():
                 batches.fetch(state, event, message, self.max_message_bytes)
                 watchdog.fetched(state, message.groups, now)
-            case Commit():
+            case m.Commit():
                 batches.commit(state, event, message)
-            case Read():
+            case m.Read():
                 consumers.read(state, event, client, message, now)
-            case PutFields():
+            case m.PutFields():
                 consumers.put_fields(state, event, client, message, self.max_message_bytes)
-            case Push():
+            case m.Push():
                 pushes.push(state, event, message)
-            case Finish():
+            case m.Finish():
                 timeline.finish(state, event, message, now)
-            case Keys():  # a broker with keys answers this before it comes here
-                state.reply(event.to, KeysReply())
+            case m.Keys():  # a broker with keys answers this before it comes here
+                state.reply(event.to, m.KeysReply())
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a request", code="unknown_type")
 
@@ -312,6 +281,3 @@ class Machine:
             self.state.finished_said = True
             self.state.notify()
             consumers.finish(self.state)
-
-
-__all__ = ["Address", "Effect", "Event", "Machine"]

@@ -1,6 +1,5 @@
 """Prompts that a client pushes while the run goes on: durable before they are acknowledged, each key once, bounded."""
 
-import msgspec
 import xxhash
 
 from broker.state import prompts
@@ -92,7 +91,6 @@ def _digest(records: list[bytes]) -> str:
     return digest.hexdigest()
 
 
-def restore(state: State, records: list[bytes]) -> None:
+def restore(state: State, known: list[PushRecord]) -> None:
     """Take up the keys of the pushes so far."""
-    known = [msgspec.msgpack.decode(record, type=PushRecord) for record in records]
     state.pushes = {push.key: push for push in sorted(known, key=lambda push: push.serial)}

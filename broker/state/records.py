@@ -1,12 +1,13 @@
 """What the state is made of: the records that are kept, and the requests that wait."""
 
 import math
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from broker.state.effects import Address, Table
-from slimebus.messages import NO_VERSION, Lease, Read, Scalar
+from broker.state.groups import Group
+from slimebus.messages import NO_VERSION, Batch, Evaluate, Lease, Read, Scalar
 
 
 class PushRecord(msgspec.Struct, kw_only=True):
@@ -141,33 +142,21 @@ class Evaluation(msgspec.Struct, kw_only=True):
     reason: str = ""
 
 
-class ParkedLease(msgspec.Struct, kw_only=True):
-    """A lease request that waits for capacity."""
+M = TypeVar("M", Lease, Batch, Read, Evaluate)
+
+
+class Parked(msgspec.Struct, Generic[M], kw_only=True):
+    """A request that waits: for capacity, a batch, groups to read, results."""
 
     to: Address
     client: str
-    message: Lease
-
-
-class Parked(msgspec.Struct, kw_only=True):
-    """A request that waits for an answer; `key` is what it waits for."""
-
-    to: Address
-    client: str
-    key: str
+    message: M
 
 
 class Records(Protocol):
     """Reads one stored record of what is not kept in memory: ended groups, steps freed long ago."""
 
     def __call__(self, table: Table, key: str) -> bytes | None: ...
-
-
-class ParkedRead(msgspec.Struct, kw_only=True):
-    """A consumer's request that waits for groups."""
-
-    to: Address
-    message: Read
 
 
 class Consumer(msgspec.Struct, kw_only=True):
@@ -178,3 +167,17 @@ class Consumer(msgspec.Struct, kw_only=True):
     num_read: int = 0
     num_skipped: int = 0
     fields: dict[str, int] = {}
+
+
+ROWS: dict[str, type[msgspec.Struct]] = {
+    "meta": Meta,
+    "groups": Group,
+    "ended": Group,
+    "clients": ClientRecord,
+    "steps": StepRecord,
+    "freed": StepRecord,
+    "evaluations": Evaluation,
+    "consumers": Consumer,
+    "pushes": PushRecord,
+}
+"""Table -> what its records are, msgpack; the other tables hold opaque bytes."""

@@ -12,11 +12,12 @@ import re
 import msgspec
 
 from broker.state import staleness
+from broker.state.clients import check_is_client
 from broker.state.effects import Event
 from broker.state.records import Change
 from broker.state.rules import Rules
 from broker.state.table import State
-from slimebus.errors import ConfigError, ProtocolError, SlimebusError
+from slimebus.errors import ConfigError, ProtocolError
 from slimebus.messages import Scalar, Set, SetReply
 
 LARGEST = 1 << 40
@@ -78,17 +79,11 @@ def change(state: State, event: Event, ask: Set) -> None:
     """Put new settings in force, all or none, and answer with old and new. The same key again gets the first answer."""
     if not 0 < len(ask.key) <= 128:
         raise ProtocolError("set: key must have 1 to 128 characters")
-    _check_sender(state, event)
+    check_is_client(state, event, "settings")
     made = next((c for c in state.meta.changes if c.key == ask.key), None)
     if made is None:
         made = _make(state, event.sender, ask)
     state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=values(state.rules)))
-
-
-def _check_sender(state: State, event: Event) -> None:
-    known = state.clients.get(event.sender)
-    if known is not None and known.role != "client":
-        raise SlimebusError(f"{event.sender!r} joined as {known.role}; only a client may change settings", code="role")
 
 
 def _make(state: State, by: str, ask: Set) -> Change:

@@ -39,7 +39,7 @@ def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
 
 def take_back(state: State, step: int, reason: str) -> None:
     """End the leases of groups begun by versions too old for `step`: their workers learn it with the next heartbeat."""
-    for group in state.groups.leased_for():
+    for group in state.groups.leased_for_training():
         if last_step(state, begun_by(group)) < step:
             remove_stale(state, group, reason)
 
@@ -62,7 +62,7 @@ def last_step(state: State, version: int) -> float:
 def saved_by_waiting(state: State, step: int, size: int) -> int:
     """How many more groups could be trained in time if the batch of `step`, `size` groups, waited for those in flight."""
     ready = sorted(last_step(state, group.oldest_version) for group in state.groups.first_ready(len(state.groups.ready)))
-    leased = [last_step(state, begun_by(group)) for group in state.groups.leased_for()]
+    leased = [last_step(state, begun_by(group)) for group in state.groups.leased_for_training()]
     leased += [last_step(state, group.oldest_version) for group in state.groups.held.values()]
     if not leased:
         return 0

@@ -3,6 +3,7 @@
 from typing import Any
 
 from broker.state import admission, batches, consumers, demand, evaluation, prompts, settings, watchdog
+from broker.state.clients import is_silent
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY
 from broker.state.records import Client
 from broker.state.table import FILTERED, ReportingSource, State
@@ -108,7 +109,9 @@ def _parked(state: State, now: float) -> list[dict[str, Any]]:
         {"kind": "lease", "client": p.client, "want": p.message.want, "reason": admission.why_parked(state, p)}
         for p in list(state.parked_leases.values())[:MAX_ROWS]
     ]
-    evaluations = [{"kind": "evaluate", "client": p.client, "key": p.key} for p in list(state.parked_evaluations.values())[:MAX_ROWS]]
+    evaluations = [
+        {"kind": "evaluate", "client": p.client, "key": p.message.key} for p in list(state.parked_evaluations.values())[:MAX_ROWS]
+    ]
     reads = [{"kind": "read", "client": name, "reason": consumers.why_parked(state, name)} for name in list(state.parked_reads)[:MAX_ROWS]]
     return [*batch, *leases, *reads, *evaluations]
 
@@ -129,7 +132,7 @@ def waiting(state: State, now: float) -> list[str]:
         who = names[0] if len(names) == 1 else f"{len(names)} workers"
         lines.append(f"{who} waits for a lease: {reason}" if len(names) == 1 else f"{who} wait for a lease: {reason}")
     for client in state.clients.values():
-        if client.role != "client" and not client.is_fenced and now - client.heard_at > 3 * state.rules.heartbeat_s:
+        if client.role != "client" and not client.is_fenced and is_silent(state, client, now):
             lines.append(f"{client.role} {client.name} has been silent for {now - client.heard_at:.0f} s")
     if not state.meta.lineage:
         lines.append("everyone waits for a trainer to join")

@@ -16,15 +16,13 @@ from broker.state.records import (
     Evaluation,
     Meta,
     Parked,
-    ParkedLease,
-    ParkedRead,
     PushRecord,
     Records,
     StepRecord,
 )
 from broker.state.rules import Rules
 from broker.state.timers import Timers
-from slimebus.messages import NO_VERSION, Hint, Message
+from slimebus.messages import NO_VERSION, Batch, Evaluate, Hint, Lease, Message, Read
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
@@ -117,12 +115,12 @@ class State:
         self.source_problem = ""
         self.source_rests_until = 0.0
         self.evaluations: dict[str, Evaluation] = {}
-        self.parked_leases: dict[tuple[str, int], ParkedLease] = {}
+        self.parked_leases: dict[tuple[str, int], Parked[Lease]] = {}
         self.newly_parked: dict[tuple[str, int], float] = {}
-        self.parked_batches: dict[int, Parked] = {}
-        self.parked_evaluations: dict[tuple[str, int], Parked] = {}
+        self.parked_batches: dict[int, Parked[Batch]] = {}
+        self.parked_evaluations: dict[tuple[str, int], Parked[Evaluate]] = {}
         self.consumers: dict[str, Consumer] = {}
-        self.parked_reads: dict[str, ParkedRead] = {}
+        self.parked_reads: dict[str, Parked[Read]] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.served_changes = 0
         self.hedge_losers: dict[int, None] = {}
@@ -397,11 +395,6 @@ class State:
         """Groups leased, ready or assigned."""
         counts = self.groups.counts
         return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
-
-    @property
-    def num_committed(self) -> int:
-        """Groups trained and still kept."""
-        return self.groups.count(COMMITTED)
 
     @property
     def is_evaluating(self) -> bool:

@@ -111,7 +111,7 @@ def _lose(state: State, group_id: str) -> None:
 
 
 def _revoke_leases(state: State) -> None:
-    for group in state.groups.leased_for():
+    for group in state.groups.leased_for_training():
         if group.lineage:
             state.requeue(group, "lease of the abandoned timeline")
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from broker.state import admission, batches, choice, consumers, prompts
-from broker.state.clients import is_present
+from broker.state.clients import is_present, is_silent
 from broker.state.pace import quantile
 from broker.state.records import Client
 from broker.state.table import State
@@ -35,7 +35,6 @@ MAX_BURST_STEPS = 8
 KEPT_INTERVALS = 16
 """So many survive a restart of the broker."""
 MAX_NAMES = 4
-SILENT_BEATS = 3
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -200,11 +199,6 @@ def cause(state: State, now: float) -> Cause:
     return Cause("trainer", [trainer.name], text)
 
 
-def is_silent(state: State, client: Client, now: float) -> bool:
-    """True when a client has missed its last heartbeats."""
-    return now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
-
-
 def _no_trainer(state: State, now: float) -> str:
     pace = state.pace
     if not pace.trainer[0]:
@@ -238,7 +232,7 @@ def _ready(state: State) -> str:
 
 def _waits_for_groups(state: State, trainer: Client, now: float) -> Cause:
     reason = batches.reason_for(state, state.meta.next_step, now)
-    leased = state.groups.leased_for()
+    leased = state.groups.leased_for_training()
     if state.groups.held and len(state.groups.ready) + len(state.groups.held) >= state.rules.batch_size:
         return _waits_for_fields(state, reason)
     if leased:

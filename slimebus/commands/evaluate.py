@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.errors import SlimebusError
-from slimebus.joining import client_of, process_name
+from slimebus.joining import visit
 from slimebus.messages import Evaluate, EvaluateReply
 
 if TYPE_CHECKING:
@@ -26,11 +25,8 @@ WAIT_S = 10.0
 @click.pass_context
 def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: tuple[str, ...], as_json: bool) -> None:
     """Evaluate the newest published version on the run's own workers; training goes on meanwhile."""
-    client = client_of(from_context(ctx, run_yaml), broker, role="client", name=process_name("eval"))
-    try:
+    with visit(from_context(ctx, run_yaml), broker, what="eval") as client:
         results = _await_results(client, secrets.token_hex(8), list(datasets))
-    finally:
-        client.close(goodbye=False)
     if as_json:
         click.echo(json.dumps(results, indent=2))
     for row in [] if as_json else results:
@@ -44,9 +40,7 @@ def _await_results(client: "Client", key: str, datasets: list[str]) -> list[dict
     said = ""
     while True:
         reply = client.call(Evaluate(key=key, datasets=datasets, wait_s=WAIT_S), timeout_s=WAIT_S + 20)
-        answer = reply.message
-        if not isinstance(answer, EvaluateReply):
-            raise SlimebusError(f"broker answered evaluate with {type(answer).__name__}", code="protocol")
+        answer = reply.expect(EvaluateReply)
         if answer.done:
             found: list[dict[str, Any]] = json.loads(bytes(reply.bulk[0]))
             return found

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from slimebus.config import resolve
-from slimebus.errors import SlimebusError, UsageError
-from slimebus.joining import client_of, process_name
+from slimebus.errors import UsageError
+from slimebus.joining import visit
 from slimebus.messages import Scalar, Set, SetReply
 
 INFINITE = ("inf", ".inf", "unbounded")
@@ -29,13 +29,8 @@ def set_(words: tuple[str, ...], broker: str | None, as_json: bool, timeout_s: f
     """
     file, settings = parse(words)
     given = {f"security.{name}": value for name, value in (("keys", keys), ("key_name", key_name)) if value}
-    client = client_of(resolve(file, given), broker, role="client", name=process_name("set"))
-    try:
-        answer = client.call(Set(key=secrets.token_hex(8), settings=settings), timeout_s=timeout_s).message
-    finally:
-        client.close(goodbye=False)
-    if not isinstance(answer, SetReply):
-        raise SlimebusError(f"broker answered set with {type(answer).__name__}", code="protocol")
+    with visit(resolve(file, given), broker, what="set") as client:
+        answer = client.call(Set(key=secrets.token_hex(8), settings=settings), timeout_s=timeout_s).expect(SetReply)
     click.echo(as_one_object(answer) if as_json else "\n".join(summary(answer, settings)))
 
 

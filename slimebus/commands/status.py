@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slimebus.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.errors import SlimebusError, Unreachable
-from slimebus.joining import client_of, process_name
+from slimebus.errors import Unreachable
+from slimebus.joining import visit
 from slimebus.messages import Status, StatusReply
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ EXIT_UNREACHABLE = 4
 def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
     """The broker's status as a map (docs/protocol.md). Raises SlimebusError."""
     reply = client.call(Status(), timeout_s=timeout_s)
-    if not isinstance(reply.message, StatusReply) or not reply.bulk:
-        raise SlimebusError(f"broker answered status with {type(reply.message).__name__}", code="protocol")
+    reply.expect(StatusReply)
     found: dict[str, Any] = json.loads(bytes(reply.bulk[0]))
     return found
 
@@ -40,14 +39,12 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
     Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
     4 when no broker answers.
     """
-    client = client_of(from_context(ctx, run_yaml), broker, role="viewer", name=process_name("status"))
     try:
-        found = ask_status(client, timeout_s)
+        with visit(from_context(ctx, run_yaml), broker, what="status", role="viewer") as client:
+            found = ask_status(client, timeout_s)
     except Unreachable as silent:
         click.echo(f"slimebus: {silent.text}", err=True)
         sys.exit(EXIT_UNREACHABLE)
-    finally:
-        client.close(goodbye=False)
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(summary(found)))
     if found.get("stalled"):
         sys.exit(EXIT_STALLED)

@@ -4,7 +4,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -13,6 +12,7 @@ from slimebus.config.flags import META, ConfigCommand, config_argument, from_con
 from slimebus.config.schema import OPEN_MAPS
 from slimebus.errors import EXIT_FAILURE
 from slimebus.launch import Child, Fleet, free_port
+from slimebus.security.exposure import reachable
 
 COLOURS = {"broker": "yellow", "trainer": "cyan", "rollout": "green"}
 POLL_S = 0.2
@@ -53,7 +53,7 @@ def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: i
     if address.endswith(":0"):
         address = f"{address[:-2]}:{free_port()}"
     fleet.start("broker", ["broker", *arguments, "--bind", address])
-    reach = address.replace("//0.0.0.0", "//127.0.0.1").replace("//*", "//127.0.0.1")
+    reach = reachable(address)
     fleet.start("trainer", ["trainer", *arguments, "--broker", reach])
     for i in range(workers):
         fleet.start(
@@ -66,7 +66,7 @@ def watch(fleet: Fleet) -> int:
     """Wait until all children ended well, one failed, or a signal came; the exit code."""
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _remember(stop))
+        signal.signal(number, lambda got, _: stop.append(got))
     while not stop:
         failed = [child for child in fleet.ended() if child.process.returncode]
         if failed:
@@ -77,13 +77,6 @@ def watch(fleet: Fleet) -> int:
             return 0
         time.sleep(POLL_S)
     return 130 if stop[0] == signal.SIGINT else 143
-
-
-def _remember(stop: list[int]) -> "signal._HANDLER":
-    def handler(number: int, frame: FrameType | None) -> None:
-        stop.append(number)
-
-    return handler
 
 
 def describe(child: Child) -> str:

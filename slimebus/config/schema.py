@@ -206,6 +206,8 @@ class WeightsConfig(Section, frozen=True):
     """[host] The host name other workers are told; empty: the bound one, or this machine's address on the way to the broker."""
     weights_keep: Positive = 8
     """[versions] Versions a direct delta can start from; older workers pull everything."""
+    weights_diff: Literal["host", "device"] = "host"
+    """[choice] Where the trainer looks for changes. device: beside the weights, for 2 more bytes a value there; only changes leave it."""
     weights_zstd: bool = True
     """[switch] Compress deltas with zstd level 1."""
     pull_timeout_s: Seconds = 120.0

@@ -1,4 +1,4 @@
-"""Whether an address can be reached from other machines, and the rule that such a one is not bound without keys."""
+"""How a bound address is reached, from where, and the rule that none is open to other machines without keys."""
 
 import ipaddress
 
@@ -21,6 +21,14 @@ def is_local(address: str) -> bool:
         return False
     mapped = getattr(ip, "ipv4_mapped", None)
     return (mapped or ip).is_loopback
+
+
+def reachable(announced: str, known: str = "tcp://127.0.0.1:0") -> str:
+    """An address that a server announced, with the host we know it by where it only named all its interfaces: this one, unless given."""
+    host = known.split("//", 1)[-1].rpartition(":")[0].replace("localhost", "127.0.0.1")
+    for anywhere in ("0.0.0.0", "*", "[::]"):
+        announced = announced.replace(f"//{anywhere}:", f"//{host}:")
+    return announced
 
 
 def check_bind(address: str, field: str, *, has_keys: bool, insecure: bool) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -37,9 +37,11 @@ from slimebus.messages import (
     Hint,
     Message,
     Welcome,
+    wire_name,
 )
 from slimebus.protocol import release
 from slimebus.security.credentials import Credentials
+from slimebus.security.exposure import reachable
 from slimebus.transport.curve import connect_curve, end_watch, handshakes, is_vague, refusal, watch_handshakes
 
 log = logging.getLogger("slimebus.transport")
@@ -50,6 +52,7 @@ RETRY_S = 0.5
 PATIENT_CODES = ("disk_full", "store")
 """The server lives and waits for a person to mend its disk: a member that asked waits with it, beyond its deadline."""
 SAY_AGAIN_S = 30.0
+M = TypeVar("M", bound=Message)
 
 
 class Reply:
@@ -60,14 +63,21 @@ class Reply:
     def __init__(self, message: Message, bulk: Sequence[Any]) -> None:
         self.message, self.bulk = message, bulk
 
+    def expect(self, kind: type[M]) -> M:
+        """The message, which must be of this kind. Raises SlimebusError `protocol` for another."""
+        if not isinstance(self.message, kind):
+            text = f"the answer is of type {wire_name(type(self.message))!r}, expected {wire_name(kind)!r}"
+            raise SlimebusError(f"{text}; run the same slimebus release everywhere", code="protocol")
+        return self.message
+
 
 class _Pending:
-    __slots__ = ("bulk", "deadline", "future", "message", "resend_at", "resend_s", "sent_at", "timeout_s")
+    __slots__ = ("bulk", "deadline", "future", "message", "resend_at", "resend_s", "timeout_s")
 
     def __init__(self, message: Message, bulk: Sequence[Any], timeout_s: float, resend_s: float) -> None:
         now = time.monotonic()
         self.message, self.bulk, self.timeout_s, self.resend_s = message, bulk, timeout_s, resend_s
-        self.deadline, self.resend_at, self.sent_at = now + timeout_s, now + resend_s, now
+        self.deadline, self.resend_at = now + timeout_s, now + resend_s
         self.future: Future[Reply] = Future()
 
 
@@ -108,7 +118,6 @@ class Client:
         self._beat_every_s, self._next_beat = 0.0, float("inf")
         self._on_hint: Callable[[Hint], None] = lambda hint: None
         self._hints_address = ""
-        self._heard_at = time.monotonic()
         self._say_at = 0.0
         self._closing = threading.Event()
         self._wake_r, self._wake_w = os.pipe()
@@ -146,9 +155,7 @@ class Client:
         hello = Hello(
             role=role, instance=self.instance, born=self.born, protocol=PROTOCOL_VERSION, oldest=OLDEST_PROTOCOL, release=release()
         )
-        welcome = self.call(hello, timeout_s=timeout_s).message
-        if not isinstance(welcome, Welcome):
-            raise SlimebusError(f"{self.peer} at {self.address} answered hello with {type(welcome).__name__}", code="protocol")
+        welcome = self.call(hello, timeout_s=timeout_s).expect(Welcome)
         self.run, self.epoch, self.protocol, self._role = welcome.run, welcome.epoch, welcome.protocol, role
         return welcome
 
@@ -173,11 +180,6 @@ class Client:
         """Bring the next heartbeat forward."""
         self._next_beat = time.monotonic()
         self._wake()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the server was last heard."""
-        return time.monotonic() - self._heard_at
 
     def close(self, *, goodbye: bool = True) -> None:
         """Leave (telling the server, briefly) and stop the thread."""
@@ -340,7 +342,6 @@ class Client:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return
-            self._heard_at = time.monotonic()
             try:
                 got = envelope.decode(frames, self.types)
             except SlimebusError as bad:
@@ -454,14 +455,6 @@ class Client:
                 self._on_beat(message)
         elif isinstance(problem, SlimebusError) and not problem.retryable:
             self._on_lost(problem)
-
-
-def reachable(announced: str, known: str) -> str:
-    """An address that a server announced, with the host we know it by where it only named all its interfaces."""
-    host = known.split("//", 1)[-1].rpartition(":")[0].replace("localhost", "127.0.0.1")
-    for anywhere in ("0.0.0.0", "*", "[::]"):
-        announced = announced.replace(f"//{anywhere}:", f"//{host}:")
-    return announced
 
 
 def _fail(pending: _Pending, problem: SlimebusError) -> None:

@@ -24,7 +24,17 @@ from numpy.typing import NDArray
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights.messages import BAD_CHUNK, DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
-from slimebus.weights.tensors import DTYPE_BYTES, NO_BASE, STEPPED_DTYPES, Tensor, TensorLike, as_tensor, hash_bytes, version_digest
+from slimebus.weights.tensors import (
+    DTYPE_BYTES,
+    NO_BASE,
+    STEPPED_DTYPES,
+    Tensor,
+    TensorChanges,
+    TensorLike,
+    as_tensor,
+    hash_bytes,
+    version_digest,
+)
 
 LENT_S = 2.0
 """A tensor that was read so recently is taken to be in the middle of a pull."""
@@ -132,16 +142,22 @@ class VersionStore:
         seen = self._seen
         return seen.newest if seen else None
 
+    @property
+    def next_version(self) -> int:
+        """The number of the version that the next publish makes."""
+        return self._next_version
+
     # --- publishing ---
 
-    def publish(self, tensors: Mapping[str, TensorLike], *, version: int | None = None) -> VersionInfo:
+    def publish(self, tensors: Mapping[str, TensorLike | TensorChanges], *, version: int | None = None) -> VersionInfo:
         """Make these tensors, all of this publisher's, the newest version; they are read, not kept.
 
         version: must be the next one (a check for callers that count themselves). Raises WeightsError with nothing changed when
-        a tensor's dtype, shape and size disagree. A failure in the middle forgets the full copy: the next publish starts anew.
+        a tensor's dtype, shape and size disagree, or changes are not of the newest version. A failure in the middle forgets the
+        full copy: the next publish starts anew.
         """
         with self._publishing:
-            given = {name: as_tensor(name, value) for name, value in tensors.items()}
+            given = {name: self._checked(name, value) for name, value in tensors.items()}
             if version is not None and version != self._next_version:
                 raise WeightsError(f"publish of version {version}; the next one here is {self._next_version}", retryable=False)
             try:
@@ -150,14 +166,26 @@ class VersionStore:
                 self._forget()
                 raise
 
-    def _publish(self, given: Mapping[str, Tensor], version: int) -> VersionInfo:
+    def _checked(self, name: str, value: TensorLike | TensorChanges) -> Tensor | TensorChanges:
+        if not isinstance(value, TensorChanges):
+            return as_tensor(name, value)
+        newest, held = self.newest, self._held.get(name)
+        if newest is None or held is None or (value.base, value.dtype, value.shape) != (newest.version, *held.tensor[:2]):
+            here = f"version {newest.version} of {held.tensor[:2]}" if newest and held else "no such tensor"
+            wanted = f"version {value.base} of {(value.dtype, value.shape)}"
+            raise WeightsError(f"tensor {name!r} as changes of {wanted}; here is {here}; publish it whole", retryable=False)
+        return value
+
+    def _publish(self, given: Mapping[str, Tensor | TensorChanges], version: int) -> VersionInfo:
         started = time.perf_counter()
         each = self._pool.map if self._pool else map
         taken = list(each(lambda item: self._take(item[0], item[1], version), given.items()))
         return self._show(given, taken, version, started)
 
-    def _take(self, name: str, tensor: Tensor, version: int) -> _Taken:
+    def _take(self, name: str, tensor: Tensor | TensorChanges, version: int) -> _Taken:
         """Move one tensor of the full copy on."""
+        if isinstance(tensor, TensorChanges):
+            return self._step(name, self._held[name], tensor, version)
         held = self._held.get(name)
         if held is None or (held.tensor.dtype, held.tensor.shape) != (tensor.dtype, tensor.shape):
             return self._replace(name, tensor, version)
@@ -175,7 +203,7 @@ class VersionStore:
             self._held[name] = entry
         return _Taken(name, _num_values(tensor), is_whole=True)
 
-    def _step(self, name: str, held: _Held, tensor: Tensor, version: int) -> _Taken:
+    def _step(self, name: str, held: _Held, tensor: Tensor | TensorChanges, version: int) -> _Taken:
         base_hash = held.hash
         with self._lock:
             self._keep_former(name, version)
@@ -183,7 +211,10 @@ class VersionStore:
             was_lent, held.lent = held.lent, False
         if was_lent:
             held.tensor = held.tensor._replace(buffer=held.tensor.buffer.copy())
-        encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd)
+        if isinstance(tensor, TensorChanges):
+            encoded = codec.encode_changes(held.tensor.steps, tensor.units, zstd=self._zstd)
+        else:
+            encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd)
         if encoded.num_changed:
             held.hash = hash_bytes(held.tensor.buffer)
         with self._lock:
@@ -193,7 +224,7 @@ class VersionStore:
                 del self._former[name]
         if not encoded.num_changed:
             return _Taken(name, 0)
-        if len(encoded.payload) >= len(tensor.buffer):
+        if len(encoded.payload) >= len(held.tensor.buffer):
             return _Taken(name, encoded.num_changed, is_whole=True)
         return _Taken(name, encoded.num_changed, _Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, base_hash))
 
@@ -220,7 +251,7 @@ class VersionStore:
             if self._former:
                 self._sweep_later()
 
-    def _show(self, given: Mapping[str, Tensor], taken: list[_Taken], version: int, started: float) -> VersionInfo:
+    def _show(self, given: Mapping[str, Tensor | TensorChanges], taken: list[_Taken], version: int, started: float) -> VersionInfo:
         """Let readers see the version, all of it at once."""
         with self._lock:
             for name in self._held.keys() - given.keys():
@@ -236,7 +267,7 @@ class VersionStore:
             num_values=sum(map(_num_values, tensors.values())),
             num_changed=sum(t.num_changed for t in taken),
             total_bytes=sum(len(t.buffer) for t in tensors.values()),
-            delta_bytes=sum(len(d.payload) for d in step.deltas.values()) + sum(len(given[name].buffer) for name in step.whole),
+            delta_bytes=sum(len(d.payload) for d in step.deltas.values()) + sum(len(tensors[name].buffer) for name in step.whole),
             encode_s=time.perf_counter() - started,
         )
         with self._lock:

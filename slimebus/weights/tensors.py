@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from slimebus.errors import WeightsError
+from slimebus.weights.kernel import Changes
 
 NO_BASE = -1
 """In place of a version: there is none."""
@@ -53,6 +54,15 @@ class Tensor(NamedTuple):
         unsigned = {1: np.uint8, 2: np.uint16}
         dtype = self.dtype if hasattr(np, self.dtype) or self.dtype == "bool" else unsigned[DTYPE_BYTES[self.dtype]]
         return self.buffer.view(dtype).reshape(self.shape)
+
+
+class TensorChanges(NamedTuple):
+    """A 16-bit tensor as what changed since version `base` of it: `device_codec.scan` of the two."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    base: int
+    units: Sequence[Changes]
 
 
 TensorLike = np.ndarray[Any, Any] | tuple[str, tuple[int, ...], Any]

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.integration
 def test_a_run_over_a_shared_directory_survives_its_trainer(tmp_path: Path, task: Path) -> None:
     shared = tmp_path / "shared"
     hook = slow_hook(tmp_path, 0.3)
-    changes = {"weights__weights_transport": "disk", "weights__weights_dir": str(shared), "rollout__num_rollout": 10}
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, **changes) as run:
+    changes = {"weights__weights_transport": "disk", "weights__weights_dir": str(shared), "weights__weights_diff": "device"}
+    with Run(tmp_path, task, rollout__num_rollout=10, rollout__custom_generate_function_path=hook, **changes) as run:
         run.start("broker")
         trainer = run.start("trainer")
         run.start("rollout", name="w1")

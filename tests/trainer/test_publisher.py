@@ -129,6 +129,8 @@ def test_metrics_are_of_the_whole_model(stages: Stages) -> None:
     assert metrics["total_bytes"] == 2 * num_values
     assert metrics["changed_fraction"] == pytest.approx(40 * 7 / num_values)
     assert 0 < metrics["delta_bytes"] < metrics["total_bytes"]
+    assert 0 < metrics["copy_s"] < 10
+    assert 0 <= metrics["wait_s"] < 10
 
 
 def test_a_part_that_failed_is_named_by_its_rank_at_once(stages: Stages) -> None:

@@ -107,7 +107,7 @@ def test_demonstrations_are_ready_and_are_trained(desk: Any) -> None:
 
 def test_stored_samples_of_an_import_read_like_those_of_a_put(desk: Any) -> None:
     take_in(desk)
-    from broker.store import unpack_frames
+    from broker.store.records import unpack_frames
 
     header, *frames = unpack_frames(desk.store.get("payloads", "import/x"))
     assert msgspec.msgpack.decode(header, type=m.Put).samples[0].reward == 1.0

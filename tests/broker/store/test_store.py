@@ -6,7 +6,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from broker.store import LmdbStore, MemoryStore, Store, Write, open_store, pack_frames, unpack_frames
+from broker.store import LmdbStore, MemoryStore, Store, Write, open_store
+from broker.store.records import pack_frames, unpack_frames
 from slimebus.errors import UsageError
 
 

@@ -10,9 +10,10 @@ import pytest
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights import store as store_module
+from slimebus.weights.kernel import Changes, load_kernel
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, VersionGone
 from slimebus.weights.store import VersionStore, slice_payload
-from slimebus.weights.tensors import NO_BASE, as_tensor, hash_bytes, version_digest
+from slimebus.weights.tensors import NO_BASE, TensorChanges, as_tensor, hash_bytes, version_digest
 
 
 def entry(manifest: Manifest, name: str):
@@ -215,6 +216,50 @@ def test_readers_never_see_half_a_version(model, after):
     reader.join(10)
     assert problems == []
     assert reads[0] > 0
+
+
+def changes_between(base: np.ndarray, target: np.ndarray) -> list[Changes]:
+    """What a scan elsewhere found, in arrays of its own."""
+    return [Changes(*(stream.copy() for stream in load_kernel().scan(base.reshape(-1).copy(), target.reshape(-1), False)))]
+
+
+def test_changes_make_the_version_that_whole_tensors_make(model, after):
+    newer = after(model, 1)
+    stores = VersionStore(lineage="a"), VersionStore(lineage="a")
+    for store in stores:
+        store.publish(model)
+    lent = stores[1].read("a", 0, "embed", NO_BASE)
+    whole = stores[0].publish(newer)
+    changes = TensorChanges("bfloat16", (700, 64), 0, changes_between(model["embed"], newer["embed"]))
+    made = stores[1].publish({**newer, "embed": changes})
+    assert (made.digest, made.hashes, made.delta_bytes) == (whole.digest, whole.hashes, whole.delta_bytes)
+    assert stores[0].manifest("a", 0) == stores[1].manifest("a", 0)
+    assert bytes(stores[1].read("a", 1, "embed", NO_BASE)) == newer["embed"].tobytes()
+    assert bytes(lent) == model["embed"].tobytes()
+
+
+def test_changes_of_anything_but_the_newest_version_change_nothing(model, after):
+    units = changes_between(model["embed"], after(model, 1)["embed"])
+    store = VersionStore()
+    with pytest.raises(WeightsError, match="publish it whole"):
+        store.publish({"embed": TensorChanges("bfloat16", (700, 64), 0, units)})
+    before = store.publish(model)
+    for wrong in (("bfloat16", (700, 64), 1), ("float16", (700, 64), 0), ("bfloat16", (64, 700), 0)):
+        with pytest.raises(WeightsError, match="publish it whole"):
+            store.publish({**model, "embed": TensorChanges(*wrong, units)})
+    with pytest.raises(WeightsError, match="no such tensor"):
+        store.publish({**model, "other": TensorChanges("bfloat16", (700, 64), 0, units)})
+    assert store.newest is before
+
+
+def test_changes_that_do_not_fit_forget_the_full_copy(model, after):
+    store = VersionStore()
+    store.publish(model)
+    units = changes_between(model["embed"], after(model, 1)["embed"])
+    with pytest.raises(WeightsError, match="do not fit"):
+        store.publish({**model, "norm": TensorChanges("bfloat16", (64,), 0, units)})
+    assert store.newest is None
+    assert store.publish(model).changed_fraction == 1.0
 
 
 def test_slices_outside_a_payload_are_refused():
