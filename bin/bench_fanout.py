@@ -1,6 +1,8 @@
 """32 workers pull one version from a trainer, over links that all have one rate.
 
 Each weight server, the trainer's and every worker's, stands behind a relay that lets a common number of bytes a second through.
+All of it runs in this process, so the rate is low enough that the links are what limits and not the processor: the row says how much
+of one core was used. (At 4 MiB/s, 32 workers need all of it, and the ratio says how fast Python is.)
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from slimebus.weights.store import VersionStore
 
 WORKERS, DEGREE = 32, 2
 NUM_TENSORS, TENSOR_VALUES = 64, 1 << 15  # 4 MiB
-RATE = 4 << 20
+RATE = 1 << 20
 CHUNK_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 14
 
@@ -27,8 +29,10 @@ def rows() -> list[Row]:
     model = np.random.default_rng(0)
     tensors = {f"t{i:02d}": model.integers(0, 65536, TENSOR_VALUES).astype(np.uint16) for i in range(NUM_TENSORS)}
     with Relays() as relays:
-        one_s, many_s = seconds(relays, tensors, 1), seconds(relays, tensors, WORKERS)
-    return [row("fanout32_ratio", many_s, "s", one_s, "<= 2.5")]
+        one_s, before_s = seconds(relays, tensors, 1), time.process_time()
+        many_s = seconds(relays, tensors, WORKERS)
+    busy = (time.process_time() - before_s) / many_s
+    return [row("fanout32_ratio", many_s, f"s, {busy:.0%} of a core", one_s, "<= 2.5")]
 
 
 def seconds(relays: "Relays", tensors: dict[str, np.ndarray], count: int) -> float:

@@ -4,6 +4,7 @@ Generation goes to the engine with the fewest running requests; control and weig
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -12,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from rollout import partials
+from rollout import handoff, partials
 from rollout.engine_process import EngineProcess, embedded_engine
+from rollout.engine_weights import EngineWeights
+from rollout.model_shapes import check_shapes, shapes_of
 from rollout.response import Response, Task
 from rollout.sglang_client import Completion, EngineClient, EngineError
 from rollout.sglang_server import option_list, sglang_server
 from slimebus.config.schema import EngineConfig
-from slimebus.errors import UsageError, WeightsError
+from slimebus.errors import SlimebusError, UsageError, WeightsError
 from slimebus.weights.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -26,13 +29,10 @@ log = logging.getLogger("rollout")
 STOP_S = 2.0
 LEAVE_POLL_S = 0.05
 MAX_IDLE_ROUNDS = 10
+ABORT_TIMEOUT_S = 5.0
+MEND_RETRY_S = 1.0
 OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
 """How long a lost connection is retried: our own engine on this host that does not answer has ended."""
-
-
-def version_tag(lineage: str, version: int) -> str:
-    """What an engine is told its weight version is."""
-    return f"{lineage}:{version}"
 
 
 def version_of(tag: str, lineage: str) -> int:
@@ -46,16 +46,61 @@ def version_of(tag: str, lineage: str) -> int:
 
 
 class Engine:
-    """One engine: its client, the process if it was started here, and how many requests it is running."""
+    """One engine: its client, the process if it was started here, what it serves, and what it is running."""
 
-    def __init__(self, url: str, process: EngineProcess | None, vocab_size: int | None) -> None:
+    def __init__(self, url: str, process: EngineProcess | None, vocab_size: int | None, config: EngineConfig) -> None:
         self.url, self.process, self.running = url, process, 0
         self.client = EngineClient(url, vocab_size=vocab_size, retry_s=ATTACHED_RETRY_S if process is None else OWN_RETRY_S)
+        self.weights = EngineWeights(self.client, pause_mode=config.pause_mode, route=config.weight_route)
+        self._calls: set[asyncio.Task[list[Completion]]] = set()
+        self._updating = asyncio.Lock()
 
     @property
     def is_dead(self) -> bool:
         """True once the process that was started here has ended."""
         return self.process is not None and self.process.is_dead()
+
+    async def update(self, version: SharedVersion) -> None:
+        """The engine serves this version, or it serves nobody: then whatever it was running has ended too."""
+        try:
+            async with self._updating:
+                await self.weights.update(version)
+        except BaseException:
+            for call in self._calls:
+                call.cancel()
+            raise
+
+    async def generate(self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str]) -> list[Completion]:
+        """One completion a prompt. Raises WeightsError when the engine lost its weights meanwhile: what it made then is worth nothing."""
+        self._check_service()
+        call = asyncio.ensure_future(self.client.generate(prompts, samplings, rids, cache_key=self.weights.cache_key))
+        self._calls.add(call)
+        self.running += len(prompts)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            aborts = [asyncio.ensure_future(self.client.abort(rid)) for rid in rids]
+            await asyncio.shield(asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S))
+            for abort in aborts:
+                abort.cancel() if not abort.done() else abort.exception()
+            if (task := asyncio.current_task()) is None or not task.cancelling():
+                self._check_service()
+            raise
+        finally:
+            self._calls.discard(call)
+            self.running -= len(prompts)
+
+    def _check_service(self) -> None:
+        if self.weights.is_out_of_service:
+            raise WeightsError(f"the engine at {self.url} is out of service until its weights are whole again; the group is given back")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self.weights.is_out_of_service and self.process is None:
+            log.warning("engine at %s is left paused: an update of its weights failed, and none succeeded after it", self.url)
+        await self.weights.close()
+        await self.client.close()
 
 
 class Engines:
@@ -68,14 +113,18 @@ class Engines:
         self.lineage = ""
         self.tokens_made = 0
         self.vocab_size = vocab_size(model_dir)
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._newest: SharedVersion | None = None
+        self._mending: dict[Engine, asyncio.Task[None]] = {}
         self._ids = itertools.count()
         self._running: dict[str, Engine] = {}
         self.is_leaving = False
 
     async def start(self) -> None:
         """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
+        handoff.sweep()
         for url in self.config.engine_url:
-            self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size))
+            self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size, self.config))
         if not self.engines:
             self.engines.append(self._launch())
         for engine in self.engines:
@@ -90,7 +139,7 @@ class Engines:
             process = embedded_engine(self.model_dir, log_file, arguments=self._embedded_arguments())
         process.start()
         log.info("started engine %s at %s (log: %s)", self.config.engine, process.url, log_file)
-        return Engine(process.url, process, self.vocab_size)
+        return Engine(process.url, process, self.vocab_size, self.config)
 
     def _embedded_arguments(self) -> tuple[str, ...]:
         c = self.config
@@ -108,26 +157,43 @@ class Engines:
         dead = [i for i, engine in enumerate(self.engines) if engine.is_dead]
         for i in dead:
             log.error("engine at %s ended; starting another", self.engines[i].url)
-            await self.engines[i].client.close()
+            await self.engines[i].close()
             self.engines[i] = self._launch()
             await self._await_ready(self.engines[i])
         return bool(dead)
 
     async def update_weights(self, version: SharedVersion) -> None:
-        """Every engine serves exactly this version, or WeightsError: then none of them may be used until a later update."""
-        tag = version_tag(version.lineage, version.version)
-        await asyncio.gather(*(self._update(engine, version.directory, tag) for engine in self.engines))
-        self.lineage = version.lineage
+        """Engines serve exactly this version, or WeightsError: then none of them may be used until a later update.
 
-    async def _update(self, engine: Engine, path: Path, tag: str) -> None:
-        await engine.client.pause(self.config.pause_mode)
+        One that fails where others succeed is out of service; it is tried again in the background, and gets everything. Engines that have
+        the version already, since an earlier try failed for others, are not touched.
+        """
+        if self._shapes is None:
+            self._shapes = await asyncio.to_thread(shapes_of, self.model_dir)
+        check_shapes(version, self._shapes, self.model_dir)
+        self._newest = version
+        asked = [engine for engine in self.engines if not engine.weights.is_out_of_service] or self.engines
+        outcomes = await asyncio.gather(*(engine.update(version) for engine in asked), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            if len(failures) == len(asked) or not isinstance(failure, SlimebusError):
+                raise failure
+            log.warning("weights: %s; this engine is out of service, the others serve version %d", failure.text, version.version)
+        self.lineage = version.lineage
+        for engine in self.engines:
+            if engine.weights.is_out_of_service and engine not in self._mending:
+                self._mending[engine] = asyncio.create_task(self._mend(engine))
+
+    async def _mend(self, engine: Engine) -> None:
+        """Bring an engine to the newest version, however long it takes."""
         try:
-            await engine.client.update_weights_from_disk(str(path), tag)
+            while self._newest is not None and not engine.weights.serves(self._newest):
+                await asyncio.sleep(MEND_RETRY_S)
+                with contextlib.suppress(SlimebusError):
+                    await engine.update(self._newest)
+            log.info("engine at %s is in service again", engine.url)
         finally:
-            await engine.client.resume()
-        served = (await engine.client.model_info()).get("weight_version")
-        if served != tag:
-            raise WeightsError(f"engine at {engine.url} reports weights {served!r} after an update to {tag!r}", code="unverified")
+            del self._mending[engine]
 
     async def generate(self, prompt_ids: np.ndarray, sampling: dict[str, Any], n: int) -> list[Completion]:
         """n completions of one prompt, from the least busy engine; running requests are aborted if the caller is cancelled."""
@@ -136,17 +202,12 @@ class Engines:
     async def _generate(self, prompts: list[np.ndarray], samplings: list[dict[str, Any]], *, is_kept: bool = False) -> list[Completion]:
         """One completion of each prompt, from one engine. is_kept: `leave` may end them, and what they have comes back."""
         n = len(prompts)
-        engine = min(self.engines, key=lambda e: e.running)
+        engine = min(self.engines, key=lambda e: (e.weights.is_out_of_service, e.running))
         rids = [f"{self.name}-{next(self._ids):012d}" for _ in range(n)]  # equal length: SGLang aborts by prefix
-        engine.running += n
         self._running |= dict.fromkeys(rids, engine) if is_kept else {}
         try:
-            completions = await engine.client.generate([ids.tolist() for ids in prompts], samplings, rids)
-        except asyncio.CancelledError:
-            await asyncio.shield(asyncio.gather(*(engine.client.abort(rid) for rid in rids), return_exceptions=True))
-            raise
+            completions = await engine.generate([ids.tolist() for ids in prompts], samplings, rids)
         finally:
-            engine.running -= n
             for rid in rids:
                 self._running.pop(rid, None)
         self.tokens_made += sum(len(c.output_ids) for c in completions)
@@ -200,8 +261,11 @@ class Engines:
 
     async def stop(self) -> None:
         """Close the clients and end the processes that were started here, for certain."""
+        for task in (mending := list(self._mending.values())):
+            task.cancel()
+        await asyncio.gather(*mending, return_exceptions=True)
         for engine in self.engines:
-            await engine.client.close()
+            await engine.close()
         processes = [engine.process for engine in self.engines if engine.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop, STOP_S) for process in processes))
 

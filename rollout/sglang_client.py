@@ -122,34 +122,42 @@ class EngineClient:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def generate(
-        self, input_ids_batch: Sequence[TokenIds], sampling: dict[str, Any] | list[dict[str, Any]], rids: Sequence[str]
+        self,
+        input_ids_batch: Sequence[TokenIds],
+        sampling: dict[str, Any] | list[dict[str, Any]],
+        rids: Sequence[str],
+        *,
+        cache_key: str = "",
     ) -> list[Completion]:
         """One completion for each prompt, in order; `sampling` is one dict for all or one each, `rids` one each.
 
-        A lost connection is retried under the
+        cache_key: only requests with the same one share keys and values of a common prefix. A lost connection is retried under the
         same rids, so a sequence may be generated twice, but is returned once. UsageError for a request that the
         engine refuses (400) or whose token ids are outside the vocabulary, EngineError for anything else it answers.
         """
         prompts = [np.asarray(prompt, dtype=np.int64).tolist() for prompt in input_ids_batch]
         self._check(prompts, rids)
         names = [rid + RID_END for rid in rids]
+        extra = {"extra_key": cache_key} if cache_key else {}
         if self._takes_batches:
             try:
-                return await self._generate_batch(prompts, sampling, names)
+                return await self._generate_batch(prompts, sampling, names, extra)
             except _BatchRefused:
                 self._takes_batches = False
         samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        return await _all_or_cancel([self._generate_one(*one) for one in zip(prompts, samplings, names, strict=True)])
+        return await _all_or_cancel([self._generate_one(*one, extra) for one in zip(prompts, samplings, names, strict=True)])
 
-    async def _generate_batch(self, prompts: list[list[int]], sampling: object, names: list[str]) -> list[Completion]:
-        body = {"input_ids": prompts, "sampling_params": sampling, "rid": names, "return_logprob": True}
+    async def _generate_batch(
+        self, prompts: list[list[int]], sampling: object, names: list[str], extra: dict[str, str]
+    ) -> list[Completion]:
+        body = {"input_ids": prompts, "sampling_params": sampling, "rid": names, "return_logprob": True, **extra}
         answers = self._answers(await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s), _decode_answers)
         if len(answers) != len(prompts):
             raise EngineError(f"engine {self.url}: {len(answers)} answers to {len(prompts)} prompts")
         return [self._completion(answer) for answer in answers]
 
-    async def _generate_one(self, prompt: list[int], sampling: object, name: str) -> Completion:
-        body = {"input_ids": prompt, "sampling_params": sampling, "rid": name, "return_logprob": True}
+    async def _generate_one(self, prompt: list[int], sampling: object, name: str, extra: dict[str, str]) -> Completion:
+        body = {"input_ids": prompt, "sampling_params": sampling, "rid": name, "return_logprob": True, **extra}
         reply = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s)
         return self._completion(self._answers(reply, _decode_answer))
 
@@ -226,8 +234,12 @@ class EngineClient:
         except UsageError as error:
             raise WeightsError(f"weights {version} of {path} were refused: {error.text}", retryable=False) from None
 
+    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> bytes:
+        """The answer to any other control call. UsageError when the engine refuses it."""
+        return await self._call("POST", path, body, timeout_s=timeout_s)
+
     async def flush_cache(self) -> None:
-        """Forget cached prefixes; EngineError while requests are in flight."""
+        """Forget cached prefixes; UsageError while requests are in flight."""
         await self._call("POST", "/flush_cache", {})
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -253,9 +265,9 @@ class EngineClient:
         return await self._is_200("/health", timeout_s)
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
-        """Return once `/ready` answers 200; Unreachable after `timeout_s`, or as soon as `is_dead()`."""
+        """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or as soon as `is_dead()`."""
         deadline_s = time.monotonic() + timeout_s
-        while not await self.is_ready():
+        while not (await self.is_ready() or await self._is_200("/ping", 2.0)):
             if is_dead is not None and is_dead():
                 raise Unreachable(f"engine {self.url}: its process ended before it was ready")
             if time.monotonic() > deadline_s:

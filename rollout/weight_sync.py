@@ -43,18 +43,22 @@ class WeightSync:
         disk: Path | None = None,
         relay: Relay | None = None,
         spans: Spans | None = None,
+        threads: int = 2,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
         self.disk, self.relay, self.spans = disk, relay, spans or Spans()
         self._pair, self._pair_used = pair, pair()
+        self._threads = threads
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
+        self.stage_s: dict[str, float] = {}  # of the last version served: wire, verify, share, load
         self.pulled_bytes = 0
         self.neighbour_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._news = asyncio.Event()
         self._weights: Any = None
+        self._pulled_s: dict[str, float] = {}
         self._puller: Any = None
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
@@ -101,11 +105,11 @@ class WeightSync:
             pull.about["version"] = weights.version
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
-        with self.spans("share", version=weights.version):
+        with self.spans("share", version=weights.version) as share:
             weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
         try:
-            with self.spans("load", version=weights.version):
+            with self.spans("load", version=weights.version) as load:
                 await self.engines.update_weights(shared)
         except WeightsError:
             self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
@@ -115,6 +119,7 @@ class WeightSync:
         self.serving = (weights.lineage, weights.version)
         self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
         self.last_sync_s = time.monotonic() - start
+        self.stage_s = {**self._pulled_s, "share": share.seconds, "load": load.seconds}
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
         self.on_change()
 
@@ -132,6 +137,7 @@ class WeightSync:
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
         self.pulled_bytes, self.neighbour_bytes = puller.counts.received_bytes, puller.counts.neighbour_bytes
+        self._pulled_s = dict(puller.stages.seconds)
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
@@ -141,8 +147,9 @@ class WeightSync:
         host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:
-                return WeightPuller(publishers, pair=self._pair_used, host=host)
-            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address, host=host)
+                return WeightPuller(publishers, pair=self._pair_used, host=host, threads=self._threads)
+            onward, serves = self.relay.onward, self.relay.address
+            return WeightPuller(publishers, pair=self._pair_used, onward=onward, serves=serves, host=host, threads=self._threads)
         if self.disk is None:
             raise SlimebusError(
                 f"the trainer writes its weights to {publishers[0]}; "

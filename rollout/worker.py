@@ -39,6 +39,7 @@ from slimebus.metrics import BusyMeter, MetricsWriter
 from slimebus.samples import encode_group
 from slimebus.spans import Spans
 from slimebus.transport.client import Client
+from slimebus.weights.cores import num_threads
 
 log = logging.getLogger("rollout")
 
@@ -124,6 +125,7 @@ class Worker:
             disk=self.resolved.weights_dir,
             relay=self.relay,
             spans=self.spans,
+            threads=max(2, num_threads(w.weights_threads)),  # one that verifies beside one that receives
         )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -362,6 +364,7 @@ class Worker:
                 "neighbour_bytes": float(self.sync.neighbour_bytes),
                 "passed_on_bytes": float(self.relay.server.sent_bytes if self.relay else 0),
             }
+            values |= {f"sync_{stage}_s": seconds for stage, seconds in self.sync.stage_s.items()}
         return values
 
     def _threadsafe(self, function: Callable[..., None], *args: Any) -> None:

@@ -48,15 +48,17 @@ class Announcer:
 
 
 def measured(version: int, parts: Sequence[Part]) -> dict[str, float]:
-    """The fraction of values that changed, the size of the delta and of the model; in seconds, of the rank that took longest: encoding,
-    and how long the step waited for the version before and for the copy out of the model.
+    """The fraction of values that changed, the size of the delta and of the model; in seconds, of the rank that took longest: encoding
+    and its stages, and how long the step waited for the version before and for the copy out of the model.
     """
+    slowest = max(parts, key=lambda part: part.encode_s)
     return {
         "version": float(version),
         "changed_fraction": sum(p.num_changed for p in parts) / max(1, sum(p.num_values for p in parts)),
         "delta_bytes": float(sum(p.delta_bytes for p in parts)),
         "total_bytes": float(sum(p.total_bytes for p in parts)),
-        "encode_s": max(p.encode_s for p in parts),
+        "encode_s": slowest.encode_s,
+        **{f"publish_{stage}_s": seconds for stage, seconds in slowest.stage_s.items()},
         "wait_s": max(p.wait_s for p in parts),
         "copy_s": max(p.copy_s for p in parts),
     }

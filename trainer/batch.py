@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from slimebus.config.schema import AlgorithmConfig
 from slimebus.errors import DataError
 from trainer.algorithms import ADVANTAGES
-from trainer.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def dtype_of(field: str) -> type[np.generic]:
 
 
 def prepare(
-    batch: Batch, algorithm: AlgorithmSettings, vocab_size: int, reference_logprobs: Sequence[np.ndarray] | None = None
+    batch: Batch, algorithm: AlgorithmConfig, vocab_size: int, reference_logprobs: Sequence[np.ndarray] | None = None
 ) -> TokenBatch:
     """A TokenBatch with advantages, and reference_logprobs [T] per sample where given. Raises DataError for a malformed batch."""
     estimate = ADVANTAGES[algorithm.advantage_estimator]

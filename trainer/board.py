@@ -41,6 +41,7 @@ class Part(msgspec.Struct, kw_only=True):
     total_bytes: int = 0
     delta_bytes: int = 0
     encode_s: float = 0.0
+    stage_s: dict[str, float] = {}
     wait_s: float = 0.0
     copy_s: float = 0.0
     problem: str = ""

@@ -126,14 +126,8 @@ def transformer_options(settings: ModelSettings) -> dict[str, Any]:
     if without_te:
         te_names.install()
     unfused = dict.fromkeys(("masked_softmax_fusion", "persist_layer_norm", "bias_dropout_fusion", "gradient_accumulation_fusion"), False)
-    recompute = {
-        name: getattr(settings, name)
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers")
-        if getattr(settings, name) is not None
-    }
     return {
         **(unfused if without_te else {}),
-        **recompute,
         "apply_rope_fusion": True,  # without Transformer Engine this is attention.rotate_packed
         "bias_activation_fusion": False,
         "use_te_activation_func": True,

@@ -5,13 +5,13 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from slimebus.config import schema
 from trainer import cuda_bridge
 from trainer.megatron_fields import split_megatron_options
 from trainer.model import DTYPES, Model
-from trainer.settings import OptimizerSettings
 
 
-def build_optimizer(settings: OptimizerSettings, model: Model) -> Any:
+def build_optimizer(settings: schema.OptimizerConfig, model: Model) -> Any:
     """Megatron's distributed optimizer over the model's gradient buffers, also at one rank: one checkpoint layout for all."""
     options = split_megatron_options(model.settings.megatron)["OptimizerConfig"]
     chosen = {
@@ -32,11 +32,11 @@ def build_optimizer(settings: OptimizerSettings, model: Model) -> Any:
     return optimizer
 
 
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
+def learning_rate(settings: schema.OptimizerConfig, step: int) -> float:
     """Learning rate of optimizer step `step`, the first being 0: linear warm-up, then decay from lr to min_lr."""
     if step < settings.lr_warmup_iters:
         return settings.lr * (step + 1) / settings.lr_warmup_iters
-    if settings.lr_decay_style == "constant" or settings.lr_decay_iters is None:
+    if settings.lr_decay_style == "constant":
         return settings.lr
     span = max(1, settings.lr_decay_iters - settings.lr_warmup_iters)
     done = min(1.0, (step - settings.lr_warmup_iters) / span)

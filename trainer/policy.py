@@ -8,7 +8,7 @@ import numpy as np
 
 from slimebus.errors import DataError
 from trainer import cuda_bridge, parallel
-from trainer.settings import TrainerSettings
+from trainer.settings import TrainerSettings, needs_old_pass, needs_reference
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class Policy:
                 from trainer.optimizer import build_optimizer
 
                 model = build_model(settings.model)
-                reference = build_model(settings.model, is_trained=False) if settings.algorithm.needs_reference else None
+                reference = build_model(settings.model, is_trained=False) if needs_reference(settings.algorithm) else None
                 return cls(settings, model, build_optimizer(settings.optimizer, model), reference)
             except BaseException:
                 parallel.stop()
@@ -64,11 +64,11 @@ class Policy:
         tokens = self._shared(batch, reference_logprobs)
         if self.reference is not None and reference_logprobs is None:
             tokens = tokens.with_reference_logprobs(self._logprobs(tokens, self.reference))
-        if self.settings.algorithm.needs_old_pass:
+        if needs_old_pass(self.settings.algorithm):
             tokens = tokens.with_old_logprobs(self._logprobs(tokens, self.model))
         lr = learning_rate(self.settings.optimizer, self.num_updates)
         set_learning_rate(self.optimizer, lr)
-        metrics = train_step(self.model, self.optimizer, tokens, self.settings.algorithm, self.settings.batch)
+        metrics = train_step(self.model, self.optimizer, tokens, self.settings.algorithm, self.settings.max_tokens_per_gpu)
         self.num_updates += 1
         return metrics | {"lr": lr}
 
@@ -149,7 +149,7 @@ class Policy:
     def _logprobs(self, tokens: "TokenBatch", model: Any) -> np.ndarray:
         from trainer.update import compute_logprobs
 
-        return compute_logprobs(model, tokens, self.settings.batch)
+        return compute_logprobs(model, tokens, self.settings.max_tokens_per_gpu)
 
     def _shared(self, batch: "Batch | None", reference_logprobs: Sequence[np.ndarray] | None = None) -> "TokenBatch":
         """The batch with its advantages, on every rank."""

@@ -14,8 +14,7 @@ from slimebus.messages import Heartbeat
 from slimebus.security.exposure import check_bind
 from slimebus.spans import Spans
 from slimebus.transport.client import Client
-from trainer.from_config import settings_from
-from trainer.settings import TrainerSettings
+from trainer.settings import TrainerSettings, settings_of, trains_without_advantage
 
 log = logging.getLogger("trainer")
 
@@ -27,11 +26,6 @@ def launch_ranks(resolved: Resolved, arguments: list[str]) -> bool:
         return False
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "slimebus", *arguments]
     os.execv(sys.executable, command)
-
-
-def settings_of(resolved: Resolved) -> TrainerSettings:
-    """What the policy is built from. Raises ConfigError when there is no model."""
-    return settings_from(resolved.config, resolved.model_dir)
 
 
 def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
@@ -81,7 +75,7 @@ def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None
     bus, publishing = None, Publishing(resolved, policy, client, spans, broker)
     try:
         if client is not None and isinstance(welcome, Welcome):
-            bus = Bus(resolved, client, welcome, trains_without_advantage=settings.algorithm.trains_without_advantage)
+            bus = Bus(resolved, client, welcome, trains_without_advantage=trains_without_advantage(settings.algorithm))
         train(policy, bus, publishing, Checkpoints(resolved), resolved.config, spans)
     finally:
         publishing.close()

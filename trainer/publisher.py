@@ -86,6 +86,7 @@ class Publisher:
             total_bytes=made.total_bytes,
             delta_bytes=made.delta_bytes,
             encode_s=made.encode_s,
+            stage_s=dict(made.stage_s),
             wait_s=self._wait_s,
             copy_s=self._copy_s,
         )

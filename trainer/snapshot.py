@@ -9,6 +9,9 @@ from slimebus.weights import device_codec
 from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import TensorChanges, TensorLike
 
+IN_FLIGHT_BYTES = 1 << 29
+"""Of copies to the host that are under way: what they read holds GPU memory until they have ended."""
+
 Taken = dict[str, TensorLike | TensorChanges]
 
 
@@ -29,7 +32,8 @@ class HostSnapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._in_flight = 0
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]], store: VersionStore) -> Taken:
@@ -41,8 +45,7 @@ class HostSnapshot:
                 buffer = torch.empty(tensor.shape, dtype=torch.bfloat16, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
             self._copy(tensor, buffer)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._wait()
         return {name: _bits(buffer) for name, buffer in self._buffers.items()}
 
     def _copy(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -50,11 +53,21 @@ class HostSnapshot:
             buffer.copy_(tensor)
             return
         rounded = tensor.to(torch.bfloat16).contiguous()  # on the GPU: half of the bytes cross
-        stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+        stream = self._streams[tensor.device]
         stream.wait_stream(torch.cuda.current_stream(tensor.device))  # which has just gathered this tensor, and goes on with the next
         with torch.cuda.stream(stream):
             buffer.copy_(rounded, non_blocking=True)
         rounded.record_stream(stream)
+        self._in_flight += rounded.nbytes
+        if self._in_flight > IN_FLIGHT_BYTES:
+            self._wait()
+
+    def _wait(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._in_flight = 0
 
 
 class DeviceSnapshot:

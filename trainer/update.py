@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from slimebus.config.schema import AlgorithmConfig
 from trainer import parallel
 from trainer.algorithms import LOSSES
 from trainer.algorithms.aggregation import masked_sum, token_mean
@@ -19,7 +20,7 @@ from trainer.logprobs import logprobs_and_entropy
 from trainer.model import Model
 from trainer.optimizer import clear_gradients
 from trainer.packing import MicroBatch, RowRules, pack
-from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.settings import trains_without_advantage
 
 
 def row_rules(model: Model) -> RowRules:
@@ -31,14 +32,14 @@ def row_rules(model: Model) -> RowRules:
     )
 
 
-def micro_batches(model: Model, batch: TokenBatch, samples: np.ndarray, settings: BatchSettings) -> list[MicroBatch]:
+def micro_batches(model: Model, batch: TokenBatch, samples: np.ndarray, max_tokens_per_gpu: int) -> list[MicroBatch]:
     """This rank's rows of the given samples."""
     return pack(
         batch,
         samples,
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        max_tokens=settings.max_tokens_per_gpu,
+        max_tokens=max_tokens_per_gpu,
         rules=row_rules(model),
         device=parallel.device(),
     )
@@ -78,9 +79,9 @@ def is_reporting_rank() -> bool:
 
 
 @torch.no_grad()
-def compute_logprobs(model: Model, batch: TokenBatch, settings: BatchSettings) -> np.ndarray:
+def compute_logprobs(model: Model, batch: TokenBatch, max_tokens_per_gpu: int) -> np.ndarray:
     """log p(tokens[t] | tokens[:t]) of the current weights for the whole batch, [N] f32 on every rank; 0 at each first token."""
-    rows = micro_batches(model, batch, np.arange(len(batch.ends)), settings)
+    rows = micro_batches(model, batch, np.arange(len(batch.ends)), max_tokens_per_gpu)
     collected = run_schedule(model, rows, lambda row, logprobs, entropy: logprobs, forward_only=True)
     flat = torch.zeros(len(batch.tokens), device=parallel.device())
     if is_reporting_rank():
@@ -101,17 +102,17 @@ class Kept:
     """Groups whose advantages are all 0."""
 
 
-def choose_samples(batch: TokenBatch, settings: AlgorithmSettings) -> Kept:
+def choose_samples(batch: TokenBatch, algorithm: AlgorithmConfig) -> Kept:
     """Leave out groups whose advantages are all 0, unless a KL or entropy term or SFT gives them a gradient."""
     has_signal = np.bincount(np.repeat(batch.group_of, batch.lengths), weights=(batch.advantages * batch.loss_mask) != 0) > 0
-    zero_variance = 0 if settings.loss_type == "sft_loss" else int((~has_signal).sum())
-    kept = np.ones(len(batch.ends), dtype=bool) if settings.trains_without_advantage else has_signal[batch.group_of]
+    zero_variance = 0 if algorithm.loss_type == "sft_loss" else int((~has_signal).sum())
+    kept = np.ones(len(batch.ends), dtype=bool) if trains_without_advantage(algorithm) else has_signal[batch.group_of]
     trained = np.add.reduceat(batch.loss_mask, batch.starts)
     kept &= trained > 0
     return Kept(np.flatnonzero(kept), int(trained[kept].sum()), zero_variance)
 
 
-def train_step(model: Model, optimizer: Any, batch: TokenBatch, algorithm: AlgorithmSettings, settings: BatchSettings) -> dict[str, float]:
+def train_step(model: Model, optimizer: Any, batch: TokenBatch, algorithm: AlgorithmConfig, max_tokens_per_gpu: int) -> dict[str, float]:
     """One optimizer step on the whole batch (the same on every rank); metrics, the same on every rank.
 
     The loss is the mean over all trained tokens of the batch. A batch without signal makes no step: `updated` is 0.
@@ -128,13 +129,13 @@ def train_step(model: Model, optimizer: Any, batch: TokenBatch, algorithm: Algor
         return counts | {"updated": 0.0, "loss": 0.0, "grad_norm": 0.0}
     clear_gradients(model, optimizer)
     model.module.train()
-    rows = micro_batches(model, batch, kept.samples, settings)
+    rows = micro_batches(model, batch, kept.samples, max_tokens_per_gpu)
     reports = run_schedule(model, rows, loss_of_row(batch, algorithm, kept.num_tokens, len(rows)), forward_only=False)
     updated, grad_norm, _ = optimizer.step()
     return counts | mean_report(reports, kept.num_tokens) | {"updated": float(updated), "grad_norm": float(grad_norm or 0.0)}
 
 
-def loss_of_row(batch: TokenBatch, algorithm: AlgorithmSettings, num_tokens: int, num_rows: int) -> Any:
+def loss_of_row(batch: TokenBatch, algorithm: AlgorithmConfig, num_tokens: int, num_rows: int) -> Any:
     """The loss function that the schedule calls for each row; it returns the scaled loss and the row's report."""
     sides = {
         name: torch.from_numpy(getattr(batch, name)).to(parallel.device())
@@ -155,7 +156,7 @@ def loss_of_row(batch: TokenBatch, algorithm: AlgorithmSettings, num_tokens: int
 
 
 @torch.no_grad()
-def report_of_row(row: MicroBatch, terms: TokenTerms, outcome: TokenLoss, algorithm: AlgorithmSettings) -> dict[str, torch.Tensor]:
+def report_of_row(row: MicroBatch, terms: TokenTerms, outcome: TokenLoss, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
     """Sums over the row's trained tokens by metric name; names that start with `max_` are maxima."""
     values = {"loss": outcome.loss.detach(), "entropy": terms.entropy.detach(), **outcome.measures}
     report = {}

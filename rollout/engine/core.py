@@ -11,7 +11,8 @@ import torch
 
 from rollout.engine.batch import RunningBatch
 from rollout.engine.kv_cache import KVCache
-from rollout.engine.model import Model, ModelWeights
+from rollout.engine.model import Model
+from rollout.engine.model_weights import ModelWeights
 from rollout.engine.sampling import SamplingRows, adjust_logits, sample
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Sequence, aborted, out_of_length, stopped

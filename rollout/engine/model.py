@@ -11,45 +11,10 @@ import torch.nn.functional as F
 
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.model_config import ModelConfig
+from rollout.engine.model_weights import LayerWeights, ModelWeights
 from rollout.engine.rope import rotary_tables
-from rollout.engine.weights import Parameters
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, shaped to broadcast over [..., heads, D]
-
-
-class LayerWeights:
-    """One layer's parameters, projections that read the same input fused into one matrix."""
-
-    def __init__(self, parameters: Parameters, prefix: str, config: ModelConfig) -> None:
-        def fused(part: str, *names: str) -> torch.Tensor | None:
-            found = [parameters[f"{prefix}{name}.{part}"] for name in names if f"{prefix}{name}.{part}" in parameters]
-            return torch.cat(found) if found else None
-
-        def one(name: str) -> torch.Tensor:
-            return parameters[prefix + name]
-
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gate_up = ("mlp.gate_proj", "mlp.up_proj")
-        self.attention_norm, self.mlp_norm = one("input_layernorm.weight"), one("post_attention_layernorm.weight")
-        self.qkv = torch.cat([one(f"{name}.weight") for name in qkv])
-        self.gate_up = torch.cat([one(f"{name}.weight") for name in gate_up])
-        self.output, self.down = one("self_attn.o_proj.weight"), one("mlp.down_proj.weight")
-        self.qkv_bias, self.gate_up_bias = fused("bias", *qkv), fused("bias", *gate_up)
-        self.output_bias, self.down_bias = fused("bias", "self_attn.o_proj"), fused("bias", "mlp.down_proj")
-        self.qk_norm: torch.Tensor | None = None
-        if config.qk_norm:
-            query, key = one("self_attn.q_norm.weight"), one("self_attn.k_norm.weight")
-            self.qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-
-
-class ModelWeights:
-    """All parameters of one version, ready for the forward pass; never changed after it is made."""
-
-    def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
-        self.embedding = parameters["model.embed_tokens.weight"]
-        self.head = parameters.get("lm_head.weight", self.embedding)
-        self.norm = parameters["model.norm.weight"]
-        self.layers = [LayerWeights(parameters, f"model.layers.{layer}.", config) for layer in range(config.num_layers)]
 
 
 class Model:

@@ -14,15 +14,15 @@ from aiohttp import web
 
 from rollout.engine.core import EngineCore
 from rollout.engine.kv_cache import KVCache
-from rollout.engine.model import Model, ModelWeights
+from rollout.engine.model import Model
 from rollout.engine.model_config import ModelConfig
+from rollout.engine.model_weights import ModelWeights
 from rollout.engine.parent import watch_parent
 from rollout.engine.request import RequestExpander
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.server import EngineServer
 from rollout.engine.settings import Settings
 from rollout.engine.text import TextCodec
-from rollout.engine.weights import read_parameters
 from slimebus.errors import ConfigError
 
 SHUTDOWN_S = 1.0
@@ -42,7 +42,7 @@ def load_engine(settings: Settings) -> tuple[Settings, EngineCore, RequestExpand
     settings = msgspec.structs.replace(settings, context_length=min(longest, cache.budget_tokens))
     if settings.context_length < 2:
         raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
-    weights = ModelWeights(read_parameters(settings.model_path, config, dtype), config)
+    weights = ModelWeights(settings.model_path, config, dtype)
     codec = TextCodec.find(settings.model_path)
     scheduler = Scheduler(
         max_running=settings.max_running_requests,

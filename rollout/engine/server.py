@@ -13,16 +13,18 @@ from aiohttp import web
 
 from rollout.engine.core import EngineCore
 from rollout.engine.loop import DecodeLoop
-from rollout.engine.model import ModelWeights
+from rollout.engine.model_weights import ModelWeights
 from rollout.engine.request import Expanded, GenerateBody, RequestExpander
 from rollout.engine.response import answer
 from rollout.engine.sequence import Sequence
 from rollout.engine.settings import Settings
 from rollout.engine.text import TextCodec
-from rollout.engine.weights import read_parameters
 from slimebus.errors import WeightsError
+from slimebus.weights.tensors import version_digest
 
 HEALTH_TIMEOUT_S = 20.0  # SGLang's: a health check that generates nothing for so long is a 503
+
+_ALONE = {"role": "target", "rank": 0, "size": 1, "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
 
 _encode = msgspec.json.Encoder().encode
 _decode_body = msgspec.json.Decoder(GenerateBody).decode
@@ -42,6 +44,13 @@ class UpdateVersion(msgspec.Struct, kw_only=True):
 
     new_version: str
     abort_all_requests: bool = False
+
+
+class CheckWeights(msgspec.Struct, kw_only=True):
+    """Body of /weights_checker. skip_tensor_list: parts of names that are left out."""
+
+    action: str = "checksum"
+    skip_tensor_list: list[str] = []
 
 
 class Pause(msgspec.Struct, kw_only=True):
@@ -85,8 +94,10 @@ class EngineServer:
                 web.post("/continue_generation", self.continue_generation),
                 web.post("/update_weights_from_disk", self.update_weights_from_disk),
                 web.post("/update_weight_version", self.update_weight_version),
+                web.route("*", "/weights_checker", self.weights_checker),
                 web.route("*", "/flush_cache", self.flush_cache),
                 web.get("/ready", self.ready),
+                web.get("/ping", self.ping),
                 web.get("/v1/models", self.models),
             ]
         )
@@ -237,8 +248,8 @@ class EngineServer:
         return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": num_paused})
 
     def _read_weights(self, path: Path) -> ModelWeights:
-        dtype = self._core.model.weights.embedding.dtype
-        return ModelWeights(read_parameters(path, self._core.model.config, dtype), self._core.model.config)
+        served = self._core.model.weights
+        return ModelWeights(path, self._core.model.config, served.embedding.dtype, old=served)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         """POST /update_weight_version."""
@@ -248,6 +259,19 @@ class EngineServer:
         await asyncio.wrap_future(self.decode_loop.call(lambda core: core.rename_version(body.new_version)))
         message = f"Weight version updated to {body.new_version}"
         return _json({"success": True, "message": message, "new_version": body.new_version})
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        """POST /weights_checker: the hash of every tensor as it is in memory now, by the name that it was loaded by."""
+        body = await _typed(request, CheckWeights)
+        if body.action != "checksum":
+            return _json({"success": False, "message": f"action {body.action!r}; this engine knows checksum"}, 400)
+        weights, version = await asyncio.wrap_future(self.decode_loop.call(lambda core: (core.model.weights, core.version)))
+        forms = await asyncio.to_thread(weights.served_forms)
+        kept = {form.name: form for form in forms if not any(part in form.name for part in body.skip_tensor_list)}
+        digest = version_digest(kept, {name: form.hash for name, form in kept.items()})
+        rank = {"checksums": {name: form.hash for name, form in kept.items()}, "per_gpu_checksum": digest, "parallelism_info": _ALONE}
+        answer = {"success": True, "message": "Success", "weight_version": version, "ranks": [rank], "per_engine_checksum": digest}
+        return _json(answer)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +290,10 @@ class EngineServer:
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: 200 unless paused."""
         return web.Response(status=503 if self._core.is_paused else 200)
+
+    async def ping(self, request: web.Request) -> web.Response:
+        """GET /ping: 200, also when paused."""
+        return web.Response()
 
     async def model_info(self, request: web.Request) -> web.Response:
         """GET /model_info."""

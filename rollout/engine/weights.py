@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimebus.errors import WeightsError
+from slimebus.weights.safetensors_file import INDEX_FILE, read_file, read_model
+from slimebus.weights.tensor_file import TensorForm
+from slimebus.weights.tensors import Tensor, hash_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from rollout.engine.model_config import ModelConfig
-
-Parameters = dict[str, "torch.Tensor"]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -52,28 +54,62 @@ def _layer_shapes(config: ModelConfig, hidden: int, mlp: int) -> dict[str, tuple
     return shapes
 
 
-def read_parameters(model_path: Path, config: ModelConfig, dtype: torch.dtype) -> Parameters:
-    """All parameters of the model in `model_path`, copied out of the files as `dtype` (bf16 to fp32 is exact).
+class Part(NamedTuple):
+    """A tensor as a model directory has it. values: in the dtype of the file, over its memory: never to be written to."""
 
-    WeightsError, naming the tensor or file, when one is missing, unknown, misshapen, not finite-typed or unreadable.
+    form: TensorForm
+    values: torch.Tensor
+
+
+class ModelFiles:
+    """The weights of a model directory, each tensor read and checked when it is asked for. All names are checked at once.
+
+    A directory that says in its index what each tensor hashes to (a worker's, docs/decisions/weights-through-shared-memory.md) has
+    files that never change. Of any other the hashes are computed.
     """
-    expected = expected_shapes(config)
-    found: Parameters = {}
-    for file in _safetensors_files(model_path):
-        for name, tensor in sorted(_read_file(file).items()):  # the library gives them in no order; errors name the same tensor each time
-            if _is_redundant(name, config):
-                continue
-            if name not in expected:
-                raise WeightsError(f"{file}: tensor {name} is not part of a {config.architecture} of this config")
-            if tuple(tensor.shape) != expected[name]:
-                raise WeightsError(f"{file}: tensor {name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
-            if not tensor.is_floating_point():
-                raise WeightsError(f"{file}: tensor {name} is {tensor.dtype}; quantised weights are not served by this engine")
-            found[name] = tensor.to(dtype)
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
-        raise WeightsError(f"{model_path}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    return found
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        """WeightsError, naming the tensor or file, when one is missing, unknown or unreadable."""
+        self._path, self._architecture, self._shapes = path, config.architecture, expected_shapes(config)
+        self._map, self._hashes = _shared_index(path)
+        self.is_immutable = bool(self._hashes)
+        self._plain = {} if self.is_immutable else _plain_tensors(path)
+        names = {name for name in self._map or self._plain if not _is_redundant(name, config)}
+        if unknown := sorted(names - self._shapes.keys()):
+            raise WeightsError(f"{path}: tensor {unknown[0]} is not part of a {config.architecture} of this config")
+        if missing := sorted(self._shapes.keys() - names):
+            raise WeightsError(f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}")
+
+    def has(self, form: TensorForm) -> bool:
+        """Whether this tensor is the same here: in name, dtype, shape and every byte."""
+        if self.is_immutable:
+            return self._map.get(form.name) == form.file_name
+        return self._form(form.name, self._plain[form.name]) == form
+
+    def read(self, name: str) -> Part:
+        """A tensor. WeightsError when it is misshapen, quantised or has other bytes than the index says."""
+        import torch
+
+        tensor = self._shared_tensor(name) if self.is_immutable else self._plain[name]
+        if tensor.shape != self._shapes[name]:
+            raise WeightsError(f"{self._path}: tensor {name} has shape {list(tensor.shape)}, expected {list(self._shapes[name])}")
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        if not dtype.is_floating_point:
+            raise WeightsError(f"{self._path}: tensor {name} is {tensor.dtype}; quantised weights are not served by this engine")
+        form = self._form(name, tensor)
+        if self.is_immutable and form.hash != self._hashes[name]:
+            raise WeightsError(f"{self._path / self._map[name]}: tensor {name} hashes to {form.hash}, the index says {self._hashes[name]}")
+        return Part(form, torch.frombuffer(tensor.buffer, dtype=dtype).view(tensor.shape))
+
+    def _shared_tensor(self, name: str) -> Tensor:
+        file = self._path / self._map[name]
+        found = _readable(lambda: dict(read_file(file, "private")), file)
+        if found.keys() != {name}:
+            raise WeightsError(f"{file} has the tensors {sorted(found)}; the index says {name}")
+        return found[name]
+
+    def _form(self, name: str, tensor: Tensor) -> TensorForm:
+        return TensorForm(name, tensor.dtype, tensor.shape, hash_bytes(tensor.buffer))
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
@@ -81,30 +117,27 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings)
 
 
-def _safetensors_files(model_path: Path) -> list[Path]:
-    index = model_path / "model.safetensors.index.json"
-    single = model_path / "model.safetensors"
-    if single.exists() and not index.exists():
-        return [single]
-    if not index.exists():
-        raise WeightsError(f"{model_path} has neither model.safetensors nor model.safetensors.index.json")
+def _plain_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of any model directory, mapped: who writes to its files in place while they are loaded is answered for by nobody."""
+    return _readable(lambda: read_model(path, "private"), path)
+
+
+def _shared_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """File and hash of each tensor where an index says both, else nothing."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = {str(name) for name in weight_map.values()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{index} is not an index of safetensors: {error!r}") from None
-    escaping = [name for name in names if Path(name).name != name]
-    if escaping:
-        raise WeightsError(f"{index} names {escaping[0]}, which is not a file of the same directory")
-    return sorted(model_path / name for name in names)
+        index: Any = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))
+        weight_map, hashes = index["weight_map"], index["metadata"]["hashes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, {}
+    if not isinstance(weight_map, dict) or not isinstance(hashes, dict) or weight_map.keys() != hashes.keys():
+        raise WeightsError(f"{path / INDEX_FILE}: weight_map and metadata.hashes must name the same tensors")
+    if escaping := [file for file in weight_map.values() if Path(str(file)).name != file]:
+        raise WeightsError(f"{path / INDEX_FILE} names {escaping[0]}, which is not a file of the same directory")
+    return weight_map, hashes
 
 
-def _read_file(file: Path) -> Parameters:
-    """Tensors of one file. Read, not mapped: a writer that replaces the file later cannot change what is served."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
+def _readable(read: Callable[[], dict[str, Tensor]], path: Path) -> dict[str, Tensor]:
     try:
-        return load(file.read_bytes())
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise WeightsError(f"{file} could not be read as safetensors: {error}") from None
+        return read()
+    except OSError as error:
+        raise WeightsError(f"{path} could not be read: {error.strerror}") from None

@@ -89,6 +89,32 @@ def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None
     click.echo(f"{path}: good, digest {found}")
 
 
+@weights.command()
+@click.argument("engine_url")
+@click.argument("model_dir", type=Place, required=False)
+@click.option("--trainer", multiple=True, help="[address] Of the trainer's weight server, tcp://HOST:PORT; once for each publishing rank.")
+@click.option("--broker", help="[address] Of the broker, which knows the trainer's; default with --run: broker.bind of that config.")
+@click.option("--run", type=Place, help="[path] A RUN.yaml, for its broker and keys.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="[seconds] For each of: the broker's answer, the pull, the checksums.")
+@as_json_option
+@click.pass_context
+def check(
+    ctx: click.Context, engine_url: str, model_dir: Path | None, *, trainer: tuple[str, ...], broker: str | None, run: Path | None,
+    timeout_s: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare what the engine at ENGINE_URL has with the trainer's newest version, or with MODEL_DIR, tensor by tensor.
+
+    Exit code 0 when every tensor is the same, 1 when one differs or could not be compared, which is said of each.
+    """
+    from slimebus.commands import weights_check
+
+    source = weights_check.Source(model_dir, trainer, broker, run, timeout_s)
+    found = weights_check.found(engine_url, source)
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(weights_check.lines(found)))
+    if not found["is_same"]:
+        ctx.exit(EXIT_FAILURE)
+
+
 def _read(path: Path, *, bf16: bool = False) -> "Weights":
     from slimebus.weights.rounding import rounded
     from slimebus.weights.safetensors_file import as_weights, read_model

@@ -183,6 +183,8 @@ class EngineConfig(Section, frozen=True):
     """[seconds] How long an engine may take to become ready."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """[choice] How running requests pass a weight update: keep their KV cache, recompute it, or end as partial."""
+    weight_route: Literal["auto", "tensor", "broadcast", "disk"] = "auto"
+    """[choice] How SGLang gets weights: shared memory, a broadcast to another host, or a directory that both hosts see."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -210,6 +212,8 @@ class WeightsConfig(Section, frozen=True):
     """[choice] Where the trainer looks for changes. device: beside the weights, for 2 more bytes a value there; only changes leave it."""
     weights_zstd: bool = True
     """[switch] Compress deltas with zstd level 1."""
+    weights_threads: Natural = 0
+    """[threads] Of each publishing rank and worker, for diff and verification; 0: half of the cores (its share of them), 8 at most."""
     pull_timeout_s: Seconds = 120.0
     """[seconds] Deadline of one pull, after which the worker says why and tries again."""
     weights_shm: str = "/dev/shm"

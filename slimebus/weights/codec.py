@@ -19,7 +19,7 @@ Steps are differences modulo 2**16 of bit patterns, so deltas add up: `merge` ne
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +28,7 @@ import zstandard
 
 from slimebus.errors import WeightsError
 from slimebus.weights.kernel import Bytes, Changes, Kernel, Values, load_kernel
+from slimebus.weights.stages import Stages
 
 FORMAT = 1
 UNIT_VALUES = 1 << 22
@@ -67,21 +68,32 @@ def codec_path() -> str:
 
 
 def encode(
-    base: Values, target: Values, *, update: bool = False, zstd: bool = True, kernel: Kernel | None = None, pool: Executor | None = None
+    base: Values,
+    target: Values,
+    *,
+    update: bool = False,
+    zstd: bool = True,
+    kernel: Kernel | None = None,
+    pool: Executor | None = None,
+    stages: Stages | None = None,
 ) -> Encoded:
     """The delta that leads from base to target, flat u16 arrays of one length; with update, base becomes target.
 
     Never larger than the values themselves but for one header a unit. pool: encode units at once.
+    stages: where the seconds of `diff` (finding what changed) and `encode` (writing it small) are added.
     Raises WeightsError when the lengths differ, and with update when base is read-only.
     """
     if base.shape != target.shape or base.ndim != 1:
         raise WeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length", retryable=False)
-    chosen = kernel or load_kernel()
+    chosen, timed = kernel or load_kernel(), stages or Stages()
     given, base, target = base, _plain(base, is_written=update), _plain(target)
 
     def encode_from(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
-        return encode_unit(chosen.scan(old, new, update), len(new), lambda: new, zstd, chosen)
+        with timed("diff"):
+            changes = chosen.scan(old, new, update)
+        with timed("encode"):
+            return encode_unit(changes, len(new), lambda: new, zstd, chosen)
 
     encoded = join(_each(pool, encode_from, range(0, len(base), UNIT_VALUES)))
     if update and base is not given:
@@ -119,6 +131,28 @@ def apply(payload: Any, values: Values, *, kernel: Kernel | None = None, pool: E
     _each(pool, lambda unit: _apply_unit(unit, inside[unit.start : unit.start + unit.num_values], chosen), units)
     if inside is not values:
         values[:] = inside
+
+
+def apply_to_copy(
+    payload: Any, base: Values, values: Values, *, kernel: Kernel | None = None, pool: Executor | None = None
+) -> Iterator[Values]:
+    """As `apply` to a copy of base in values, a unit after the other; each comes out when it is done, still in the cache for who hashes it.
+
+    Nothing is done that is not taken, but with a pool. Raises as `apply`, then or later.
+    """
+    chosen = kernel or load_kernel()
+    if _plain(values, is_written=True) is not values:
+        raise WeightsError("a delta is applied to memory that is not aligned or not contiguous", retryable=False)
+
+    def make(unit: Unit) -> Values:
+        part = slice(unit.start, unit.start + unit.num_values)
+        if unit.kind != FULL:
+            np.copyto(values[part], base[part])
+        _apply_unit(unit, values[part], chosen)
+        return values[part]
+
+    units = split_units(payload, len(values))
+    return map(make, units) if pool is None or len(units) < 2 else pool.map(make, units)
 
 
 def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:

@@ -23,6 +23,7 @@ from slimebus.weights import delta_file
 from slimebus.weights.host_share import HostShare
 from slimebus.weights.messages import Manifest
 from slimebus.weights.plan import Memory, Plan, PullCounts, Target
+from slimebus.weights.stages import Stages
 from slimebus.weights.store import VersionInfo, VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, hash_bytes
 
@@ -163,7 +164,7 @@ class DiskPuller:
 
     def __init__(self, folder: Path, *, host: HostShare | None = None) -> None:
         self.folder, self.counts = folder, PullCounts()
-        self._host = host
+        self._host, self.stages = host, Stages()
         self._cancelled = threading.Event()
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0, *, spare: Weights | None = None) -> Weights:
@@ -171,6 +172,7 @@ class DiskPuller:
 
         Raises WeightsError when there was none within deadline_s seconds, or one that does not verify.
         """
+        self.stages = Stages()
         if self._host is None:
             return self._pull(have, deadline_s, spare)
         self._host.begin()
@@ -245,12 +247,14 @@ class DiskPuller:
         if self._host is not None:
             self._host.tell()
             memory = self._host.folder if is_last else None
-        loaded = delta_file.apply(found, base, spare=spare, memory=memory)
+        with self.stages("verify"):
+            loaded = delta_file.apply(found, base, spare=spare, memory=memory)
         self.counts.received_bytes += path.stat().st_size
         return loaded
 
     def _read(self, path: Path) -> delta_file.DeltaFile:
-        found = delta_file.read(path)
+        with self.stages("wire"):
+            found = delta_file.read(path)
         if found.manifest.lineage != self.folder.name:
             raise WeightsError(f"{path} is of lineage {found.manifest.lineage}, its folder of {self.folder.name}", retryable=False)
         return found

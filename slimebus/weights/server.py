@@ -36,7 +36,7 @@ from slimebus.weights.messages import (
     ManifestRequest,
     VersionGone,
 )
-from slimebus.weights.onward import NotYet, Onward
+from slimebus.weights.onward import NotBegun, NotYet, Onward
 from slimebus.weights.store import slice_payload
 
 log = logging.getLogger("slimebus.weights")
@@ -136,11 +136,11 @@ class WeightServer:
             self._refuse(request, problem)
 
     def _send_chunk(self, request: Request, message: ChunkRequest, until: float = 0.0) -> None:
-        """Answer with the pieces; while one of them is on its way here, have the request wait, for LATER_S at most."""
+        """Answer with the pieces; while one of them is on its way here, or may be soon, have the request wait, for LATER_S at most."""
+        now = time.monotonic()
         try:
-            frames, gone = self._read(message)
-        except NotYet:
-            now = time.monotonic()
+            frames, gone = self._read(message, is_last_try=bool(until) and now >= until)
+        except (NotYet, NotBegun):
             if len(self._waiting) >= MAX_WAITING or (until and now >= until):
                 self._server.reply(request, ChunkReply(later=True))
             else:
@@ -150,19 +150,27 @@ class WeightServer:
         self._server.reply(request, ChunkReply(gone=gone), frames)
 
     def _try_waiting(self) -> None:
+        """Answer what can be answered by now. A peer asks in the order of the payloads: while its first request waits, so do the rest."""
+        now, held_up = time.monotonic(), set()
         for _ in range(len(self._waiting)):
             until, request = self._waiting.popleft()
+            if request.peer in held_up and now < until:
+                self._waiting.append((until, request))
+                continue
+            num_waiting = len(self._waiting)
             try:
                 assert isinstance(request.message, ChunkRequest)
                 self._send_chunk(request, request.message, until)
             except SlimebusError as problem:
                 self._refuse(request, problem)
+            if len(self._waiting) > num_waiting:
+                held_up.add(request.peer)
 
     def _refuse(self, request: Request, problem: SlimebusError) -> None:
         self.refused[problem.code] += 1
         self._server.reply(request, error_reply(problem))
 
-    def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
+    def _read(self, request: ChunkRequest, *, is_last_try: bool) -> tuple[list[memoryview], list[int]]:
         """The bytes of the pieces, and the indices of those that are gone."""
         if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
             limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
@@ -172,7 +180,9 @@ class WeightServer:
             try:
                 payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
                 frames.append(slice_payload(payload, piece.offset, piece.length, piece.name))
-            except VersionGone:
+            except VersionGone as gone_here:
+                if isinstance(gone_here, NotBegun) and not is_last_try:
+                    raise
                 frames.append(memoryview(b""))
                 gone.append(index)
         self.refused[VersionGone.code] += len(gone)

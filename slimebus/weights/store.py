@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights.messages import BAD_CHUNK, DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
+from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import (
     DTYPE_BYTES,
     NO_BASE,
@@ -44,7 +45,10 @@ MERGED_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """What a publish made. Fractions and bytes are of this store's tensors; delta_bytes is what a worker one behind pulls."""
+    """What a publish made. Fractions and bytes are of this store's tensors; delta_bytes is what a worker one behind pulls.
+
+    encode_s: what the publish took; stage_s: seconds of work in it, `diff`, `encode` and `hash`, of all threads together.
+    """
 
     lineage: str
     version: int
@@ -55,6 +59,7 @@ class VersionInfo:
     total_bytes: int
     delta_bytes: int
     encode_s: float
+    stage_s: Mapping[str, float]
 
     @property
     def changed_fraction(self) -> float:
@@ -118,7 +123,8 @@ class _Taken(NamedTuple):
 class VersionStore:
     """Publish from one thread, serve from others. keep: how many versions back a worker may be and still get a delta.
 
-    lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors diffed at once.
+    lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors, and units of a large one,
+    diffed at once.
     """
 
     def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, zstd: bool = True, threads: int = 1) -> None:
@@ -134,7 +140,9 @@ class VersionStore:
         self._lock = threading.Lock()  # short: the maps above
         self._publishing = threading.Lock()
         self._merging = threading.Lock()
+        self._stages = Stages()
         self._pool = ThreadPoolExecutor(threads, "weights-diff") if threads > 1 else None
+        self._units = ThreadPoolExecutor(threads, "weights-unit") if threads > 1 else None  # who waits for a unit has no place here
 
     @property
     def newest(self) -> VersionInfo | None:
@@ -177,7 +185,7 @@ class VersionStore:
         return value
 
     def _publish(self, given: Mapping[str, Tensor | TensorChanges], version: int) -> VersionInfo:
-        started = time.perf_counter()
+        started, self._stages = time.perf_counter(), Stages()
         each = self._pool.map if self._pool else map
         taken = list(each(lambda item: self._take(item[0], item[1], version), given.items()))
         return self._show(given, taken, version, started)
@@ -197,7 +205,7 @@ class VersionStore:
 
     def _replace(self, name: str, tensor: Tensor, version: int) -> _Taken:
         copy = Tensor(tensor.dtype, tensor.shape, tensor.buffer.copy())
-        entry = _Held(copy, hash_bytes(copy.buffer), version)
+        entry = _Held(copy, self._hash(copy.buffer), version)
         with self._lock:
             self._keep_former(name, version)
             self._held[name] = entry
@@ -212,11 +220,12 @@ class VersionStore:
         if was_lent:
             held.tensor = held.tensor._replace(buffer=held.tensor.buffer.copy())
         if isinstance(tensor, TensorChanges):
-            encoded = codec.encode_changes(held.tensor.steps, tensor.units, zstd=self._zstd)
+            with self._stages("encode"):
+                encoded = codec.encode_changes(held.tensor.steps, tensor.units, zstd=self._zstd)
         else:
-            encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd)
+            encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd, pool=self._units, stages=self._stages)
         if encoded.num_changed:
-            held.hash = hash_bytes(held.tensor.buffer)
+            held.hash = self._hash(held.tensor.buffer)
         with self._lock:
             held.changed_at = version if encoded.num_changed else held.changed_at
             held.is_changing = False
@@ -226,7 +235,11 @@ class VersionStore:
             return _Taken(name, 0)
         if len(encoded.payload) >= len(held.tensor.buffer):
             return _Taken(name, encoded.num_changed, is_whole=True)
-        return _Taken(name, encoded.num_changed, _Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, base_hash))
+        return _Taken(name, encoded.num_changed, _Delta(encoded.payload, self._hash(encoded.payload), encoded.num_changed, base_hash))
+
+    def _hash(self, buffer: Any) -> str:
+        with self._stages("hash"):
+            return hash_bytes(buffer)
 
     def _keep_former(self, name: str, version: int) -> None:
         """The lock is held. A tensor that is about to change at `version` stays readable as what it was, if somebody is reading it."""
@@ -269,6 +282,7 @@ class VersionStore:
             total_bytes=sum(len(t.buffer) for t in tensors.values()),
             delta_bytes=sum(len(d.payload) for d in step.deltas.values()) + sum(len(tensors[name].buffer) for name in step.whole),
             encode_s=time.perf_counter() - started,
+            stage_s=self._stages.seconds,
         )
         with self._lock:
             before = self._seen.steps if self._seen else ()

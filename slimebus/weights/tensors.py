@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -134,7 +134,17 @@ class Fingerprint(NamedTuple):
     hash: str
 
 
-def version_digest(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> str:
+class Formed(Protocol):
+    """Whatever has a dtype and a shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def version_digest(tensors: Mapping[str, Formed], hashes: Mapping[str, str]) -> str:
     """`digest_of` tensors at hand."""
     return digest_of(Fingerprint(name, tensor.dtype, tensor.shape, hashes[name]) for name, tensor in tensors.items())
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer import parallel
 from trainer.batch import Group, Sample
 from trainer.policy import Policy
-from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings
+from trainer.settings import ModelSettings, TrainerSettings
 
 
 def groups(seed: int) -> list[Group]:
@@ -42,9 +43,9 @@ def main() -> None:
     model, out, layout = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     settings = TrainerSettings(
         model=ModelSettings(hf_checkpoint=model, **layout),
-        optimizer=OptimizerSettings(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
-        algorithm=AlgorithmSettings(eps_clip_high=0.28, use_rollout_logprobs=False, use_tis=True, entropy_coef=0.01),
-        batch=BatchSettings(max_tokens_per_gpu=48),
+        optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
+        algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True, entropy_coef=0.01),
+        max_tokens_per_gpu=48,
     )
     policy = Policy.build(settings)
     seen: dict[str, object] = {"exported": digest(policy.hf_tensors()), "owners": policy.owners()}

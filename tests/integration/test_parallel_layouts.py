@@ -17,7 +17,7 @@ LAYOUTS = {
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
     "cp2": (2, {"context_parallel_size": 2}),
-    "recompute": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "recompute": (1, {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
 }
 
 

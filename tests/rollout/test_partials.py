@@ -78,7 +78,9 @@ class Scripted:
         self.release = asyncio.Event()
         self.release.set()
 
-    async def generate(self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str]) -> list[Completion]:
+    async def generate(
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str], *, cache_key: str
+    ) -> list[Completion]:
         self.asked.append((prompts, samplings))
         await self.release.wait()
         return self.rounds.pop(0)
@@ -91,7 +93,7 @@ class Scripted:
 def engines(client: Scripted, tmp_path: Path) -> Engines:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     made = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
-    engine = Engine("http://nowhere", None, 100)
+    engine = Engine("http://nowhere", None, 100, EngineConfig())
     engine.client = client  # type: ignore[assignment]
     made.engines, made.lineage = [engine], "L"
     return made

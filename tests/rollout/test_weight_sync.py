@@ -70,8 +70,10 @@ def test_an_announced_version_is_pulled_loaded_and_served(tmp_path: Path, store:
     kept, server = store
     kept.publish(values(10))
     engines = Engines()
-    follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 0))
+    sync = follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 0))
     assert engines.loaded == [(0, 10.0)]
+    assert set(sync.stage_s) == {"wire", "verify", "share", "load"}
+    assert sum(sync.stage_s.values()) < sync.last_sync_s
     assert not list(tmp_path.glob("slimebus-weights-*")), "the shared memory is freed"
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer import cuda_bridge
 
 cuda_bridge.import_megatron()
 
 from trainer.batch import Group, Sample  # noqa: E402
 from trainer.policy import Policy  # noqa: E402
-from trainer.settings import AlgorithmSettings, BatchSettings, ModelSettings, OptimizerSettings, TrainerSettings  # noqa: E402
+from trainer.settings import ModelSettings, TrainerSettings  # noqa: E402
 
 VOCAB_SIZE = 38
 
@@ -64,8 +65,8 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
     def build(
         folder: Path,
         *,
-        algorithm: AlgorithmSettings | None = None,
-        optimizer: OptimizerSettings | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
         max_tokens_per_gpu: int = 64,
         dtype: str = "float32",
     ) -> Policy:
@@ -73,9 +74,9 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
             built.pop().close()
         settings = TrainerSettings(
             model=ModelSettings(hf_checkpoint=str(folder), dtype=dtype),
-            optimizer=optimizer or OptimizerSettings(lr=1e-2, lr_warmup_iters=2),
-            algorithm=algorithm or AlgorithmSettings(eps_clip_high=0.28),
-            batch=BatchSettings(max_tokens_per_gpu=max_tokens_per_gpu),
+            optimizer=optimizer or OptimizerConfig(lr=1e-2, lr_warmup_iters=2),
+            algorithm=algorithm or AlgorithmConfig(),
+            max_tokens_per_gpu=max_tokens_per_gpu,
         )
         built.append(Policy.build(settings))
         return built[0]

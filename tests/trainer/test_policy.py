@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from slimebus.errors import ConfigError, DataError
 from trainer.batch import Group, Sample
-from trainer.settings import AlgorithmSettings, OptimizerSettings
 
 
 def hf_logprobs(model, tokens):
@@ -85,7 +85,7 @@ def naive_step(model, optimizer, batch, clip=(0.8, 1.28)):
 
 
 def test_three_steps_equal_a_naive_loop_over_samples(tied_model, build_policy, make_batch):
-    policy = build_policy(tied_model, optimizer=OptimizerSettings(lr=1e-2, adam_beta2=0.99))
+    policy = build_policy(tied_model, optimizer=OptimizerConfig(lr=1e-2, adam_beta2=0.99))
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(3):
@@ -120,7 +120,7 @@ def test_a_batch_without_signal_changes_no_weight(tied_model, build_policy, make
 
 def test_sft_learns_its_samples(tied_model, build_policy, make_batch):
     batch = [Group(g.id, [Sample(s.tokens, s.loss_mask) for s in g.samples]) for g in make_batch()]
-    policy = build_policy(tied_model, algorithm=AlgorithmSettings(loss_type="sft_loss"))
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(loss_type="sft_loss"))
     losses = [policy.train(batch)["loss"] for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -137,7 +137,7 @@ def test_mismatch_is_zero_when_the_sampler_is_the_trainer(tied_model, build_poli
 
 
 def test_recomputed_old_logprobs_start_at_ratio_one(tied_model, build_policy, make_batch):
-    policy = build_policy(tied_model, algorithm=AlgorithmSettings(use_rollout_logprobs=False, use_tis=True))
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True))
     metrics = policy.train(make_batch())
     assert metrics["pg_clipfrac"] == 0
     assert 0 < metrics["tis"] <= 2.0
@@ -145,7 +145,7 @@ def test_recomputed_old_logprobs_start_at_ratio_one(tied_model, build_policy, ma
 
 
 def test_a_kl_term_keeps_the_groups_without_variance(tied_model, build_policy, make_batch):
-    policy = build_policy(tied_model, algorithm=AlgorithmSettings(kl_loss_coef=0.1))
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(kl_loss_coef=0.1))
     batch = with_reward(make_batch(), 1.0)
     metrics = policy.train(batch, reference_logprobs=[logprobs - 0.5 for logprobs in policy.logprobs(batch)])
     assert metrics["updated"] == 1
@@ -153,7 +153,7 @@ def test_a_kl_term_keeps_the_groups_without_variance(tied_model, build_policy, m
 
 
 def test_the_reference_stays_what_the_model_was(tied_model, build_policy, make_batch):
-    policy = build_policy(tied_model, algorithm=AlgorithmSettings(kl_loss_coef=0.1), optimizer=OptimizerSettings(lr=1e-2))
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(kl_loss_coef=0.1), optimizer=OptimizerConfig(lr=1e-2))
     first, second = policy.train(make_batch()), policy.train(make_batch())
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-7)
     assert second["kl_loss"] > 1e-4
@@ -168,7 +168,7 @@ def test_bfloat16_trains_close_to_float32(tied_model, build_policy, make_batch):
 
 
 def test_learning_rate_follows_the_schedule(tied_model, build_policy, make_batch):
-    optimizer = OptimizerSettings(lr=1e-3, min_lr=1e-4, lr_warmup_iters=2, lr_decay_iters=4, lr_decay_style="linear")
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=2, lr_decay_iters=4, lr_decay_style="linear")
     policy = build_policy(tied_model, optimizer=optimizer)
     rates = [policy.train(make_batch())["lr"] for _ in range(6)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4])

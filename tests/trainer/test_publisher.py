@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,6 +131,34 @@ def test_metrics_are_of_the_whole_model(stages: Stages) -> None:
     assert 0 < metrics["delta_bytes"] < metrics["total_bytes"]
     assert 0 < metrics["copy_s"] < 10
     assert 0 <= metrics["wait_s"] < 10
+
+
+@pytest.mark.parametrize("diff", ["host", "device"])
+def test_a_step_waits_for_the_copy_and_not_for_the_store(diff: Literal["host", "device"], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, may_go_on = VersionStore(), list[int](), threading.Event()
+    publisher = Publisher(WeightsConfig(weights_diff=diff), store, None, lambda version, part: told.append(version))
+    model, publish = random_model(1), store.publish
+
+    def publish_later(*args: Any, **options: Any) -> Any:
+        assert may_go_on.wait(20)
+        return publish(*args, **options)
+
+    monkeypatch.setattr(store, "publish", publish_later)
+    try:
+        for version in (0, 1, 2):
+            may_go_on.clear()
+            publisher.publish(version, model.items())
+            assert told == list(range(version))
+            expected = whole(model).digest
+            for tensor in model.values():
+                tensor.mul_(1.01)  # the next step
+            may_go_on.set()
+            publisher.wait()
+            assert store.newest is not None
+            assert store.newest.digest == expected
+    finally:
+        may_go_on.set()
+        publisher.close()
 
 
 def test_a_part_that_failed_is_named_by_its_rank_at_once(stages: Stages) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slimebus.config.schema import OptimizerConfig
 from slimebus.errors import ConfigError, DataError
 from trainer.hf_folder import check_vocabulary, read_config
-from trainer.settings import ModelSettings, OptimizerSettings
+from trainer.settings import ModelSettings, TrainerSettings
 
 
 def write_model(folder, vocab_size, tokens):
@@ -34,13 +35,17 @@ def test_a_directory_without_config_is_refused(tmp_path):
         read_config(tmp_path)
 
 
+def trained_with(**optimizer):
+    return TrainerSettings(model=ModelSettings(hf_checkpoint="m"), optimizer=OptimizerConfig(**optimizer))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ModelSettings(hf_checkpoint="m", sequence_parallel=True), "sequence_parallel"),
         (lambda: ModelSettings(hf_checkpoint="m", tensor_model_parallel_size=0), "expected at least 1"),
-        (lambda: OptimizerSettings(lr_decay_style="linear"), "needs lr_decay_iters"),
-        (lambda: OptimizerSettings(lr_decay_iters=1, lr_warmup_iters=2), "less than lr_warmup_iters"),
+        (lambda: trained_with(lr_decay_style="linear"), "needs lr_decay_iters"),
+        (lambda: trained_with(lr_decay_iters=1, lr_warmup_iters=2), "less than lr_warmup_iters"),
     ],
 )
 def test_contradictions_are_refused(make, message):
@@ -61,5 +66,5 @@ assert not {"torch", "megatron.core", "transformers"} & set(sys.modules)
 def test_cosine_decay_ends_at_min_lr():
     from trainer.optimizer import learning_rate
 
-    settings = OptimizerSettings(lr=1.0, min_lr=0.1, lr_warmup_iters=2, lr_decay_iters=12, lr_decay_style="cosine")
+    settings = OptimizerConfig(lr=1.0, min_lr=0.1, lr_warmup_iters=2, lr_decay_iters=12, lr_decay_style="cosine")
     assert [learning_rate(settings, step) for step in (0, 1, 2, 7, 12, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.1, 0.1])

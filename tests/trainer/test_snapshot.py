@@ -29,9 +29,11 @@ def make_model(device: str) -> Model:
     }
     model |= {"odd": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-40]), "empty": torch.zeros(0, 3)}
     model["turned"] = torch.randn(30, 20).t()
-    return {name: tensor.to(device) for name, tensor in model.items()}
+    model = {name: tensor.to(device) for name, tensor in model.items()}
+    return {**model, "half": torch.nn.Parameter(model["half"])}  # as a model's own: it wants gradients
 
 
+@torch.no_grad()
 def train(model: Model, fraction: float = 0.1) -> None:
     """A step in place: part of the values of some tensors move."""
     for name in ("master", "half", "turned"):

@@ -7,9 +7,9 @@ Brings You Off-Policy RL Training" (2025).
 
 import torch
 
+from slimebus.config.schema import AlgorithmConfig
 from trainer.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from trainer.algorithms.terms import TokenLoss, TokenTerms
-from trainer.settings import AlgorithmSettings
 
 
 def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_range: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def truncated_weight(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor,
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=tis_clip)
 
 
-def policy_loss(terms: TokenTerms, settings: AlgorithmSettings) -> TokenLoss:
+def policy_loss(terms: TokenTerms, settings: AlgorithmConfig) -> TokenLoss:
     """Policy loss + kl_loss_coef * KL(new || reference) - entropy_coef * entropy, per token.
 
     With use_tis and use_rollout_logprobs the truncated weight is the only correction: the ratio is taken against new_logprobs
@@ -35,7 +35,7 @@ def policy_loss(terms: TokenTerms, settings: AlgorithmSettings) -> TokenLoss:
     """
     only_tis = settings.use_tis and settings.use_rollout_logprobs
     old = terms.new_logprobs.detach() if only_tis else terms.old_logprobs
-    loss, clipped = clipped_loss(terms.new_logprobs - old, terms.advantages, settings.clip_range)
+    loss, clipped = clipped_loss(terms.new_logprobs - old, terms.advantages, (1.0 - settings.eps_clip, 1.0 + settings.eps_clip_high))
     measures = {"pg_clipfrac": clipped}
     if settings.use_tis:
         weight = truncated_weight(old, terms.rollout_logprobs, settings.tis_clip)

@@ -57,14 +57,14 @@ def core_of() -> Callable[..., Any]:
 
         from rollout.engine.core import EngineCore
         from rollout.engine.kv_cache import KVCache
-        from rollout.engine.model import Model, ModelWeights
+        from rollout.engine.model import Model
         from rollout.engine.model_config import ModelConfig
+        from rollout.engine.model_weights import ModelWeights
         from rollout.engine.scheduler import Scheduler
-        from rollout.engine.weights import read_parameters
 
         config = ModelConfig.read(path)
         cache = KVCache(config, kv_bytes, torch.float32)
-        model = Model(config, ModelWeights(read_parameters(path, config, torch.float32), config), config.context_length)
+        model = Model(config, ModelWeights(path, config, torch.float32), config.context_length)
         scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, fits=cache.fits)
         return EngineCore(model, cache, scheduler, seed=seed, **options)
 

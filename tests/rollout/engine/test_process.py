@@ -21,6 +21,8 @@ import pytest
 from rollout.engine_process import EngineProcess, EngineStartError, embedded_engine
 from rollout.sglang_client import Completion, EngineClient
 from slimebus.errors import UsageError
+from slimebus.weights.safetensors_file import as_weights, read_weights
+from slimebus.weights.shared_folder import SharedFolder
 
 pytestmark = pytest.mark.integration
 
@@ -214,7 +216,7 @@ def test_weights_of_another_shape_are_refused_whole(engine: EngineProcess, make_
     before = post(engine, "/generate", prompt)[1]["output_ids"]
     status, answer = post(engine, "/update_weights_from_disk", body)
     assert (status, answer["success"]) == (400, False)
-    assert "model.layers.0.mlp.down_proj.weight has shape [32, 64], expected [32, 48]" in answer["message"]
+    assert "model.layers.0.mlp.gate_proj.weight has shape [64, 32], expected [48, 32]" in answer["message"]
     after = post(engine, "/generate", prompt)[1]
     assert (after["output_ids"], after["meta_info"]["weight_version"]) == (before, "default")
 
@@ -230,3 +232,29 @@ def test_the_client_reports_a_refusal_in_the_engines_words(engine: EngineProcess
 
     with pytest.raises(UsageError, match=r"top_p must be in \(0, 1\], got 2.0"):
         asyncio.run(talk())
+
+
+def test_a_damaged_version_is_refused_and_what_is_served_is_told_by_hash(engine: EngineProcess, qwen3, tmp_path: Path):
+    held = SharedFolder(tmp_path)
+    weights = held.hold(read_weights(qwen3[0], lineage="one", version=3))
+    version = held.make_version(weights, qwen3[0])
+    status, _ = post(engine, "/update_weights_from_disk", {"model_path": str(version.directory), "weight_version": "one:3"})
+    assert status == 200
+    status, served = post(engine, "/weights_checker", {"action": "checksum"})
+    assert (status, served["weight_version"], served["per_engine_checksum"]) == (200, "one:3", version.digest)
+    assert served["ranks"][0]["checksums"] == {name: tensor.hash for name, tensor in version.tensors.items()}
+    norm = weights.tensors["model.norm.weight"]
+    other = weights.tensors | {"model.norm.weight": norm._replace(buffer=norm.buffer ^ 1)}
+    newer = held.make_version(held.hold(as_weights(other, lineage="one", version=4)), qwen3[0])
+    file = newer.tensors["model.norm.weight"].file
+    file.chmod(0o600)
+    with file.open("r+b") as out:
+        out.seek(newer.tensors["model.norm.weight"].offset)
+        out.write(b"\0\0\0\0")
+    status, answer = post(engine, "/update_weights_from_disk", {"model_path": str(newer.directory), "weight_version": "one:4"})
+    assert (status, answer["success"]) == (400, False)
+    assert "model.norm.weight hashes to" in answer["message"]
+    _, still = post(engine, "/weights_checker", {})
+    assert (still["weight_version"], still["per_engine_checksum"]) == ("one:3", version.digest)
+    assert post(engine, "/weights_checker", {"action": "reset_tensors"})[0] == 400
+    held.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.engine.model_config import ModelConfig
-from rollout.engine.weights import read_parameters
+from rollout.engine.model_weights import ModelWeights
+from rollout.engine.weights import ModelFiles, expected_shapes
 from slimebus.errors import ConfigError, WeightsError
+from slimebus.weights.safetensors_file import as_weights
+from slimebus.weights.shared_folder import SharedFolder
+from slimebus.weights.shared_version import SharedVersion
+from slimebus.weights.tensors import as_tensor
 
 
 @pytest.fixture
@@ -21,10 +27,16 @@ def tensors(qwen3, tmp_path: Path):
     return ModelConfig.read(path), load_file(path / "model.safetensors")
 
 
+def read(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory that the engine serves."""
+    files = ModelFiles(path, config)
+    return {name: files.read(name).values for name in expected_shapes(config)}
+
+
 def test_bf16_is_read_as_float32_without_a_change(tensors, qwen3):
     config, saved = tensors
-    read = read_parameters(qwen3[0], config, torch.float32)
-    assert all(torch.equal(read[name], saved[name].float()) for name in read)
+    served = {form.name: values for unit in ModelWeights(qwen3[0], config, torch.float32).units.values() for form, values in unit.parts()}
+    assert all(torch.equal(served[name], saved[name].float()) for name in expected_shapes(config))
 
 
 def test_shards_listed_by_an_index_are_read_together(tensors, tmp_path: Path):
@@ -35,14 +47,14 @@ def test_shards_listed_by_an_index_are_read_together(tensors, tmp_path: Path):
         save_file({name: saved[name] for name in held}, tmp_path / file)
     weight_map = {name: file for file, held in shards.items() for name in held}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert sorted(read_parameters(tmp_path, config, torch.float32)) == names
+    assert sorted(read(tmp_path, config)) == names
 
 
 def test_an_index_cannot_name_a_file_elsewhere(tensors, tmp_path: Path):
     config, _ = tensors
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
-    with pytest.raises(WeightsError, match="not a file of the same directory"):
-        read_parameters(tmp_path, config, torch.float32)
+    with pytest.raises(WeightsError, match="outside of"):
+        read(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +71,15 @@ def test_a_wrong_tensor_is_named(tensors, tmp_path: Path, change, words: str):
     change(saved)
     save_file(saved, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=words):
-        read_parameters(tmp_path, config, torch.float32)
+        read(tmp_path, config)
 
 
 def test_a_torn_file_is_refused(tensors, qwen3, tmp_path: Path):
     config, _ = tensors
     whole = (qwen3[0] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(WeightsError, match="could not be read as safetensors"):
-        read_parameters(tmp_path, config, torch.float32)
+    with pytest.raises(WeightsError, match="is the file whole"):
+        read(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +109,124 @@ def test_eos_comes_from_both_configs(qwen3, tmp_path: Path):
     (tmp_path / "config.json").write_text((qwen3[0] / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9]}))
     assert ModelConfig.read(tmp_path).eos_token_ids == {1, 9}
+
+
+# --- versions that a worker hands over ---
+
+
+def shared(folder: SharedFolder, saved: dict[str, torch.Tensor], model: Path, version: int = 0) -> SharedVersion:
+    """What a worker makes of these tensors."""
+    made = {name: ("bfloat16", tuple(t.shape), t.contiguous().view(torch.uint8).numpy().reshape(-1)) for name, t in saved.items()}
+    weights = as_weights({name: as_tensor(name, value) for name, value in made.items()}, lineage="one", version=version)
+    return folder.make_version(folder.hold(weights), model)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[SharedFolder]:
+    (tmp_path / "shm").mkdir()
+    made = SharedFolder(tmp_path / "shm")
+    yield made
+    made.close()
+
+
+def memory(weights: ModelWeights) -> dict[str, int]:
+    """Where each tensor is."""
+    return {form.name: unit.matrix.data_ptr() for unit in weights.units.values() for form in unit.forms}
+
+
+def test_what_did_not_change_is_neither_read_nor_copied(tensors, qwen3, folder: SharedFolder, monkeypatch: pytest.MonkeyPatch):
+    config, saved = tensors
+    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32)
+    changed = "model.layers.1.mlp.up_proj.weight"
+    newer = shared(folder, saved | {changed: saved[changed] + 1}, qwen3[0], version=1)
+    read_names, read_one = [], ModelFiles.read
+    monkeypatch.setattr(ModelFiles, "read", lambda self, name: read_names.append(name) or read_one(self, name))
+    new = ModelWeights(newer.directory, config, torch.float32, old=old)
+    fused = {"model.layers.1.mlp.gate_proj.weight", changed}
+    assert set(read_names) == fused, "a fused matrix is made again when one of its tensors changed"
+    assert {name for name in saved if memory(old)[name] != memory(new)[name]} == fused
+    served = {form.name: values for unit in new.units.values() for form, values in unit.parts()}
+    assert torch.equal(served[changed], (saved[changed] + 1).float())
+
+
+def test_a_checkpoint_is_the_first_version_already(tensors, qwen3, folder: SharedFolder):
+    config, saved = tensors
+    start = ModelWeights(qwen3[0], config, torch.float32)
+    assert memory(ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32, old=start)) == memory(start)
+
+
+def test_a_directory_from_elsewhere_after_a_shared_one_is_served(tensors, qwen3, folder: SharedFolder, tmp_path: Path):
+    config, saved = tensors
+    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32)
+    other = saved | {"model.norm.weight": saved["model.norm.weight"] + 1}
+    save_file(other, tmp_path / "model.safetensors")
+    new = ModelWeights(tmp_path, config, torch.float32, old=old)
+    assert torch.equal(new.norm, other["model.norm.weight"].float())
+    assert new.embedding is old.embedding
+
+
+def test_served_as_stored_is_the_workers_memory(tensors, qwen3, folder: SharedFolder):
+    config, saved = tensors
+    version = shared(folder, saved, qwen3[0])
+    weights = ModelWeights(version.directory, config, torch.bfloat16)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+
+    def file_at(address: int) -> str:
+        spans = ((line.split("-")[0], line.split("-")[1].split()[0], line.split()[-1]) for line in maps)
+        return next((file for start, end, file in spans if int(start, 16) <= address < int(end, 16)), "")
+
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
+        assert file_at(memory(weights)[name]).endswith(version.tensors[name].file.name)
+    weights.norm.zero_()
+    assert torch.equal(ModelWeights(version.directory, config, torch.bfloat16).norm, saved["model.norm.weight"]), "the file never changes"
+
+
+def test_files_of_elsewhere_are_copied_for_they_may_change(tensors, qwen3, tmp_path: Path):
+    config, saved = tensors
+    save_file(saved, tmp_path / "model.safetensors")
+    weights = ModelWeights(tmp_path, config, torch.bfloat16)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes(file.seek(0, 2) - file.seek(0)))
+    assert all(torch.equal(served, saved[form.name]) for unit in weights.units.values() for form, served in unit.parts())
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: b[:-1], lambda b: b""])
+def test_a_damaged_shared_tensor_is_refused_by_name(tensors, qwen3, folder: SharedFolder, damage):
+    config, saved = tensors
+    tensor = shared(folder, saved, qwen3[0]).tensors["model.norm.weight"]
+    content = tensor.file.read_bytes()
+    tensor.file.chmod(0o600)
+    tensor.file.write_bytes(damage(content))
+    with pytest.raises(WeightsError, match=tensor.file.name):
+        ModelWeights(tensor.file.parent, config, torch.float32)
+
+
+@pytest.mark.parametrize("change", ["unlink", "swap", "unnamed"])
+def test_an_index_that_does_not_fit_its_files_is_refused(tensors, qwen3, folder: SharedFolder, change: str):
+    config, saved = tensors
+    version = shared(folder, saved, qwen3[0])
+    first, second = version.tensors["model.norm.weight"], version.tensors["model.layers.0.input_layernorm.weight"]
+    index = version.directory / "model.safetensors.index.json"
+    if change == "unlink":
+        first.file.unlink()
+    elif change == "swap":
+        index.write_text(index.read_text().replace(first.file.name, second.file.name))
+    else:
+        said = json.loads(index.read_text())
+        said["metadata"]["hashes"].pop("model.norm.weight")
+        index.write_text(json.dumps(said))
+    with pytest.raises(WeightsError):
+        ModelWeights(version.directory, config, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hashes_of_what_is_served_are_those_of_what_was_published(tensors, qwen3, folder: SharedFolder, dtype: torch.dtype):
+    config, saved = tensors
+    version = shared(folder, saved, qwen3[0])
+    weights = ModelWeights(version.directory, config, dtype)
+    expected = {name: tensor.hash for name, tensor in version.tensors.items()}
+    assert {form.name: form.hash for form in weights.served_forms()} == expected
+    weights.layers[0].qkv[0, 0] += 1
+    weights.layers[1].qk_norm[1, 0] += 1
+    wrong = {form.name for form in weights.served_forms() if form.hash != expected[form.name]}
+    assert wrong == {"model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_norm.weight"}

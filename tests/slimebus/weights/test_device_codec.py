@@ -1,6 +1,8 @@
 """The codec on torch tensors makes the reference's payloads and takes them back. The CPU plays the GPU where there is none."""
 
 import contextlib
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from slimebus.errors import WeightsError
 from slimebus.weights import codec, device_codec
 from slimebus.weights.kernel import load_kernel
+from slimebus.weights.store import VersionStore
 
 DEVICES = [
     "cpu",
@@ -129,6 +132,19 @@ def test_tensors_that_cannot_be_stepped_are_refused() -> None:
         device_codec.encode(single, single)
     with pytest.raises(WeightsError, match="with strides"):
         device_codec.apply(b"", half.t()[1:])
+
+
+def test_the_documents_example_does_what_it_says() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "weights.md").read_text()
+    (example,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "device_codec" in block]
+    base, target = torch.zeros(30, 7, dtype=torch.bfloat16), torch.ones(30, 7, dtype=torch.bfloat16)
+    trained, store = target * 1.01, VersionStore()
+    store.publish({"weight": bits(target).reshape(30, 7)})
+    names = {"base": base, "target": target, "trained": trained, "store": store}
+    exec(example, names)
+    assert names["delta"].num_changed == 210
+    assert torch.equal(base, trained)
+    assert names["made"].hashes == VersionStore().publish({"weight": bits(trained).reshape(30, 7)}).hashes
 
 
 @every_device

@@ -45,6 +45,23 @@ def test_versions_rise_by_one_and_say_what_changed(model, after):
         store.publish(model, version=8)
 
 
+def test_the_stages_of_a_publish_lie_within_its_time(model, after):
+    store = VersionStore()
+    store.publish(model)
+    made = store.publish(after(model, 1, fraction=0.05))
+    assert set(made.stage_s) == {"diff", "encode", "hash"}
+    assert 0 < sum(made.stage_s.values()) < made.encode_s
+
+
+def test_threads_change_no_byte_of_many_tensors_or_of_one_large_one(model, after, monkeypatch):
+    monkeypatch.setattr(codec, "UNIT_VALUES", 1000)
+    one, many = VersionStore(lineage="run"), VersionStore(lineage="run", threads=4)
+    for version in (model, after(model, 1), after(model, 2)):
+        assert one.publish(version).digest == many.publish(version).digest
+    assert many.manifest("run", 1) == one.manifest("run", 1)
+    assert bytes(many.read("run", 2, "embed", 1)) == bytes(one.read("run", 2, "embed", 1))
+
+
 def test_the_digest_does_not_depend_on_how_the_model_is_split(model):
     whole = VersionStore().publish(model)
     halves = [VersionStore().publish(dict(part)) for part in (list(model.items())[:4], list(model.items())[4:])]

@@ -1,0 +1,149 @@
+"""What an engine says of its weights, and the same computed of the trainer's: `/weights_checker`, name by name.
+
+An engine that keeps Hugging Face's tensors answers xxh3_128, 32 hex digits. SGLang answers 16 hex digits for each of its own parameters,
+which it has put together of several tensors:
+
+    qkv_proj     = q_proj, k_proj, v_proj      rows below rows
+    gate_up_proj = gate_proj, up_proj          the same
+    embed_tokens, lm_head                      rows of zeros below, up to a multiple of 64
+"""
+
+import hashlib
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimebus.errors import SlimebusError, Unreachable
+from slimebus.weights.tensors import Tensor, Weights
+
+TIMEOUT_S = 600.0
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VOCABULARY_ROWS = 64
+XXH3_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class EngineSums:
+    """sums: by the engine's own names. device: SGLang hashes in another way on a GPU. num_ranks: that split the parameters."""
+
+    url: str
+    version: str
+    sums: Mapping[str, str]
+    device: str
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """same, different: names of tensors. uncompared: a name, and why it could not be compared."""
+
+    same: list[str]
+    different: list[str]
+    uncompared: dict[str, str]
+
+    @property
+    def is_same(self) -> bool:
+        """Every tensor of both sides was compared, and none differs."""
+        return bool(self.same) and not self.different and not self.uncompared
+
+
+def sums_of(url: str, timeout_s: float = TIMEOUT_S) -> EngineSums:
+    """Ask an engine. Raises Unreachable, or SlimebusError when it has no checksums to give."""
+    url = url.rstrip("/")
+    about, model = _ask(url, "/server_info", None, timeout_s), _ask(url, "/model_info", None, timeout_s)
+    reply = _ask(url, "/weights_checker", {"action": "checksum"}, timeout_s)
+    ranks = reply.get("ranks") or []
+    sums = ranks[0].get("checksums") if ranks and isinstance(ranks[0], dict) else None
+    if not isinstance(sums, dict) or not sums:
+        raise SlimebusError(f"engine {url}: /weights_checker answered without checksums: {str(reply)[:200]}", code="engine")
+    return EngineSums(url, str(model.get("weight_version", "")), sums, str(about.get("device") or "cpu"), len(ranks))
+
+
+def _ask(url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            found = json.loads(answer.read())
+    except urllib.error.HTTPError as refused:
+        text = refused.read()[:300].decode(errors="replace").strip()
+        raise SlimebusError(f"engine {url}: {path} answered {refused.code}: {text}", code="engine") from None
+    except (OSError, ValueError) as bad:
+        raise Unreachable(f"engine {url} did not answer {path}: {bad}; is its address right, as http://HOST:PORT?") from None
+    if not isinstance(found, dict):
+        raise SlimebusError(f"engine {url}: the answer to {path} is not a JSON object", code="engine")
+    return found
+
+
+def compare(engine: EngineSums, weights: Weights) -> Verdict:
+    """Every tensor of the version against what the engine has, and the other way round."""
+    if all(len(found) == XXH3_DIGITS for found in engine.sums.values()):
+        return _by_hash(engine.sums, weights)
+    if engine.num_ranks > 1 or engine.device != "cpu":
+        split, where = f"the engine splits it over {engine.num_ranks} ranks", f"the engine's checksums are made on {engine.device}"
+        return Verdict([], [], dict.fromkeys(sorted(weights.tensors), split if engine.num_ranks > 1 else where))
+    return _by_parameter(engine.sums, weights)
+
+
+def _by_hash(sums: Mapping[str, str], weights: Weights) -> Verdict:
+    both = sorted(sums.keys() & weights.hashes.keys())
+    different = [name for name in both if sums[name] != weights.hashes[name]]
+    lacking = _lacking(weights.hashes.keys() - sums.keys(), sums.keys() - weights.hashes.keys(), weights)
+    return Verdict([name for name in both if name not in different], different, lacking)
+
+
+def _by_parameter(sums: Mapping[str, str], weights: Weights) -> Verdict:
+    same, different = list[str](), list[str]()
+    used, unknown = set[str](), set[str]()
+    for name, found in sorted(sums.items()):
+        parts = parts_of(name, weights.tensors)
+        if not parts:
+            unknown.add(name)
+            continue
+        used.update(parts)
+        tensors = [weights.tensors[part] for part in parts]
+        is_same = any(_sum(form) == found for form in _forms(name, tensors))
+        (same if is_same else different).extend(parts)
+    return Verdict(sorted(set(same)), sorted(set(different)), _lacking(weights.tensors.keys() - used, unknown, weights))
+
+
+def _lacking(of_trainer: set[str], of_engine: set[str], weights: Weights) -> dict[str, str]:
+    """Why names that only one side has were not compared. A head that is the embedding again was compared with it."""
+    tied = {HEAD} if weights.hashes.get(HEAD) == weights.hashes.get(EMBEDDING) else set()
+    found = dict.fromkeys(of_trainer - tied, "the engine has no parameter for it")
+    return dict(sorted((found | dict.fromkeys(of_engine, "the trainer publishes nothing for it")).items()))
+
+
+def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """The tensors that a parameter of SGLang is made of, in order; empty when it is made in a way that is not known here."""
+    match = re.search(r"\b(qkv_proj|gate_up_proj)\b", name)
+    wanted = [name.replace(match[1], part) for part in PARTS[match[1]]] if match else [name]
+    if name == HEAD and name not in tensors:
+        wanted = [EMBEDDING]
+    return wanted if all(part in tensors for part in wanted) else []
+
+
+def _forms(name: str, tensors: list[Tensor]) -> Iterator[NDArray[np.uint8]]:
+    """What the engine may hold: the bytes as published, or widened to float32; with rows of zeros below a vocabulary."""
+    plain = np.concatenate([tensor.buffer for tensor in tensors])
+    forms = [plain]
+    if all(tensor.dtype == "bfloat16" for tensor in tensors):
+        forms.append((plain.view(np.uint16).astype(np.uint32) << 16).view(np.uint8))
+    for form in forms:
+        yield form
+        rows = tensors[0].shape[0] if tensors[0].shape else 0
+        if name in (HEAD, EMBEDDING) and rows % VOCABULARY_ROWS:
+            yield np.concatenate([form, np.zeros(len(form) // rows * (-rows % VOCABULARY_ROWS), np.uint8)])
+
+
+def _sum(form: NDArray[np.uint8]) -> str:
+    """As SGLang's weight checker has it on a CPU."""
+    return hashlib.sha256(form.data).hexdigest()[:16]

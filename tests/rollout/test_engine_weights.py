@@ -1,0 +1,363 @@
+"""What an engine is told in an update, in which order, and what is left of it after a failure; against an SGLang of a few lines."""
+
+import asyncio
+import base64
+import os
+import pickletools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from rollout.engines import Engine, Engines
+from rollout.handoff import SHM
+from rollout.model_shapes import check_shapes
+from rollout.torch_payload import PlacedTensor, payload
+from slimebus.config.schema import EngineConfig
+from slimebus.errors import ConfigError, SlimebusError, WeightsError
+from slimebus.weights.shared_version import SharedTensor, SharedVersion
+from slimebus.weights.tensors import hash_bytes
+
+Session = Callable[[Engine], Coroutine[Any, Any, Any]]
+UPDATE = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+
+
+class FakeSGLang:
+    """Keeps what it is sent, by name. `fails` maps a path to how often it answers 400."""
+
+    def __init__(self, **about: Any) -> None:
+        self.about = {"version": "0.5.23", "tp_size": 1, "dp_size": 1} | about
+        self.asked: list[str] = []
+        self.sent: list[str] = []
+        self.held: dict[str, bytes] = {}
+        self.fails: dict[str, int] = {}
+        self.weight_version, self.is_paused, self.is_open = "default", False, False
+        self.lies = ""
+        self.keys: list[Any] = []
+        self.release = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        path, body = request.path, await request.json() if request.can_read_body else {}
+        if path not in ("/server_info", "/model_info", "/generate", "/abort_request"):
+            self.asked.append(path)
+        if self.fails.get(path, 0) > 0:
+            self.fails[path] -= 1
+            return web.json_response({"success": False, "message": "it would not"}, status=400)
+        answer = getattr(self, "on" + path.replace("/", "_"), lambda body: {})(body)
+        if path == "/generate":
+            await self.release.wait()
+        return web.json_response(answer, status=400 if answer.get("success") is False else 200)
+
+    def on_server_info(self, body: Any) -> Any:
+        return self.about
+
+    def on_model_info(self, body: Any) -> Any:
+        return {"weight_version": self.lies or self.weight_version}
+
+    def on_pause_generation(self, body: Any) -> Any:
+        self.is_paused = True
+        return {}
+
+    def on_continue_generation(self, body: Any) -> Any:
+        self.is_paused = False
+        return {}
+
+    def on_begin_weight_update(self, body: Any) -> Any:
+        self.is_open, was_open = True, self.is_open
+        return {"success": not was_open}
+
+    def on_end_weight_update(self, body: Any) -> Any:
+        self.is_open, was_open = False, self.is_open
+        return {"success": was_open}
+
+    def on_update_weights_from_tensor(self, body: Any) -> Any:
+        assert len(body["serialized_named_tensors"]) == self.about["tp_size"]
+        for name, value in read(body["serialized_named_tensors"][0]).items():
+            self.sent.append(name)
+            self.held[name] = value
+        self.weight_version = body["weight_version"] or self.weight_version
+        return {"success": True}
+
+    def on_update_weights_from_disk(self, body: Any) -> Any:
+        self.sent.append(body["model_path"])
+        self.weight_version = body["weight_version"]
+        return {"success": True}
+
+    def on_update_weight_version(self, body: Any) -> Any:
+        self.weight_version = body["new_version"]
+        return {"success": True}
+
+    def on_generate(self, body: Any) -> Any:
+        self.keys.append(body.get("extra_key"))
+        return {}
+
+
+def read(payload: str) -> dict[str, bytes]:
+    """The tensors, uint8 [size], that a payload names: its words and numbers in order, as they stand in the file."""
+    found, words, numbers, handle = {}, [], [], ""
+    for opcode, value, _ in pickletools.genops(base64.b64decode(payload)):
+        if opcode.name == "SHORT_BINBYTES" and value:
+            handle = value.decode()
+        elif opcode.name in ("BINUNICODE", "STOP"):
+            if words:
+                offset, size = numbers[-3:-1]
+                found[words[-1]] = (SHM / handle.lstrip("/")).read_bytes()[64 + offset :][:size]
+            words.append(value)
+        elif opcode.name == "LONG1":
+            numbers.append(value)
+    return found
+
+
+def version(number: int, folder: Path, lineage: str = "L", **values: bytes) -> SharedVersion:
+    tensors = {}
+    for name, value in values.items():
+        file = folder / f"{number}{name}"
+        file.write_bytes(bytes(64) + value)
+        tensors[name] = SharedTensor(name, "uint8", (len(value),), hash_bytes(value), file, 64)
+    return SharedVersion(lineage, number, "", folder, tensors)
+
+
+def talk(fake: FakeSGLang, session: Session, **config: Any) -> Any:
+    return asyncio.run(talk_also(fake, session, **config))
+
+
+async def talk_also(fake: FakeSGLang, session: Session, **config: Any) -> Any:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", fake.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine = Engine(f"http://127.0.0.1:{runner.addresses[0][1]}", None, None, EngineConfig(**config))
+    engine.client._retry_s = 0.2
+    try:
+        return await session(engine)
+    finally:
+        fake.release.set()
+        await engine.close()
+        await runner.cleanup()
+
+
+def test_only_tensors_that_changed_are_sent_between_begin_and_end(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12", b=b"345"))
+        assert fake.asked == ["/pause_generation", *UPDATE, "/continue_generation"]
+        assert (fake.held, fake.weight_version) == ({"a": b"12", "b": b"345"}, "L:1")
+        fake.sent.clear()
+        await engine.update(version(2, tmp_path, a=b"12", b=b"346"))
+        assert (fake.sent, fake.held, fake.weight_version) == (["b"], {"a": b"12", "b": b"346"}, "L:2")
+        assert (engine.weights.sent_tensors, engine.weights.sent_bytes) == (3, 8)
+
+    talk(fake, session)
+    assert not list(SHM.glob(f"slimebus-handoff-{os.getpid()}-*"))
+
+
+def test_a_new_version_of_the_same_tensors_is_only_renamed(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12"))
+        fake.asked.clear()
+        await engine.update(version(0, tmp_path, "M", a=b"12"))
+        assert fake.asked == ["/pause_generation", "/update_weight_version", "/continue_generation"]
+        assert engine.weights.tag == fake.weight_version == "M:0"
+
+    talk(fake, session)
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_modes_that_keep_no_keys_and_values_have_the_cache_forgotten_before_it_goes_on(tmp_path: Path, pause_mode: str) -> None:
+    fake = FakeSGLang()
+    fake.fails = {"/flush_cache": 2}  # requests that are just ending
+    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")), pause_mode=pause_mode)
+    assert fake.asked == ["/pause_generation", *UPDATE, "/flush_cache", "/flush_cache", "/flush_cache", "/continue_generation"]
+
+
+@pytest.mark.parametrize("failing", [*UPDATE[1:], "/pause_generation"])
+def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everything(tmp_path: Path, failing: str) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12", b=b"3"))
+        fake.fails, fake.sent = {failing: 1}, []
+        with pytest.raises(SlimebusError, match="it would not"):
+            await engine.update(version(2, tmp_path, a=b"13", b=b"3"))
+        assert engine.weights.is_out_of_service
+        assert engine.weights.tag == ""
+        assert fake.asked[-1] != "/continue_generation"
+        with pytest.raises(WeightsError, match="out of service"):
+            await engine.generate([[1]], [{}], ["r"])
+        fake.sent.clear()
+        await engine.update(version(2, tmp_path, a=b"13", b=b"3"))
+        assert (fake.sent, fake.is_paused, fake.is_open) == (["a", "b"], False, False)
+        assert (engine.weights.is_out_of_service, engine.weights.tag) == (False, "L:2")
+
+    talk(fake, session)
+
+
+def test_what_an_engine_was_running_ends_with_a_failed_update_and_can_be_tried_elsewhere(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12"))
+        running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
+        while not fake.keys:
+            await asyncio.sleep(0.01)
+        fake.fails = {UPDATE[1]: 1}
+        with pytest.raises(WeightsError, match="it would not"):
+            await engine.update(version(2, tmp_path, a=b"13"))
+        with pytest.raises(WeightsError, match="the group is given back") as lost:
+            await asyncio.wait_for(running, 5)
+        assert lost.value.retryable
+        assert engine.running == 0
+
+    talk(fake, session)
+
+
+def test_an_engine_that_reports_another_version_than_it_was_given_stays_paused(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+    fake.lies = "default"
+
+    async def session(engine: Engine) -> None:
+        with pytest.raises(WeightsError, match="reports weights 'default' after an update to 'L:1'"):
+            await engine.update(version(1, tmp_path, a=b"12"))
+        assert engine.weights.is_out_of_service
+        assert fake.is_paused
+
+    talk(fake, session)
+
+
+@pytest.mark.parametrize("found", ["default", "L:7"])
+def test_an_engine_that_restarted_or_was_updated_by_another_is_sent_everything(tmp_path: Path, found: str) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12", b=b"3"))
+        fake.weight_version, fake.sent = found, []
+        await engine.update(version(2, tmp_path, a=b"12", b=b"4"))
+        assert fake.sent == ["a", "b"]
+
+    talk(fake, session)
+
+
+def test_a_new_engine_that_names_the_right_version_is_not_believed(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+    fake.weight_version = "L:1"
+    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")))
+    assert fake.sent == ["a"]
+
+
+def test_an_update_that_another_worker_left_open_is_closed_first(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+    fake.is_open = True
+    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")))
+    begin, _, end = UPDATE
+    assert fake.asked == ["/pause_generation", begin, end, *UPDATE, "/continue_generation"]
+
+
+def test_engines_that_have_a_version_are_left_alone_when_others_are_tried_again(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12"))
+        fake.asked.clear()
+        await engine.update(version(1, tmp_path, a=b"12"))
+        assert fake.asked == []
+        assert engine.weights.tag == "L:1"
+
+    talk(fake, session)
+
+
+def test_requests_share_cached_prefixes_only_with_those_of_the_same_weights(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+    fake.release.set()
+
+    async def session(engine: Engine) -> None:
+        for number in (1, 2):
+            await engine.update(version(number, tmp_path, a=bytes([number])))
+            with pytest.raises(SlimebusError, match="is not SGLang's"):
+                await engine.generate([[1]], [{}], ["r"])
+        assert fake.keys == ["L:1", "L:2"]
+
+    talk(fake, session)
+
+
+@pytest.mark.parametrize(
+    ("about", "setting"),
+    [({"version": "slimebus-cpu"}, "auto"), ({"dp_size": 2}, "auto"), ({}, "disk")],
+    ids=["embedded", "replicas", "set"],
+)
+def test_engines_that_take_no_tensors_load_a_directory(tmp_path: Path, about: dict[str, Any], setting: str) -> None:
+    fake = FakeSGLang(**about)
+    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")), weight_route=setting)
+    assert fake.asked == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert fake.sent == [str(tmp_path)]
+
+
+def test_a_route_that_an_engine_cannot_take_is_a_mistake_of_the_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.weight_route is tensor, but the embedded engine at"):
+        talk(FakeSGLang(version="slimebus-cpu"), lambda engine: engine.update(version(1, tmp_path, a=b"1")), weight_route="tensor")
+
+
+def test_every_tensor_parallel_rank_is_told_and_the_file_counts_them(tmp_path: Path) -> None:
+    fake = FakeSGLang(tp_size=3)
+    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")))
+    assert fake.held == {"a": b"12"}
+
+
+def test_a_tensor_that_the_model_does_not_have_is_refused_before_any_engine_sees_it(tmp_path: Path) -> None:
+    given = version(1, tmp_path, a=b"12")
+    check_shapes(given, {}, tmp_path)
+    check_shapes(given, {"a": (2,), "b": (1,)}, tmp_path)
+    with pytest.raises(WeightsError, match=r"tensor a of version 1 has shape \[2\], in .* \[3\]"):
+        check_shapes(given, {"a": (3,)}, tmp_path)
+    with pytest.raises(WeightsError, match=r"tensor a of version 1 is not in .*; do trainer and worker have one model"):
+        check_shapes(given, {"b": (3,)}, tmp_path)
+
+
+def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_was_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engines.MEND_RETRY_S", 0.02)
+    good, bad = FakeSGLang(), FakeSGLang()
+    (tmp_path / "config.json").write_text("{}")
+
+    async def session(first: Engine, second: Engine) -> None:
+        engines = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        engines.engines = [first, second]
+        await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
+        bad.fails = {"/end_weight_update": 3}
+        await engines.update_weights(version(2, tmp_path, a=b"13", b=b"3"))
+        assert (first.weights.is_out_of_service, second.weights.tag) == (True, "L:2")
+        good.release.set()
+        with pytest.raises(SlimebusError, match="is not SGLang's"):  # the other engine is asked
+            await engines.generate(np.array([1]), {}, 1)
+        assert (bad.keys, good.keys) == ([], ["L:2"])
+        bad.sent.clear()
+        while first.weights.is_out_of_service:
+            await asyncio.sleep(0.01)
+        assert bad.held == {"a": b"13", "b": b"3"}
+        assert bad.sent[-2:] == ["a", "b"]
+        assert first.weights.tag == "L:2"
+        bad.fails = good.fails = {"/pause_generation": 2}
+        with pytest.raises(SlimebusError, match="it would not"):
+            await engines.update_weights(version(3, tmp_path, a=b"14", b=b"3"))
+        await engines.update_weights(version(3, tmp_path, a=b"14", b=b"3"))
+        assert (first.weights.tag, second.weights.tag) == ("L:3", "L:3")
+
+    talk(bad, lambda first: talk_also(good, lambda second: session(first, second)))
+
+
+def test_tensors_in_shared_memory_are_described_as_torch_does() -> None:
+    placed = [PlacedTensor("a", "bfloat16", (2, 3, 4), 64), PlacedTensor("b", "float32", (), 128)]
+    said = [(opcode.name, value) for opcode, value, _ in pickletools.genops(base64.b64decode(payload("/f", 132, placed)))]
+    words = [value for name, value in said if name in ("GLOBAL", "BINUNICODE", "SHORT_BINBYTES", "LONG1", "BINPUT", "BINGET")]
+    reductions = "torch.multiprocessing.reductions"
+    storage = [f"{reductions} rebuild_storage_filename", "torch.storage UntypedStorage", b"", b"/f", 132, 0]
+    rebuilt = ["torch._utils _rebuild_tensor", f"{reductions} rebuild_typed_storage"]
+    first = ["a", *rebuilt, *storage, "torch bfloat16", 32, 2, 3, 4, 12, 4, 1]
+    assert words == [*first, "b", *rebuilt, 0, "torch float32", 32]
