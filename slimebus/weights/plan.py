@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -103,18 +104,19 @@ class Job:
         """The hash of the whole payload."""
         return self.hasher.hexdigest() if self.hashed_bytes == len(self.payload) else hash_bytes(self.payload)
 
-    def is_right(self) -> bool:
-        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers."""
+    def is_right(self, pool: Executor | None = None) -> bool:
+        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers. pool: for units of it."""
         if self.base is None:
             return self.hash() == self.entry.hash
         if self.hash() != self.entry.payload_hash:
             return False
-        np.copyto(self.result, self.base.tensor.buffer)
+        result, made = self.result.view(np.uint16), xxhash.xxh3_128()
         try:
-            codec.apply(self.payload, self.result.view(np.uint16))
+            for part in codec.apply_to_copy(self.payload, self.base.tensor.steps, result, pool=pool):
+                made.update(part.data)
         except WeightsError:
             return False
-        return hash_bytes(self.result) == self.entry.hash
+        return made.hexdigest() == self.entry.hash
 
 
 def form_of(entry: TensorEntry) -> TensorForm:
@@ -230,9 +232,15 @@ class Plan:
         entries = [entry for manifest in manifests for entry in manifest.tensors]
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
-        if len(tensors) != len(entries):
-            raise WeightsError(f"version {target.version}: two publishers serve a tensor of one name", retryable=False)
-        digest = version_digest(tensors, hashes)
-        if len(manifests) == 1 and digest != manifests[0].digest:
-            raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
+        for manifest in manifests:
+            if version_digest({entry.name: tensors[entry.name] for entry in manifest.tensors}, hashes) != manifest.digest:
+                raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that their publisher says")
+        digest = manifests[0].digest if len(manifests) == 1 else version_digest(tensors, hashes)
         return Weights(target.lineage, target.version, digest, tensors, hashes)
+
+
+def check_names(entries: Iterable[TensorEntry]) -> None:
+    """Raises WeightsError when two of the tensors have one name."""
+    twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
+    if twice is not None:
+        raise WeightsError(f"tensor {twice!r} is served by two publishers, or twice by one", retryable=False)
