@@ -70,6 +70,8 @@ class WeightSync:
     def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""
         target = (lineage, version, tuple(publishers))
+        if (target[0], target[2]) == (self._target[0], self._target[2]) and version < self._target[1]:
+            return  # overtaken on its way: versions of a lineage only rise
         if version != NO_VERSION and publishers and target != self._target:
             self._target = target
             self._news.set()
@@ -117,7 +119,8 @@ class WeightSync:
         self._weights, self._served = weights, (shared,)
         await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)
-        self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
+        if (self._target[0], self._target[2]) == (lineage, publishers) and weights.version > self._target[1]:
+            self._target = (lineage, weights.version, publishers)
         self.last_sync_s = time.monotonic() - start
         self.stage_s = {**self._pulled_s, "share": share.seconds, "load": load.seconds}
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)

@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +111,48 @@ def test_a_newer_version_replaces_the_older(tmp_path: Path, store: tuple[Version
     engines = Engines()
     follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 1))
     assert engines.loaded[-1] == (1, 11.0)
+
+
+def test_what_is_announced_during_a_pull_that_brings_something_newer_is_not_forgotten(
+    tmp_path: Path, store: tuple[VersionStore, WeightServer]
+) -> None:
+    """Announced 0, pulled 1, and meanwhile announced 2: once."""
+    kept, server = store
+    for first in (10, 11):
+        kept.publish(values(first))
+    engines = Engines()
+
+    def during(sync: WeightSync) -> None:
+        pull, loop = sync._pull, asyncio.get_running_loop()
+
+        def pull_and_hear(*asked: Any) -> Any:
+            weights = pull(*asked)
+            if weights.version == 1:
+                kept.publish(values(12))
+                loop.call_soon_threadsafe(sync.announce, "one", 2, [server.endpoint])
+                time.sleep(0.1)
+            return weights
+
+        sync._pull = pull_and_hear  # type: ignore[method-assign]
+        sync.announce("one", 0, [server.endpoint])
+
+    follow(tmp_path, engines, during, ("one", 2))
+    assert [version for version, _ in engines.loaded] == [1, 2]
+
+
+def test_an_announcement_that_was_overtaken_changes_nothing(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    kept, server = store
+    for first in (10, 11):
+        kept.publish(values(first))
+    engines = Engines()
+
+    def during(sync: WeightSync) -> None:
+        sync.announce("one", 1, [server.endpoint])
+        sync.announce("one", 0, [server.endpoint])
+        assert sync._target[1] == 1
+
+    follow(tmp_path, engines, during, ("one", 1))
+    assert len(engines.loaded) == 1
 
 
 def test_a_pull_that_begins_while_its_worker_leaves_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
