@@ -79,6 +79,33 @@ def test_an_announced_version_is_pulled_loaded_and_served(tmp_path: Path, store:
     assert not list(tmp_path.glob("slimebus-weights-*")), "the shared memory is freed"
 
 
+def test_a_version_of_another_digest_than_announced_is_not_served(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    """As when a publisher is missing from the announcement: what it lists verifies, but it is not the whole."""
+    kept, server = store
+    first = kept.publish(values(10))
+    engines = Engines()
+
+    def during(sync: WeightSync) -> None:
+        sync.announce("one", 0, [server.endpoint], "0" * 32)
+        threading.Timer(0.5, lambda: kept.publish(values(11))).start()
+        threading.Timer(1.0, loop_of(sync, lambda: sync.announce("one", 1, [server.endpoint], whole(11)))).start()
+
+    sync = follow(tmp_path, engines, during, ("one", 1))
+    assert engines.loaded == [(1, 11.0)]
+    assert sync.failures >= 1
+    assert first.digest != "0" * 32
+
+
+def loop_of(sync: WeightSync, call: Callable[[], None]) -> Callable[[], None]:
+    """The call, made in the loop that runs now."""
+    loop = asyncio.get_running_loop()
+    return lambda: loop.call_soon_threadsafe(call)  # type: ignore[return-value]
+
+
+def whole(first: int) -> str:
+    return VersionStore().publish(values(first)).digest
+
+
 def test_nothing_is_served_before_the_engine_has_it(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
     kept, server = store
     kept.publish(values(10))
