@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from raw_cast import begin, train
 
 from slimebus.launch import free_port
-from slimebus.messages import Batch, BatchReply, Commit, Fetch, Heartbeat, Publish, Resume
+from slimebus.messages import Batch, Heartbeat
 from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
@@ -84,21 +85,11 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     running.close()
 
 
-def train(trainer: Client, step: int) -> None:
-    batch = trainer.call(Batch(step=step, wait_s=60), timeout_s=90).message
-    assert isinstance(batch, BatchReply)
-    assert batch.groups, batch.reason
-    trainer.call(Fetch(groups=[g.group for g in batch.groups]))
-    trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"]))
-    trainer.call(Commit(step=step, checkpoint=step + 1))
-
-
 def test_status_names_a_stopped_worker_and_ends_with_3(processes: Processes) -> None:
     trainer = Client(processes.address, name="t")
     trainer.join("trainer", timeout_s=60)
     trainer.keep_alive(0.2, lambda: Heartbeat(state="training"), lambda reply: None, lambda problem: None)
-    trainer.call(Resume(step=0, version=0, lineage="L"))
-    trainer.call(Publish(lineage="L", version=0, publishers=["tcp://t"]))
+    begin(trainer)
     for step in range(6):
         train(trainer, step)
     well = processes.status()
