@@ -64,7 +64,9 @@ def exit_code(problem: SlimebusError) -> int:
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2, never a traceback (but with --debug)."""
     try:
-        code = root.main(standalone_mode=False)  # of ctx.exit; a command that just returns gives something else, or nothing
+        code = root.main(standalone_mode=False)  # of ctx.exit; what a command returns otherwise is None
+        if isinstance(code, int):
+            sys.exit(code)
     except click.ClickException as bad:
         bad.show()
         sys.exit(bad.exit_code)
@@ -77,5 +79,3 @@ def main() -> None:
             raise
         click.echo(f"slimebus: {bad.text}", err=True)
         sys.exit(exit_code(bad))
-    if isinstance(code, int):
-        sys.exit(code)
