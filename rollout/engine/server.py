@@ -97,6 +97,7 @@ class EngineServer:
                 web.route("*", "/weights_checker", self.weights_checker),
                 web.route("*", "/flush_cache", self.flush_cache),
                 web.get("/ready", self.ready),
+                web.get("/ping", self.ping),
                 web.get("/v1/models", self.models),
             ]
         )
@@ -289,6 +290,10 @@ class EngineServer:
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: 200 unless paused."""
         return web.Response(status=503 if self._core.is_paused else 200)
+
+    async def ping(self, request: web.Request) -> web.Response:
+        """GET /ping: 200, also when paused."""
+        return web.Response()
 
     async def model_info(self, request: web.Request) -> web.Response:
         """GET /model_info."""

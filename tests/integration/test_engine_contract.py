@@ -247,6 +247,7 @@ def test_a_paused_engine_is_not_ready_and_goes_on_where_it_was(engine: Engine, m
         await asyncio.sleep(0.05)
         await client.pause(mode)
         assert not await client.is_ready()
+        await client.wait_ready(1)  # for who attaches, a paused engine is up
         await asyncio.sleep(0.3)
         await client.resume()
         assert await client.is_ready()
@@ -328,7 +329,7 @@ def test_a_value_out_of_range_and_too_long_a_request_are_400_with_a_message(engi
         assert isinstance(answer["error"]["message"], str)
 
 
-@pytest.mark.parametrize("path", ["/health", "/health_generate", "/ready", "/model_info", "/server_info", "/v1/models"])
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/ready", "/ping", "/model_info", "/server_info", "/v1/models"])
 def test_state_endpoints_answer_200(engine: Engine, path: str):
     assert engine.get_status(path) == 200
 

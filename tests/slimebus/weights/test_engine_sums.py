@@ -1,0 +1,195 @@
+"""An engine's checksums against the trainer's tensors: what is the same, what differs, what cannot be compared and why."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from slimebus.commands.weights import weights
+from slimebus.errors import SlimebusError, Unreachable
+from slimebus.weights.engine_sums import EngineSums, Verdict, compare, sums_of
+from slimebus.weights.safetensors_file import as_weights, write_model
+from slimebus.weights.server import WeightServer
+from slimebus.weights.store import VersionStore
+from slimebus.weights.tensors import Tensor, as_tensor
+
+LAYER = "model.layers.0."
+SHAPES = {
+    "model.embed_tokens.weight": (64, 8),
+    LAYER + "self_attn.q_proj.weight": (16, 8),
+    LAYER + "self_attn.k_proj.weight": (8, 8),
+    LAYER + "self_attn.v_proj.weight": (8, 8),
+    LAYER + "self_attn.o_proj.weight": (8, 16),
+    LAYER + "mlp.gate_proj.weight": (12, 8),
+    LAYER + "mlp.up_proj.weight": (12, 8),
+    "model.norm.weight": (8,),
+}
+QKV = [LAYER + f"self_attn.{part}_proj.weight" for part in "qkv"]
+
+
+def tensors(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    rng = np.random.default_rng(0)
+    return {name: as_tensor(name, rng.integers(0, 1 << 16, shape).astype(np.uint16)) for name, shape in (SHAPES | shapes).items()}
+
+
+def sglang(of: dict[str, Tensor], **changed: bytes) -> dict[str, str]:
+    """What SGLang would answer, written out by hand."""
+    data = {name: tensor.buffer.tobytes() for name, tensor in of.items()}
+    q, k, v = (data.pop(name) for name in QKV)
+    data[LAYER + "self_attn.qkv_proj.weight"] = q + k + v
+    data[LAYER + "mlp.gate_up_proj.weight"] = data.pop(LAYER + "mlp.gate_proj.weight") + data.pop(LAYER + "mlp.up_proj.weight")
+    return {name: hashlib.sha256(value).hexdigest()[:16] for name, value in (data | changed).items()}
+
+
+def verdict(sums: dict[str, str], of: dict[str, Tensor], *, device: str = "cpu", num_ranks: int = 1) -> Verdict:
+    return compare(EngineSums("http://e", "L:1", sums, device, num_ranks), as_weights(of))
+
+
+def test_fused_parameters_are_compared_with_the_tensors_they_are_made_of() -> None:
+    of = tensors()
+    found = verdict(sglang(of), of)
+    assert (found.is_same, found.same) == (True, sorted(of))
+
+
+def test_a_fused_parameter_that_differs_names_all_its_tensors() -> None:
+    of = tensors()
+    sums = sglang(of)
+    of[QKV[1]] = of[QKV[1]]._replace(buffer=of[QKV[1]].buffer ^ 1)
+    found = verdict(sums, of)
+    assert (found.is_same, found.different, found.uncompared) == (False, sorted(QKV), {})
+
+
+def test_an_engine_that_computes_in_float32_has_the_same_values_widened() -> None:
+    of = tensors()
+    wide = {name: as_tensor(name, (t.steps.astype(np.uint32) << 16).view(np.float32).reshape(t.shape)) for name, t in of.items()}
+    assert verdict(sglang(wide), of).is_same
+
+
+def test_a_vocabulary_is_padded_and_a_tied_head_is_the_embedding() -> None:
+    of = tensors(**{"model.embed_tokens.weight": (50, 8)})
+    embedding = of["model.embed_tokens.weight"].buffer.tobytes()
+    padded = {"model.embed_tokens.weight": embedding + bytes(14 * 8 * 2)}
+    assert verdict(sglang(of, **padded), of).is_same
+    assert verdict(sglang(of, **padded, **{"lm_head.weight": embedding}), of).is_same
+    of["lm_head.weight"] = of["model.embed_tokens.weight"]
+    without = {name: value for name, value in sglang(of, **padded).items() if name != "lm_head.weight"}
+    assert verdict(without, of).is_same
+
+
+def test_an_engine_with_the_trainers_names_is_compared_by_the_trainers_hashes() -> None:
+    of = tensors()
+    hashes = dict(as_weights(of).hashes)
+    assert verdict(hashes, of, num_ranks=1).is_same
+    hashes["model.norm.weight"] = "0" * 32
+    assert verdict(hashes, of).different == ["model.norm.weight"]
+
+
+def test_what_only_one_side_has_is_said_and_is_not_the_same() -> None:
+    of = tensors()
+    sums = sglang(of) | {LAYER + "mlp.experts.w13_weight": "0" * 16}
+    del sums["model.norm.weight"]
+    found = verdict(sums, of)
+    assert not found.is_same
+    assert found.different == []
+    assert found.uncompared == {
+        LAYER + "mlp.experts.w13_weight": "the trainer publishes nothing for it",
+        "model.norm.weight": "the engine has no parameter for it",
+    }
+
+
+@pytest.mark.parametrize(("how", "why"), [({"num_ranks": 2}, "splits it over 2 ranks"), ({"device": "cuda"}, "made on cuda")])
+def test_checksums_of_another_kind_are_not_taken_for_a_difference(how: dict[str, Any], why: str) -> None:
+    of = tensors()
+    found = verdict(sglang(of), of, **how)
+    assert (found.is_same, found.same, found.different) == (False, [], [])
+    assert set(found.uncompared) == set(of)
+    assert all(why in said for said in found.uncompared.values())
+
+
+# --- the command, against an engine of a few lines ---
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers with `sums`; 400 when there are none."""
+
+    sums: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        assert isinstance(self.server, Engine)
+        bodies = {"/server_info": {"device": "cpu"}, "/model_info": {"weight_version": "L:0"}}
+        body = bodies.get(self.path, {"ranks": [{"checksums": self.server.sums}]})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    do_GET = do_POST = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def check(*words: Any) -> Result:
+    return CliRunner().invoke(weights, ["check", *map(str, words)])
+
+
+def test_check_says_that_an_engine_has_what_a_directory_holds(engine: Engine, tmp_path: Path) -> None:
+    engine.sums = sglang(tensors())
+    write_model(tmp_path / "model", tensors())
+    done = check(engine.url, tmp_path / "model")
+    assert done.exit_code == 0, done.output
+    assert "version L:0" in done.output
+    assert "8 tensors same, 0 different, 0 not compared: the engine has exactly these weights" in done.output
+
+
+def test_check_ends_with_1_and_names_what_differs_from_the_trainer(engine: Engine) -> None:
+    engine.sums = sglang(tensors()) | {"model.norm.weight": "0" * 16, "model.extra": "0" * 16}
+    store = VersionStore(keep=2, lineage="L", first_version=0)
+    store.publish({name: tensor.array() for name, tensor in tensors().items()})
+    server = WeightServer(store, "tcp://127.0.0.1:0")
+    try:
+        done = check(engine.url, "--trainer", server.endpoint)
+        told = json.loads(check(engine.url, "--trainer", server.endpoint, "--json").output)
+    finally:
+        server.close()
+    assert done.exit_code == 1
+    assert "different: model.norm.weight\nnot compared: model.extra: the trainer publishes nothing for it" in done.output
+    assert "7 tensors same, 1 different, 1 not compared\n" in done.output
+    assert (told["is_same"], told["different"], told["source"]["version"]) == (False, ["model.norm.weight"], "L:0")
+
+
+def test_an_engine_that_is_not_there_or_has_no_checksums_is_an_error(engine: Engine) -> None:
+    engine.sums = {}
+    with pytest.raises(SlimebusError, match="answered without checksums"):
+        sums_of(engine.url)
+    with pytest.raises(Unreachable, match="is its address right"):
+        sums_of("http://127.0.0.1:1", 1.0)
+
+
+def test_check_needs_exactly_one_thing_to_compare_with(engine: Engine, tmp_path: Path) -> None:
+    for words in ((), (tmp_path, "--trainer", "tcp://127.0.0.1:1"), ("--trainer", "tcp://127.0.0.1:1", "--broker", "tcp://127.0.0.1:2")):
+        with pytest.raises(SlimebusError, match="give one of MODEL_DIR, --trainer and --broker"):
+            CliRunner().invoke(weights, ["check", engine.url, *map(str, words)], catch_exceptions=False)
