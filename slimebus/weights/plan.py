@@ -42,8 +42,11 @@ class PullCounts:
 class Memory(Protocol):
     """Where the tensors of a pull come to be, and where some may be already."""
 
-    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
-        """A place for the bytes of a tensor. Called by several threads. Raises WeightsError where there is no room."""
+    def allocate(self, form: TensorForm, content: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """A place for the bytes of a tensor, which are `content` at first. Called by several threads.
+
+        Raises WeightsError where there is no room.
+        """
 
     def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None:
         """They are there, and verified."""
@@ -74,7 +77,7 @@ class Job:
 
     @functools.cached_property
     def result(self) -> NDArray[np.uint8]:
-        """Where the tensor comes to be. Raises WeightsError where there is no room."""
+        """Where the tensor comes to be; its base's bytes at first. Raises WeightsError where there is no room."""
         return self.allocate()
 
     @functools.cached_property
@@ -109,9 +112,9 @@ class Job:
             return self.hash() == self.entry.hash
         if self.hash() != self.entry.payload_hash:
             return False
-        np.copyto(self.result, self.base.tensor.buffer)
+        values = self.result.view(np.uint16)
         try:
-            codec.apply(self.payload, self.result.view(np.uint16))
+            codec.apply(self.payload, values)
         except WeightsError:
             return False
         return hash_bytes(self.result) == self.entry.hash
@@ -179,15 +182,20 @@ class Plan:
         return entry.kind == DELTA and is_same_form and is_smaller and known.hash == entry.base_hash and not self._wrong[entry.name]
 
     def _delta_job(self, known: Known, entry: TensorEntry) -> Job:
-        return Job(entry, known, functools.partial(self._buffer, entry), entry.size)
+        return Job(entry, known, functools.partial(self._buffer, entry, known.tensor.buffer), entry.size)
 
     def _full_job(self, entry: TensorEntry) -> Job:
         return Job(entry, None, functools.partial(self._buffer, entry), form_of(entry).size)
 
-    def _buffer(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        form = form_of(entry)
+    def _buffer(self, entry: TensorEntry, content: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         if self._memory is not None:
-            return self._memory.allocate(form)
+            return self._memory.allocate(form_of(entry), content)
+        buffer = self._private_buffer(form_of(entry))
+        if content is not None:
+            np.copyto(buffer, content)
+        return buffer
+
+    def _private_buffer(self, form: TensorForm) -> NDArray[np.uint8]:
         spare = self._spare.pop(form.name, None)
         if spare is not None and len(spare) == form.size and spare.flags.writeable:
             return spare
