@@ -21,8 +21,12 @@ import numpy as np
 import zstandard
 from bench_row import Row, row
 
+from slimebus.security.key_file import KeyPair, make_pair
+from slimebus.security.keyring import Grant, TaughtKeyring, rows_of
+from slimebus.security.roles import MAY
 from slimebus.weights import codec
 from slimebus.weights.kernel import load_kernel
+from slimebus.weights.link import with_key
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionStore
@@ -95,10 +99,15 @@ def store_rows(num_values: int) -> list[Row]:
 
 
 def pull_rows(size_mib: int) -> list[Row]:
-    """A full pull over loopback, verified, against a raw socket; each sender is a process of its own."""
+    """A full pull over loopback, verified, against a raw socket, without and with CURVE; each sender is a process of its own."""
     raw = _raw_gbps(size_mib)
-    process, address = _serve("--serve-weights", size_mib)
-    puller = WeightPuller([address])
+    plain, encrypted = _pull_gbps("--serve-weights", size_mib, None), _pull_gbps("--serve-encrypted", size_mib, make_pair())
+    return [row("pull_ratio", plain, "GB/s", raw, ">= 0.8"), row("pull_curve_ratio", encrypted, "GB/s", raw, "")]
+
+
+def _pull_gbps(what: str, size_mib: int, pair: KeyPair | None) -> float:
+    process, address = _serve(what, size_mib, *([pair.public] if pair else []))
+    puller = WeightPuller([address], pair=pair)
     try:
         weights = puller.pull()
         spares = [weights, puller.pull()]
@@ -111,7 +120,7 @@ def pull_rows(size_mib: int) -> list[Row]:
         puller.close()
         process.kill()
         process.wait()
-    return [row("pull_ratio", gbps, "GB/s", raw, ">= 0.8")]
+    return gbps
 
 
 def versions(num_values: int, lr: float, steps: int) -> list[np.ndarray]:
@@ -205,8 +214,8 @@ def _dense(num_values: int) -> Row:
     return row("size_dense_vs_xor", len(payload) / base.nbytes, "of the model", xor_size, "<= 0.7")
 
 
-def _serve(what: str, size_mib: int) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen([sys.executable, __file__, what, str(size_mib)], stdout=subprocess.PIPE, text=True)
+def _serve(what: str, size_mib: int, *more: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen([sys.executable, __file__, what, str(size_mib), *more], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 
@@ -236,20 +245,24 @@ def _serve_raw(size_mib: int) -> None:
                 connection.sendall(buffer)
 
 
-def _serve_weights(size_mib: int) -> None:
+def _serve_weights(size_mib: int, worker_key: str = "") -> None:
+    """worker_key: the public key of the only one who may pull; empty: anyone, without encryption."""
     values = np.random.default_rng(0).integers(0, 65536, (16, size_mib << 15), np.uint16)
     store = VersionStore()
     store.publish({f"layer{i}": layer for i, layer in enumerate(values)})
-    print(WeightServer(store).endpoint, flush=True)
+    keyring = TaughtKeyring(make_pair()) if worker_key else None
+    if keyring is not None:
+        keyring.learn(1, rows_of({worker_key: Grant("worker", "rollout", "", MAY["rollout"])}))
+    print(with_key(WeightServer(store, keyring=keyring).endpoint, keyring.pair.public if keyring else ""), flush=True)
     time.sleep(600)
 
 
 def main() -> None:
     """The two senders of the pull measurement, and a table for people who run this file alone."""
     if "--serve-raw" in sys.argv:
-        _serve_raw(int(sys.argv[-1]))
-    elif "--serve-weights" in sys.argv:
-        _serve_weights(int(sys.argv[-1]))
+        _serve_raw(int(sys.argv[2]))
+    elif sys.argv[1:2] in (["--serve-weights"], ["--serve-encrypted"]):
+        _serve_weights(int(sys.argv[2]), *sys.argv[3:])
     else:
         print(f"codec: {codec.codec_path()}")
         for made in rows("--quick" in sys.argv):

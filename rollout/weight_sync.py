@@ -43,10 +43,12 @@ class WeightSync:
         disk: Path | None = None,
         relay: Relay | None = None,
         spans: Spans | None = None,
+        threads: int = 2,
     ) -> None:
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
         self.disk, self.relay, self.spans = disk, relay, spans or Spans()
         self._pair, self._pair_used = pair, pair()
+        self._threads = threads
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
@@ -145,8 +147,9 @@ class WeightSync:
         host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:
-                return WeightPuller(publishers, pair=self._pair_used, host=host)
-            return WeightPuller(publishers, pair=self._pair_used, onward=self.relay.onward, serves=self.relay.address, host=host)
+                return WeightPuller(publishers, pair=self._pair_used, host=host, threads=self._threads)
+            onward, serves = self.relay.onward, self.relay.address
+            return WeightPuller(publishers, pair=self._pair_used, onward=onward, serves=serves, host=host, threads=self._threads)
         if self.disk is None:
             raise SlimebusError(
                 f"the trainer writes its weights to {publishers[0]}; "

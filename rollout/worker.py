@@ -39,6 +39,7 @@ from slimebus.metrics import BusyMeter, MetricsWriter
 from slimebus.samples import encode_group
 from slimebus.spans import Spans
 from slimebus.transport.client import Client
+from slimebus.weights.cores import num_threads
 
 log = logging.getLogger("rollout")
 
@@ -124,6 +125,7 @@ class Worker:
             disk=self.resolved.weights_dir,
             relay=self.relay,
             spans=self.spans,
+            threads=max(2, num_threads(w.weights_threads)),  # one that verifies beside one that receives
         )
 
     async def _or_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -16,6 +16,7 @@ from slimebus.security.exposure import is_local
 from slimebus.security.pullers import Pullers
 from slimebus.spans import Spans
 from slimebus.transport.client import Client
+from slimebus.weights.cores import num_threads
 from slimebus.weights.store import VersionStore
 from trainer import parallel
 from trainer.announcer import Announcer
@@ -61,7 +62,13 @@ class Publishing:
             self.pullers = Pullers(self._key_client)
             self.pullers.follow(self.config.broker.heartbeat_s)
         weights = self.config.weights
-        store = VersionStore(keep=weights.weights_keep, lineage=self.lineage, first_version=version, zstd=weights.weights_zstd)
+        store = VersionStore(
+            keep=weights.weights_keep,
+            lineage=self.lineage,
+            first_version=version,
+            zstd=weights.weights_zstd,
+            threads=num_threads(weights.weights_threads, shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
         place = owners.index(rank)
         self.publisher = Publisher(weights, store, self.pullers, self._tell, place=place, broker=self.broker, disk=disk, spans=self.spans)
         log.info("weights at %s%s", self.publisher.address, f", part {place + 1} of {len(owners)}" if len(owners) > 1 else "")

@@ -19,7 +19,7 @@ Steps are differences modulo 2**16 of bit patterns, so deltas add up: `merge` ne
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, TypeVar
 
@@ -131,6 +131,28 @@ def apply(payload: Any, values: Values, *, kernel: Kernel | None = None, pool: E
     _each(pool, lambda unit: _apply_unit(unit, inside[unit.start : unit.start + unit.num_values], chosen), units)
     if inside is not values:
         values[:] = inside
+
+
+def apply_to_copy(
+    payload: Any, base: Values, values: Values, *, kernel: Kernel | None = None, pool: Executor | None = None
+) -> Iterator[Values]:
+    """As `apply` to a copy of base in values, a unit after the other; each comes out when it is done, still in the cache for who hashes it.
+
+    Nothing is done that is not taken, but with a pool. Raises as `apply`, then or later.
+    """
+    chosen = kernel or load_kernel()
+    if _plain(values, is_written=True) is not values:
+        raise WeightsError("a delta is applied to memory that is not aligned or not contiguous", retryable=False)
+
+    def make(unit: Unit) -> Values:
+        part = slice(unit.start, unit.start + unit.num_values)
+        if unit.kind != FULL:
+            np.copyto(values[part], base[part])
+        _apply_unit(unit, values[part], chosen)
+        return values[part]
+
+    units = split_units(payload, len(values))
+    return map(make, units) if pool is None or len(units) < 2 else pool.map(make, units)
 
 
 def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:

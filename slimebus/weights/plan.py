@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -42,11 +43,8 @@ class PullCounts:
 class Memory(Protocol):
     """Where the tensors of a pull come to be, and where some may be already."""
 
-    def allocate(self, form: TensorForm, content: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """A place for the bytes of a tensor, which are `content` at first. Called by several threads.
-
-        Raises WeightsError where there is no room.
-        """
+    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
+        """A place for the bytes of a tensor. Called by several threads. Raises WeightsError where there is no room."""
 
     def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None:
         """They are there, and verified."""
@@ -77,7 +75,7 @@ class Job:
 
     @functools.cached_property
     def result(self) -> NDArray[np.uint8]:
-        """Where the tensor comes to be; its base's bytes at first. Raises WeightsError where there is no room."""
+        """Where the tensor comes to be. Raises WeightsError where there is no room."""
         return self.allocate()
 
     @functools.cached_property
@@ -106,18 +104,19 @@ class Job:
         """The hash of the whole payload."""
         return self.hasher.hexdigest() if self.hashed_bytes == len(self.payload) else hash_bytes(self.payload)
 
-    def is_right(self) -> bool:
-        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers."""
+    def is_right(self, pool: Executor | None = None) -> bool:
+        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers. pool: for units of it."""
         if self.base is None:
             return self.hash() == self.entry.hash
         if self.hash() != self.entry.payload_hash:
             return False
-        values = self.result.view(np.uint16)
+        result, made = self.result.view(np.uint16), xxhash.xxh3_128()
         try:
-            codec.apply(self.payload, values)
+            for part in codec.apply_to_copy(self.payload, self.base.tensor.steps, result, pool=pool):
+                made.update(part.data)
         except WeightsError:
             return False
-        return hash_bytes(self.result) == self.entry.hash
+        return made.hexdigest() == self.entry.hash
 
 
 def form_of(entry: TensorEntry) -> TensorForm:
@@ -182,20 +181,15 @@ class Plan:
         return entry.kind == DELTA and is_same_form and is_smaller and known.hash == entry.base_hash and not self._wrong[entry.name]
 
     def _delta_job(self, known: Known, entry: TensorEntry) -> Job:
-        return Job(entry, known, functools.partial(self._buffer, entry, known.tensor.buffer), entry.size)
+        return Job(entry, known, functools.partial(self._buffer, entry), entry.size)
 
     def _full_job(self, entry: TensorEntry) -> Job:
         return Job(entry, None, functools.partial(self._buffer, entry), form_of(entry).size)
 
-    def _buffer(self, entry: TensorEntry, content: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    def _buffer(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        form = form_of(entry)
         if self._memory is not None:
-            return self._memory.allocate(form_of(entry), content)
-        buffer = self._private_buffer(form_of(entry))
-        if content is not None:
-            np.copyto(buffer, content)
-        return buffer
-
-    def _private_buffer(self, form: TensorForm) -> NDArray[np.uint8]:
+            return self._memory.allocate(form)
         spare = self._spare.pop(form.name, None)
         if spare is not None and len(spare) == form.size and spare.flags.writeable:
             return spare
@@ -238,9 +232,15 @@ class Plan:
         entries = [entry for manifest in manifests for entry in manifest.tensors]
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
-        if len(tensors) != len(entries):
-            raise WeightsError(f"version {target.version}: two publishers serve a tensor of one name", retryable=False)
-        digest = version_digest(tensors, hashes)
-        if len(manifests) == 1 and digest != manifests[0].digest:
-            raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
+        for manifest in manifests:
+            if version_digest({entry.name: tensors[entry.name] for entry in manifest.tensors}, hashes) != manifest.digest:
+                raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that their publisher says")
+        digest = manifests[0].digest if len(manifests) == 1 else version_digest(tensors, hashes)
         return Weights(target.lineage, target.version, digest, tensors, hashes)
+
+
+def check_names(entries: Iterable[TensorEntry]) -> None:
+    """Raises WeightsError when two of the tensors have one name."""
+    twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
+    if twice is not None:
+        raise WeightsError(f"tensor {twice!r} is served by two publishers, or twice by one", retryable=False)

@@ -123,7 +123,8 @@ class _Taken(NamedTuple):
 class VersionStore:
     """Publish from one thread, serve from others. keep: how many versions back a worker may be and still get a delta.
 
-    lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors diffed at once.
+    lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors, and units of a large one,
+    diffed at once.
     """
 
     def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, zstd: bool = True, threads: int = 1) -> None:
@@ -141,6 +142,7 @@ class VersionStore:
         self._merging = threading.Lock()
         self._stages = Stages()
         self._pool = ThreadPoolExecutor(threads, "weights-diff") if threads > 1 else None
+        self._units = ThreadPoolExecutor(threads, "weights-unit") if threads > 1 else None  # who waits for a unit has no place here
 
     @property
     def newest(self) -> VersionInfo | None:
@@ -221,7 +223,7 @@ class VersionStore:
             with self._stages("encode"):
                 encoded = codec.encode_changes(held.tensor.steps, tensor.units, zstd=self._zstd)
         else:
-            encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd, stages=self._stages)
+            encoded = codec.encode(held.tensor.steps, tensor.steps, update=True, zstd=self._zstd, pool=self._units, stages=self._stages)
         if encoded.num_changed:
             held.hash = self._hash(held.tensor.buffer)
         with self._lock:

@@ -106,6 +106,23 @@ def test_tensors_of_several_units_round_trip_and_a_pool_changes_nothing() -> Non
     assert np.array_equal(base, target)
 
 
+@all_kernels
+def test_a_copy_of_the_base_becomes_the_target_unit_by_unit(kernel: Kernel) -> None:
+    rng = np.random.default_rng(8)
+    base = rng.integers(0, 65536, codec.UNIT_VALUES + 3000).astype(np.uint16)
+    target = perturbed(rng, base, 0.01)
+    target[codec.UNIT_VALUES :] = rng.integers(0, 65536, 3000)  # a full unit
+    payload, made, before = codec.encode(base, target).payload, np.zeros_like(base), base.copy()
+    parts = codec.apply_to_copy(payload, base, made, kernel=kernel)
+    assert np.array_equal(next(parts), target[: codec.UNIT_VALUES])
+    assert not made[codec.UNIT_VALUES :].any(), "the next unit is not begun before it is asked for"
+    assert np.array_equal(next(parts), target[codec.UNIT_VALUES :])
+    assert np.array_equal(made, target)
+    assert np.array_equal(base, before)
+    with pytest.raises(WeightsError, match="within the header"):
+        list(codec.apply_to_copy(payload[:20], base, made, kernel=kernel))
+
+
 def test_the_form_follows_the_density() -> None:
     rng = np.random.default_rng(3)
     base = rng.integers(0, 65536, 20_000).astype(np.uint16)

@@ -11,6 +11,8 @@ import zmq
 from slimebus import envelope
 from slimebus.errors import WeightsError
 from slimebus.messages import Ok
+from slimebus.weights import codec
+from slimebus.weights import puller as puller_module
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest, Piece
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
@@ -51,6 +53,21 @@ class Fault:
     def read(self, lineage, version, name, base):
         self.reads += 1
         return self.on_read(self.reads, name, base, self.store.read(lineage, version, name, base))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, closing, monkeypatch, threads):
+    monkeypatch.setattr(codec, "UNIT_VALUES", 1000)
+    monkeypatch.setattr(puller_module, "MIN_POOLED_BYTES", 1)
+    store = VersionStore()
+    store.publish(model)
+    puller = closing(WeightPuller([closing(WeightServer(store)).endpoint], threads=threads))
+    first = puller.pull()
+    newer = after(model, 1)
+    store.publish(newer)
+    check(puller.pull(first), newer)
+    assert puller.counts.wrong_bytes == 0
+    assert puller.counts.delta_tensors > 0
 
 
 def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, closing):

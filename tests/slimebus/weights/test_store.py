@@ -53,6 +53,15 @@ def test_the_stages_of_a_publish_lie_within_its_time(model, after):
     assert 0 < sum(made.stage_s.values()) < made.encode_s
 
 
+def test_threads_change_no_byte_of_many_tensors_or_of_one_large_one(model, after, monkeypatch):
+    monkeypatch.setattr(codec, "UNIT_VALUES", 1000)
+    one, many = VersionStore(lineage="run"), VersionStore(lineage="run", threads=4)
+    for version in (model, after(model, 1), after(model, 2)):
+        assert one.publish(version).digest == many.publish(version).digest
+    assert many.manifest("run", 1) == one.manifest("run", 1)
+    assert bytes(many.read("run", 2, "embed", 1)) == bytes(one.read("run", 2, "embed", 1))
+
+
 def test_the_digest_does_not_depend_on_how_the_model_is_split(model):
     whole = VersionStore().publish(model)
     halves = [VersionStore().publish(dict(part)) for part in (list(model.items())[:4], list(model.items())[4:])]
