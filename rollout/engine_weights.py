@@ -42,6 +42,10 @@ class EngineWeights:
         self._route: WeightRoute | None = None
         self._group: BroadcastGroup | None = None
 
+    def serves(self, version: SharedVersion) -> bool:
+        """Whether this is the version that the engine verifiably serves."""
+        return self.tag == version_tag(version.lineage, version.version)
+
     async def update(self, version: SharedVersion) -> None:
         """The engine serves exactly this version; on WeightsError or Unreachable it is paused and out of service until a later update."""
         tag = version_tag(version.lineage, version.version)

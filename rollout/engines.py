@@ -4,6 +4,7 @@ Generation goes to the engine with the fewest running requests; control and weig
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from rollout.response import Response, Task
 from rollout.sglang_client import Completion, EngineClient, EngineError
 from rollout.sglang_server import option_list, sglang_server
 from slimebus.config.schema import EngineConfig
-from slimebus.errors import UsageError, WeightsError
+from slimebus.errors import SlimebusError, UsageError, WeightsError
 from slimebus.weights.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -29,6 +30,7 @@ STOP_S = 2.0
 LEAVE_POLL_S = 0.05
 MAX_IDLE_ROUNDS = 10
 ABORT_TIMEOUT_S = 5.0
+MEND_RETRY_S = 1.0
 OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
 """How long a lost connection is retried: our own engine on this host that does not answer has ended."""
 
@@ -51,6 +53,7 @@ class Engine:
         self.client = EngineClient(url, vocab_size=vocab_size, retry_s=ATTACHED_RETRY_S if process is None else OWN_RETRY_S)
         self.weights = EngineWeights(self.client, pause_mode=config.pause_mode, route=config.weight_route)
         self._calls: set[asyncio.Task[list[Completion]]] = set()
+        self._updating = asyncio.Lock()
 
     @property
     def is_dead(self) -> bool:
@@ -60,7 +63,8 @@ class Engine:
     async def update(self, version: SharedVersion) -> None:
         """The engine serves this version, or it serves nobody: then whatever it was running has ended too."""
         try:
-            await self.weights.update(version)
+            async with self._updating:
+                await self.weights.update(version)
         except BaseException:
             for call in self._calls:
                 call.cancel()
@@ -110,6 +114,8 @@ class Engines:
         self.tokens_made = 0
         self.vocab_size = vocab_size(model_dir)
         self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._newest: SharedVersion | None = None
+        self._mending: dict[Engine, asyncio.Task[None]] = {}
         self._ids = itertools.count()
         self._running: dict[str, Engine] = {}
         self.is_leaving = False
@@ -157,17 +163,37 @@ class Engines:
         return bool(dead)
 
     async def update_weights(self, version: SharedVersion) -> None:
-        """Every engine serves exactly this version, or WeightsError: then none of them may be used until a later update.
+        """Engines serve exactly this version, or WeightsError: then none of them may be used until a later update.
 
-        Engines that have it already, since an earlier try failed for others, are not touched.
+        One that fails where others succeed is out of service; it is tried again in the background, and gets everything. Engines that have
+        the version already, since an earlier try failed for others, are not touched.
         """
         if self._shapes is None:
             self._shapes = await asyncio.to_thread(shapes_of, self.model_dir)
         check_shapes(version, self._shapes, self.model_dir)
-        outcomes = await asyncio.gather(*(engine.update(version) for engine in self.engines), return_exceptions=True)
-        for failure in filter(None, outcomes):
-            raise failure
+        self._newest = version
+        asked = [engine for engine in self.engines if not engine.weights.is_out_of_service] or self.engines
+        outcomes = await asyncio.gather(*(engine.update(version) for engine in asked), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            if len(failures) == len(asked) or not isinstance(failure, SlimebusError):
+                raise failure
+            log.warning("weights: %s; this engine is out of service, the others serve version %d", failure.text, version.version)
         self.lineage = version.lineage
+        for engine in self.engines:
+            if engine.weights.is_out_of_service and engine not in self._mending:
+                self._mending[engine] = asyncio.create_task(self._mend(engine))
+
+    async def _mend(self, engine: Engine) -> None:
+        """Bring an engine to the newest version, however long it takes."""
+        try:
+            while self._newest is not None and not engine.weights.serves(self._newest):
+                await asyncio.sleep(MEND_RETRY_S)
+                with contextlib.suppress(SlimebusError):
+                    await engine.update(self._newest)
+            log.info("engine at %s is in service again", engine.url)
+        finally:
+            del self._mending[engine]
 
     async def generate(self, prompt_ids: np.ndarray, sampling: dict[str, Any], n: int) -> list[Completion]:
         """n completions of one prompt, from the least busy engine; running requests are aborted if the caller is cancelled."""
@@ -235,6 +261,9 @@ class Engines:
 
     async def stop(self) -> None:
         """Close the clients and end the processes that were started here, for certain."""
+        for task in (mending := list(self._mending.values())):
+            task.cancel()
+        await asyncio.gather(*mending, return_exceptions=True)
         for engine in self.engines:
             await engine.close()
         processes = [engine.process for engine in self.engines if engine.process is not None]

@@ -91,7 +91,10 @@ def _bytes_of(tensor: SharedTensor) -> memoryview:
     size = size_of(tensor)
     if size == 0:
         return memoryview(b"")
-    return np.memmap(tensor.file, np.uint8, "r", tensor.offset, (size,)).data
+    try:
+        return np.memmap(tensor.file, np.uint8, "r", tensor.offset, (size,)).data
+    except OSError as bad:
+        raise WeightsError(f"{tensor.file}: {bad.strerror}; is there a newer version already?") from None
 
 
 def flat(tensors: Sequence[SharedTensor]) -> np.ndarray:

@@ -8,6 +8,7 @@ On the wire a group is columnar: one frame per field, the samples' arrays one be
     any other field   its own dtype and shape per sample (routed experts, teacher logprobs, pixels)
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,19 +120,12 @@ def decode_field(field: Field, frame: Any, num_samples: int) -> list[np.ndarray]
         raise ProtocolError(f"field {field.name!r}: unknown dtype {field.dtype!r}; expected one of {', '.join(sorted(DTYPES))}")
     if len(field.shapes) != num_samples or any(n < 0 for shape in field.shapes for n in shape):
         raise ProtocolError(f"field {field.name!r}: {len(field.shapes)} shapes for {num_samples} samples")
-    counts = [_product(shape) for shape in field.shapes]
+    counts = [math.prod(shape) for shape in field.shapes]
     if sum(counts) * dtype.itemsize != len(frame):
         raise ProtocolError(f"field {field.name!r}: frame of {len(frame)} bytes, its shapes say {sum(counts) * dtype.itemsize}")
     flat = np.frombuffer(frame, dtype)
     ends = np.cumsum(counts, dtype=np.int64).tolist()
     return [flat[end - n : end].reshape(shape) for end, n, shape in zip(ends, counts, field.shapes, strict=True)]
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def decode_group(headers: Sequence[SampleHeader], fields: Sequence[Field], frames: Sequence[Any]) -> list[Sample]:

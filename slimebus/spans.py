@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ log = logging.getLogger("slimebus")
 
 MAX_BYTES = 32 << 20
 """Of one file; a full one becomes the `.old` one in place of the one before, so a process keeps the last 200,000 spans or more."""
+
+
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Span:
@@ -28,7 +31,8 @@ class Spans:
 
     `begin` is the wall clock, seconds since the epoch: across hosts it is as good as their clocks agree. `seconds` is not disturbed when
     that clock is set. A span costs some 30 us. One that cannot be written (a full disk) is lost and counted: a record is not worth a run.
-    counts_cpu: each span has the CPU seconds of its thread too; for a process whose spans do not await.
+    counts_cpu: each span also has the CPU seconds of its thread and, on Linux, `queued_s`, those in which it could have run but others
+    had the CPU; what is left it waited for something. For a process whose spans do not await.
     """
 
     def __init__(self, directory: Path | None = None, process: str = "", *, counts_cpu: bool = False, max_bytes: int = MAX_BYTES) -> None:
@@ -43,7 +47,8 @@ class Spans:
     def __call__(self, name: str, **about: Any) -> Iterator[Span]:
         """What is done inside is a span; one that raises is recorded too, with the exception's name as `failed`."""
         span = Span(about)
-        begin, started, cpu = time.time(), time.perf_counter(), time.thread_time()
+        before = thread_times() if self.counts_cpu else {}
+        begin, started = time.time(), time.perf_counter()
         try:
             yield span
         except BaseException as bad:
@@ -52,7 +57,7 @@ class Spans:
         finally:
             span.seconds = time.perf_counter() - started
             if self.counts_cpu:
-                about["cpu_s"] = round(time.thread_time() - cpu, 6)
+                about |= {name: round(now - before[name], 6) for name, now in thread_times().items() if name in before}
             self._write(name, begin, span)
 
     def _write(self, name: str, begin: float, span: Span) -> None:
@@ -77,3 +82,11 @@ class Spans:
             os.close(file)
         if full:
             path.replace(path.with_suffix(".old.jsonl"))
+
+
+def thread_times() -> dict[str, float]:
+    """Seconds since the calling thread began: on a CPU, and (where the kernel counts it) waiting for one."""
+    times = {"cpu_s": time.thread_time()}
+    with suppress(OSError, IndexError):
+        times["queued_s"] = int(SCHEDSTAT.read_bytes().split()[1]) / 1e9
+    return times

@@ -129,8 +129,9 @@ def write_chrome(spans: Sequence[SpanRow], out: Path) -> None:
 def overlap(spans: Sequence[SpanRow]) -> dict[str, Any]:
     """How the pulls and the sampling of the workers lie to the trainer's steps.
 
-    Times in seconds, shares in 0..1; from the second step on: the first one allocates. `train_s`, `train_cpu_s`: with and without a
-    pull in flight, [how many, lower quartile, median, upper quartile]; CPU seconds are those of the training thread.
+    Times in seconds, shares in 0..1; from the second step on: the first one allocates. `train_s`, `train_cpu_s`, `train_blocked_s`: with
+    and without a pull in flight, [how many, lower quartile, median, upper quartile]. CPU seconds are those of the training thread; in the
+    blocked ones it neither ran nor waited for a CPU, but for a lock, a disk, the network.
     """
     steps = [span for span in spans if span.name == "train" and span.process == "trainer"][1:]
     pulls = [span for span in spans if span.name == "pull" and "failed" not in span.about]
@@ -146,10 +147,9 @@ def overlap(spans: Sequence[SpanRow]) -> dict[str, Any]:
     return {
         "seconds": end - begin,
         "steps": len(steps),
-        "train_s": {"with_pull": _quartiles(s.seconds for s in beside), "without": _quartiles(s.seconds for s in alone)},
-        "train_cpu_s": {
-            "with_pull": _quartiles(s.about.get("cpu_s", 0.0) for s in beside),
-            "without": _quartiles(s.about.get("cpu_s", 0.0) for s in alone),
+        **{
+            name: {"with_pull": _quartiles(map(of, beside)), "without": _quartiles(map(of, alone))}
+            for name, of in (("train_s", lambda s: s.seconds), ("train_cpu_s", _cpu_s), ("train_blocked_s", _blocked_s))
         },
         "publish_s": _quartiles(blocked),
         "publish_share": sum(blocked) / (end - begin),
@@ -198,6 +198,14 @@ def measure(intervals: Iterable[Interval]) -> float:
 
 def _covered(span: SpanRow, intervals: Iterable[Interval]) -> float:
     return measure(clipped(intervals, span.begin, span.end))
+
+
+def _cpu_s(span: SpanRow) -> float:
+    return float(span.about.get("cpu_s", 0.0))
+
+
+def _blocked_s(span: SpanRow) -> float:
+    return max(0.0, span.seconds - _cpu_s(span) - span.about["queued_s"]) if "queued_s" in span.about else 0.0
 
 
 def _quartiles(values: Iterable[float]) -> list[float]:

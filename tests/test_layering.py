@@ -97,18 +97,26 @@ def commands() -> list[list[str]]:
     return [[], *(words.split() for words in own)]
 
 
+def run_timed(code: str) -> tuple[str, float]:
+    """What it prints, and its seconds but for those in which it waited for a CPU."""
+    started = time.perf_counter()
+    words = [sys.executable, "-c", f"import sys\ntry:\n {code}\nfinally: print('STARVED', {STARVED_NS})"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    text, _, starved = done.stdout.rpartition("STARVED")
+    return text, time.perf_counter() - started - int(starved) / 1e9
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_help_is_instant_and_loads_no_torch(words: list[str]) -> None:
-    code = f"import sys; sys.argv[1:] = {[*words, '--help']!r}\nfrom slimebus.cli import main\n"
-    code += f"try: main()\nfinally: print('LOADED', *sys.modules, '\\nSTARVED', {STARVED_NS})"
-    times = []
+    """0.5 s; or, where others wear down the caches and the clock rate, four times what a bare `import asyncio` takes then (0.1 s)."""
+    code = f"sys.argv[1:] = {[*words, '--help']!r}; from slimebus.cli import main\n"
+    tries = []
     for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-        loaded, starved = done.stdout.rpartition("LOADED")[2].split("STARVED")
-        times.append(time.perf_counter() - started - int(starved) / 1e9)
-        assert "Usage: " in done.stdout, done.stderr
+        text, took_s = run_timed(f"{code} try: main()\n finally: print('LOADED', *sys.modules)")
+        shown, _, loaded = text.rpartition("LOADED")
+        assert "Usage: " in shown, text
         assert not set(loaded.split()) & HEAVY
-        if times[-1] < 0.5:
+        if took_s < 0.5 or took_s < 4 * run_timed("import asyncio")[1]:
             return
-    pytest.fail(f"--help took {min(times):.2f} s at best of {len(times)}; the bound is 0.5 s")
+        tries.append(took_s)
+    pytest.fail(f"--help took {min(tries):.2f} s at best of {len(tries)}; the bound is 0.5 s")

@@ -9,6 +9,9 @@ from slimebus.weights import device_codec
 from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import TensorChanges, TensorLike
 
+IN_FLIGHT_BYTES = 1 << 29
+"""Of copies to the host that are under way: what they read holds GPU memory until they have ended."""
+
 Taken = dict[str, TensorLike | TensorChanges]
 
 
@@ -30,6 +33,7 @@ class HostSnapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._in_flight = 0
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]], store: VersionStore) -> Taken:
@@ -41,8 +45,7 @@ class HostSnapshot:
                 buffer = torch.empty(tensor.shape, dtype=torch.bfloat16, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
             self._copy(tensor, buffer)
-        for stream in self._streams.values():
-            stream.synchronize()
+        self._wait()
         return {name: _bits(buffer) for name, buffer in self._buffers.items()}
 
     def _copy(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -57,6 +60,14 @@ class HostSnapshot:
         with torch.cuda.stream(stream):
             buffer.copy_(rounded, non_blocking=True)
         rounded.record_stream(stream)
+        self._in_flight += rounded.nbytes
+        if self._in_flight > IN_FLIGHT_BYTES:
+            self._wait()
+
+    def _wait(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._in_flight = 0
 
 
 class DeviceSnapshot:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from slimebus.config.flags import split_words
 from slimebus.errors import EXIT_FAILURE, UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def show(words: tuple[str, ...], run_dir: str | None, as_json: bool, as_ids: boo
     """Show groups with their prompt and samples: reward, versions, and text where the RUN.yaml names a model, else token ids."""
     from broker.buffer.show import as_object, in_lines, text_of
 
-    file, names = _split(words)
+    file, names = split_words(words)
     if not names:
         raise UsageError("show: no GROUP given; `slimebus buffer ls` lists them")
     resolved = _resolved(file, _given(run_dir))
@@ -118,7 +119,7 @@ def export(words: tuple[str, ...], run_dir: str | None, out: Path, states: tuple
     from broker.buffer.export import export_jsonl, export_safetensors, writer_of
 
     kind = writer_of(out, kind)
-    _, names = _split(words)
+    _, names = split_words(words)
     partial = out.with_name(out.name + ".partial")
     with _moment(words, run_dir) as moment:
         groups = _chosen(moment, names, states, containing, every=True)
@@ -265,7 +266,7 @@ def import_(wish: Wish, words: tuple[str, ...], prompts_only: bool, as_version: 
     from broker.buffer.export import writer_of
     from broker.buffer.imports import read_groups
 
-    file, names = _split(words)
+    file, names = split_words(words)
     if not names:
         raise UsageError("import: no FILE given; expected what `slimebus buffer export` wrote, or a jsonl file of prompts")
     resolved = _resolved(file, wish.given)
@@ -286,7 +287,7 @@ def import_(wish: Wish, words: tuple[str, ...], prompts_only: bool, as_version: 
 def _edit(action: str, words: tuple[str, ...], wish: Wish, states: tuple[str, ...], containing: str, why: str = "") -> None:
     from broker.buffer.changes import asking
 
-    file, names = _split(words)
+    file, names = split_words(words)
     if not (names or states or containing):
         raise UsageError(f"{action}: no GROUP given; name some, or choose with --state or --reason")
     wanted = list(names)
@@ -313,13 +314,6 @@ def _say(done: dict[str, str], refused: dict[str, str], *, as_json: bool) -> Non
     sys.exit(EXIT_FAILURE if refused else 0)
 
 
-def _split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run.yaml, where the first word is one, and the other words."""
-    if words and words[0].endswith((".yaml", ".yml")):
-        return Path(words[0]), words[1:]
-    return None, words
-
-
 def _given(run_dir: str | None, keys: str | None = None, key_name: str | None = None) -> dict[str, str]:
     """The options that are config fields."""
     fields = {"run_dir": run_dir, "security.keys": keys, "security.key_name": key_name}
@@ -333,7 +327,7 @@ def _resolved(file: Path | None, given: dict[str, str]) -> Resolved:
 
 
 def _run_dir(words: tuple[str, ...], run_dir: str | None) -> Path:
-    file, others = _split(words)
+    file, others = split_words(words)
     if others:
         raise UsageError(f"{others[0]!r} is not a RUN.yaml; this command takes no other word")
     return _resolved(file, _given(run_dir)).run_dir
@@ -342,7 +336,7 @@ def _run_dir(words: tuple[str, ...], run_dir: str | None) -> Path:
 def _moment(words: tuple[str, ...], run_dir: str | None) -> Any:
     from broker.buffer.reader import moment_of
 
-    return moment_of(_resolved(_split(words)[0], _given(run_dir)).run_dir)
+    return moment_of(_resolved(split_words(words)[0], _given(run_dir)).run_dir)
 
 
 def _chosen(moment: Moment, names: tuple[str, ...], states: tuple[str, ...], containing: str, *, every: bool = False) -> Iterator[Group]:

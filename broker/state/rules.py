@@ -92,24 +92,13 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         return self.over_sampling / self.batch_size if self.over_sampling else 1.0
 
     def __post_init__(self) -> None:
-        _at_least("batch_size", self.batch_size, 1)
-        _at_least("samples_per_prompt", self.samples_per_prompt, 1)
-        _at_least("max_staleness", self.max_staleness, 0)
+        for name, least in LEAST.items():
+            _at_least(name, getattr(self, name), least)
+        _at_least("num_steps", self.num_steps or 0, 0)
         if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
             raise ConfigError(f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound")
         if self.on_stale not in ON_STALE:
             raise ConfigError(f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}")
-        _at_least("publish_interval", self.publish_interval, 1)
-        _at_least("num_steps", 0 if self.num_steps is None else self.num_steps, 0)
-        _at_least("max_attempts", self.max_attempts, 1)
-        _at_least("max_parked", self.max_parked, 1)
-        _at_least("max_parked_per_client", self.max_parked_per_client, 1)
-        _at_least("max_clients", self.max_clients, 1)
-        _at_least("hedge_after", self.hedge_after, 0)
-        _at_least("max_pushed", self.max_pushed, 1)
-        _at_least("eval_interval", self.eval_interval, 0)
-        _at_least("batch_tokens", self.batch_tokens, 0)
-        _at_least("max_filtered", self.max_filtered, 1)
         if self.over_sampling and self.over_sampling < self.batch_size:
             raise ConfigError(
                 f"over_sampling_batch_size {self.over_sampling} is below the batch of {self.batch_size} groups; expected more, or 0"
@@ -132,6 +121,11 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
                 raise ConfigError(f"eval dataset name {name!r}; expected 1 to 64 characters without '/'")
 
 
+COUNTED_FROM_1 = ("batch_size", "samples_per_prompt", "publish_interval", "max_attempts", "max_filtered", "max_pushed")
+LEAST = {
+    **dict.fromkeys((*COUNTED_FROM_1, "max_parked", "max_parked_per_client", "max_clients"), 1),
+    **dict.fromkeys(("max_staleness", "hedge_after", "eval_interval", "batch_tokens"), 0),
+}
 ON_STALE = ("requeue", "drop", "wait")
 UNBOUNDED_BATCHES = 4
 """Batches of room when no staleness bound limits how far ahead workers may run."""

@@ -1,6 +1,7 @@
 """The state that every decision reads and changes, and how changes become effects."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -222,16 +223,12 @@ class State:
 
     def tally(self, counter: dict[str, int], reason: str, by: int = 1) -> None:
         """Add to a counter by reason; reasons from outside are cut, and there are at most 256 of them."""
-        reason = reason[:MAX_REASON_CHARS] or "no reason given"
-        if reason not in counter and len(counter) >= MAX_REASONS:
-            reason = "other"
+        reason = _counted(reason, counter)
         counter[reason] = counter.get(reason, 0) + by
 
     def wasted(self, reason: str, groups: int, tokens: int) -> None:
         """Count samples that were made and will not be trained."""
-        reason = reason[:MAX_REASON_CHARS] or "no reason given"
-        if reason not in self.meta.waste and len(self.meta.waste) >= MAX_REASONS:
-            reason = "other"
+        reason = _counted(reason, self.meta.waste)
         had = self.meta.waste.get(reason, [0, 0])
         self.meta.waste[reason] = [had[0] + groups, had[1] + tokens]
 
@@ -405,3 +402,9 @@ class State:
     def is_finished(self) -> bool:
         """True once the trainer has finished and nothing is left to evaluate."""
         return self.meta.finishing and not self.is_evaluating
+
+
+def _counted(reason: str, counter: Mapping[str, Any]) -> str:
+    """The name under which a reason is counted."""
+    reason = reason[:MAX_REASON_CHARS] or "no reason given"
+    return reason if reason in counter or len(counter) < MAX_REASONS else "other"

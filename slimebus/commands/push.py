@@ -13,7 +13,7 @@ import click
 import msgspec
 import xxhash
 
-from slimebus.config.flags import ConfigCommand, from_context
+from slimebus.config.flags import ConfigCommand, from_context, split_words
 from slimebus.config.load import Resolved
 from slimebus.errors import DataError, SlimebusError, UsageError
 from slimebus.joining import broker_address
@@ -48,11 +48,10 @@ def push(ctx: click.Context, words: tuple[str, ...], broker: str | None, front: 
 
 def parse(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:
     """The run.yaml if the first word is one, and the files. Raises UsageError when there is none."""
-    config = Path(words[0]) if words and words[0].endswith((".yaml", ".yml")) else None
-    files = list(words[config is not None :])
+    config, files = split_words(words)
     if not files:
         raise UsageError("push: no file given; name jsonl files of prompts, or - for a pipe")
-    return config, files
+    return config, list(files)
 
 
 def _push_file(client: PromptClient, resolved: Resolved, file: str, key: str, *, front: bool) -> Pushed:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from slimebus.config import resolve
+from slimebus.config.flags import split_words
 from slimebus.errors import UsageError
 from slimebus.joining import visit
 from slimebus.messages import Scalar, Set, SetReply
@@ -36,8 +37,8 @@ def set_(words: tuple[str, ...], broker: str | None, as_json: bool, timeout_s: f
 
 def parse(words: tuple[str, ...]) -> tuple[Path | None, dict[str, Scalar]]:
     """The run.yaml if the first word is one, and the settings. Raises UsageError for a name without a value."""
-    file = Path(words[0]) if words and words[0].endswith((".yaml", ".yml")) else None
-    rest = [part for word in words[file is not None :] for part in word.split("=", 1)]
+    file, pairs = split_words(words)
+    rest = [part for word in pairs for part in word.split("=", 1)]
     if len(rest) % 2:
         raise UsageError(f"set: {rest[-1]!r} has no value; give pairs, as in `slimebus set max-staleness 4 rollout-batch-size 64`")
     names = [name.lstrip("-").replace("-", "_") for name in rest[::2]]

@@ -41,6 +41,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("training step, none in flight", _spread(found["train_s"]["without"])),
         ("its CPU time, a pull in flight", _spread(found["train_cpu_s"]["with_pull"])),
         ("its CPU time, none in flight", _spread(found["train_cpu_s"]["without"])),
+        ("its blocked time, a pull in flight", _spread(found["train_blocked_s"]["with_pull"])),
+        ("its blocked time, none in flight", _spread(found["train_blocked_s"]["without"])),
         ("step waits for publishing", f"{_spread(found['publish_s'])}; {found['publish_share']:.1%} of the time"),
         ("encoding beside it", _spread(found["encode_s"])),
         ("pull", _spread(found["pull_s"])),
@@ -49,7 +51,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("workers sample", f"{found['sampling_share']:.0%} of the time; both at once {found['both_share']:.0%}"),
         ("pulls beside training", f"{found['pulls_beside_training']:.0%} of them; {found['pulled_while_training']:.0%} of their time"),
     ]
-    return [f"{name:<33}{text}" for name, text in [("from the second step on", f"{found['steps']} steps, {found['seconds']:.1f} s"), *rows]]
+    return [f"{name:<37}{text}" for name, text in [("from the second step on", f"{found['steps']} steps, {found['seconds']:.1f} s"), *rows]]
 
 
 def _spread(numbers: list[float]) -> str:

@@ -94,6 +94,13 @@ def from_context(ctx: click.Context, file: Path | None) -> Resolved:
     return resolve(file, ctx.meta.get(META, {}))
 
 
+def split_words(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
+    """The RUN.yaml, where the first word is one, and the other words."""
+    if words and words[0].endswith((".yaml", ".yml")):
+        return Path(words[0]), words[1:]
+    return None, words
+
+
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RUN.yaml argument of a command."""
     return click.argument("run_yaml", type=click.Path(path_type=Path), required=False)(function)

@@ -353,46 +353,23 @@ class RunConfig(Section, frozen=True):
     seed: Natural = 0
     """[number] Of data order, sampling and initialisation."""
     broker: BrokerConfig = BrokerConfig()
-    """[section] """
     data: DataConfig = DataConfig()
-    """[section] """
     model: ModelConfig = ModelConfig()
-    """[section] """
     rollout: RolloutConfig = RolloutConfig()
-    """[section] """
     engine: EngineConfig = EngineConfig()
-    """[section] """
     weights: WeightsConfig = WeightsConfig()
-    """[section] """
     eval: EvalConfig = EvalConfig()
-    """[section] """
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """[section] """
     optimizer: OptimizerConfig = OptimizerConfig()
-    """[section] """
     trainer: TrainerConfig = TrainerConfig()
-    """[section] """
     security: SecurityConfig = SecurityConfig()
-    """[section] """
     megatron: dict[str, Any] = {}
     """[map] Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, as it is."""
     sglang: dict[str, Any] = {}
     """[map] Any argument of the SGLang server, with or without dashes."""
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "broker": BrokerConfig,
-    "data": DataConfig,
-    "model": ModelConfig,
-    "rollout": RolloutConfig,
-    "engine": EngineConfig,
-    "weights": WeightsConfig,
-    "eval": EvalConfig,
-    "algorithm": AlgorithmConfig,
-    "optimizer": OptimizerConfig,
-    "trainer": TrainerConfig,
-    "security": SecurityConfig,
-}
+SECTIONS: dict[str, type[Section]] = {f.name: type(f.default) for f in msgspec.structs.fields(RunConfig) if isinstance(f.default, Section)}
 OPEN_MAPS = ("megatron", "sglang")
 """Sections whose keys belong to another project."""
 

@@ -76,11 +76,6 @@ def read_key(path: Path) -> KeyFile:
     return key
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Replace a file in one move, readable by its owner alone at every moment."""
-    _write(path, content, 0o600)
-
-
 def write_public(path: Path, content: bytes) -> None:
     """Replace a file that everyone may read, in one move."""
     _write(path, content, 0o644)
@@ -101,5 +96,5 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 
 def write_key(path: Path, key: KeyFile) -> None:
-    """Write a key file of mode 0600."""
-    write_private(path, msgspec.json.format(msgspec.json.encode(key), indent=1) + b"\n")
+    """Replace a key file in one move, readable by its owner alone at every moment."""
+    _write(path, msgspec.json.format(msgspec.json.encode(key), indent=1) + b"\n", 0o600)

@@ -20,7 +20,7 @@ import xxhash
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, TensorEntry
-from slimebus.weights.plan import Memory, Plan, Target
+from slimebus.weights.plan import Memory, Plan, Target, check_names
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, hash_bytes, tensor_bytes
 
 MAGIC = b"SLMBDF01"
@@ -131,9 +131,9 @@ def apply(delta: DeltaFile, base: Weights | None, *, spare: Weights | None = Non
     manifest = delta.manifest
     target, plan = Target(manifest.lineage, manifest.version), Plan(base, spare, memory=memory)
     if base is not None and (base.lineage, base.version) != (manifest.lineage, manifest.base):
-        plan = Plan(
-            Weights(manifest.lineage, manifest.base, base.digest, base.tensors, base.hashes), spare, memory=memory
-        )  # judged by its hashes
+        judged_by_hashes = Weights(manifest.lineage, manifest.base, base.digest, base.tensors, base.hashes)
+        plan = Plan(judged_by_hashes, spare, memory=memory)
+    check_names(manifest.tensors)
     for job in plan.missing([manifest]):
         if job.entry.kind == SAME or (job.entry.kind == DELTA and job.base is None):
             start = "an empty base" if manifest.base == NO_BASE else f"version {manifest.base}"

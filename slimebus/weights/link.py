@@ -6,6 +6,7 @@ import socket as host_socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -143,6 +144,15 @@ class Link:
             f"{self.refusal or 'is the trainer running?'}"
         )
 
+    def listen(self) -> None:
+        """Silence counts from now: nothing was asked before."""
+        self._heard_at = time.monotonic()
+
+    @property
+    def socket(self) -> Any:
+        """The connection of the moment, to wait on."""
+        return self._socket
+
     @property
     def is_stalled(self) -> bool:
         """Nothing was heard for the stall time; the caller decides whether it was waiting for something."""
@@ -205,3 +215,11 @@ class Link:
             return Answer(got.header.id, envelope.raise_for_error(got.message, self.endpoint), list(got.bulk))
         except SlimebusError as problem:
             return Answer(got.header.id, problem, [])
+
+
+def wait_for_any(links: Sequence[Link], timeout_s: float) -> None:
+    """Return when something has come on one of the links, or after timeout_s seconds."""
+    poller = zmq.Poller()
+    for link in links:
+        poller.register(link.socket, zmq.POLLIN)
+    poller.poll(round(1000 * timeout_s))

@@ -18,6 +18,10 @@ class NotYet(WeightsError):
     code = "not_yet"
 
 
+class NotBegun(VersionGone):
+    """This worker has not asked for that version yet. Its publisher named it, so it is worth a moment's wait; no more than that."""
+
+
 class Onward:
     """Filled by one puller, read by the server beside it. Holds the payloads of one version: deltas, and full tensors by reference."""
 
@@ -54,7 +58,7 @@ class Onward:
         raise WeightsError("a worker passes payloads on; ask the publisher for the manifest", code="no_manifest", retryable=False)
 
     def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
-        """A verified payload. Raises NotYet while it is on its way, VersionGone when it is not."""
+        """A verified payload. Raises NotYet while it is on its way, NotBegun for a version that may come, VersionGone for others."""
         with self._lock:
             if (lineage, version) == self._target:
                 found = self._payloads.get((name, base))
@@ -62,4 +66,6 @@ class Onward:
                     return found
                 if (name, base) in self._expected:
                     raise NotYet(f"tensor {name!r} of version {version} is on its way here")
+            elif lineage != self._target.lineage or version > self._target.version:
+                raise NotBegun(f"version {version} is not pulled here yet")
         raise VersionGone(f"{name!r} of version {version} from base {base} is not passed on here")

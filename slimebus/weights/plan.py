@@ -232,9 +232,15 @@ class Plan:
         entries = [entry for manifest in manifests for entry in manifest.tensors]
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
-        if len(tensors) != len(entries):
-            raise WeightsError(f"version {target.version}: two publishers serve a tensor of one name", retryable=False)
-        digest = version_digest(tensors, hashes)
-        if len(manifests) == 1 and digest != manifests[0].digest:
-            raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that its publisher says")
+        for manifest in manifests:
+            if version_digest({entry.name: tensors[entry.name] for entry in manifest.tensors}, hashes) != manifest.digest:
+                raise WrongDigest(f"version {target.version}: the digest of its tensors is not the one that their publisher says")
+        digest = manifests[0].digest if len(manifests) == 1 else version_digest(tensors, hashes)
         return Weights(target.lineage, target.version, digest, tensors, hashes)
+
+
+def check_names(entries: Iterable[TensorEntry]) -> None:
+    """Raises WeightsError when two of the tensors have one name."""
+    twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
+    if twice is not None:
+        raise WeightsError(f"tensor {twice!r} is served by two publishers, or twice by one", retryable=False)

@@ -21,7 +21,7 @@ import msgspec
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
 from slimebus.weights.host_share import HostShare
-from slimebus.weights.link import Link
+from slimebus.weights.link import Link, wait_for_any
 from slimebus.weights.messages import (
     ChunkReply,
     ChunkRequest,
@@ -31,7 +31,7 @@ from slimebus.weights.messages import (
     Piece,
 )
 from slimebus.weights.onward import Onward
-from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest
+from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest, check_names
 from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import NO_BASE, Weights
 
@@ -43,6 +43,8 @@ MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
 """Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
+MAX_ASKERS = 32
+"""Publishers that are asked for their manifest at once; each may have to merge a chain first."""
 LATER_STALLS = 10
 """A source that says `later` for so many stall times, and sends nothing, does not do."""
 LATER_PAUSE_S = 0.05
@@ -106,6 +108,7 @@ class WeightPuller:
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
+        self._askers = ThreadPoolExecutor(min(len(endpoints), MAX_ASKERS), "weights-ask") if len(endpoints) > 1 else None
         self._units = ThreadPoolExecutor(threads, "weights-unit") if threads > 1 else None
         self._unfinished: Plan | None = None
         self.counts = PullCounts()
@@ -170,7 +173,7 @@ class WeightPuller:
         with self._pulling:
             for link in (*self._links, *self._sources.values()):
                 link.close()
-            for pool in (self._pool, self._units):
+            for pool in (self._pool, self._units, self._askers):
                 if pool:
                     pool.shutdown()
 
@@ -196,6 +199,7 @@ class WeightPuller:
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
             return plan.have
         entries = [entry for part in manifests for entry in part[0].tensors]
+        check_names(entries)
         plan.check_size(entries, target, self._max_bytes)
         if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
             raise _Again("a neighbour has pulled; it is this worker's turn")
@@ -243,7 +247,14 @@ class WeightPuller:
         bases = sorted({known.version for known in plan.known.values()}) or [NO_BASE]
         avoid = list(self._avoid)
         wanted = [ManifestRequest(have_lineage=plan.lineage, have_version=base, serves=self._serves, avoid=avoid) for base in bases]
-        return [[self._manifest(link, request, deadline) for request in wanted] for link in self._links]
+        if self._askers is None:
+            return [self._manifests_of(self._links[0], wanted, deadline)]
+        asked = [self._askers.submit(self._manifests_of, link, wanted, deadline) for link in self._links]
+        wait(asked)  # also when one fails: a link is used by one thread at a time
+        return [part.result() for part in asked]
+
+    def _manifests_of(self, link: Link, wanted: Sequence[ManifestRequest], deadline: float) -> list[Manifest]:
+        return [self._manifest(link, request, deadline) for request in wanted]
 
     def _manifest(self, link: Link, request: ManifestRequest, deadline: float) -> Manifest:
         try:
@@ -259,23 +270,24 @@ class WeightPuller:
             raise (_NoAnswer if isinstance(problem, Unreachable) else _Again)(problem.text) from None
 
     def _fetch(self, plan: Plan, queues: Sequence[Sequence[Job]], links: Sequence[Link], target: Target, deadline: float) -> None:
-        """Every job of every part, `credits` requests in flight on each link."""
-        workers = {id(link): source for source, link in self._sources.items()}
+        """Every job of every part, `credits` requests in flight on each link. Parts that come from one worker share its link."""
+        jobs_of: dict[Link, list[Job]] = {}
+        for link, jobs in zip(links, queues, strict=True):
+            jobs_of.setdefault(link, []).extend(jobs)
+        workers = {link: source for source, link in self._sources.items()}
         streams = [
-            _Stream(link, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(id(link), ""))
-            for link, jobs in zip(links, queues, strict=True)
+            _Stream(link, jobs, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
+            for link, jobs in jobs_of.items()
         ]
         checks = _Checks(self._pool, self._units)
         try:
-            self._receive(plan, queues, streams, checks, target, deadline)
+            self._receive(plan, streams, checks, target, deadline)
         finally:
             checks.wait()  # they write to buffers that the next round, or pull, may use
 
-    def _receive(
-        self, plan: Plan, queues: Sequence[Sequence[Job]], streams: Sequence["_Stream"], checks: "_Checks", target: Target, deadline: float
-    ) -> None:
-        source_of = {id(job): stream.source for stream, jobs in zip(streams, queues, strict=True) for job in jobs}
-        checks.add(job for jobs in queues for job in jobs if not job.missing_bytes)
+    def _receive(self, plan: Plan, streams: Sequence["_Stream"], checks: "_Checks", target: Target, deadline: float) -> None:
+        source_of = {id(job): stream.source for stream in streams for job in stream.jobs}
+        checks.add(job for stream in streams for job in stream.jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
@@ -283,9 +295,11 @@ class WeightPuller:
                 raise _Again("the deadline came in the middle of the transfer")
             if self._host:
                 self._host.tell()
+            with self.stages("wire"):
+                wait_for_any([stream.link for stream in waiting], LATER_PAUSE_S)
             for stream in waiting:
                 with self.stages("wire"):
-                    complete = stream.receive(0.2 if len(waiting) == 1 else 0.02, self.counts)
+                    complete = stream.receive(self.counts)
                 with self.stages("verify"):
                     checks.add(complete)
             for job, is_right in checks.finished():
@@ -391,10 +405,10 @@ def _chunk(places: list[tuple[Job, int, int]], target: Target) -> _Chunk:
 
 
 class _Stream:
-    """The chunks of one part in flight on its link."""
+    """The chunks of the jobs of one link, in flight."""
 
-    def __init__(self, link: Link, chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
-        self._link, self._chunks, self._credits, self.source = link, chunks, credits, source
+    def __init__(self, link: Link, jobs: Sequence[Job], chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
+        self.link, self.jobs, self._chunks, self._credits, self.source = link, jobs, chunks, credits, source
         self.pending: dict[int, _Chunk] = {}
         self._later: deque[tuple[float, _Chunk]] = deque()
         self._useful_at = time.monotonic()
@@ -402,6 +416,8 @@ class _Stream:
 
     def fill(self, *, more: bool) -> bool:
         """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
+        if not self.pending:
+            self.link.listen()
         while self._later and self._later[0][0] <= time.monotonic():
             self._send(self._later.popleft()[1])
         while more and len(self.pending) + len(self._later) < self._credits:
@@ -412,19 +428,19 @@ class _Stream:
         return bool(self.pending or self._later)
 
     def _send(self, chunk: _Chunk) -> None:
-        self.pending[self._link.send(chunk.request)] = chunk
+        self.pending[self.link.send(chunk.request)] = chunk
 
     def _postpone(self, chunk: _Chunk) -> None:
         """The source is there, but has nothing yet; that is not believed for ever."""
         now = time.monotonic()
-        if self.source and now - self._useful_at > LATER_STALLS * self._link.stall_s:
+        if self.source and now - self._useful_at > LATER_STALLS * self.link.stall_s:
             raise _BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
         self._later.append((now + LATER_PAUSE_S, chunk))
 
-    def receive(self, timeout_s: float, counts: PullCounts) -> list[Job]:
-        """The jobs that the next replies complete; reconnects and asks again after a silence."""
+    def receive(self, counts: PullCounts) -> list[Job]:
+        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
         complete: list[Job] = []
-        for request_id, message, bulk in self._link.receive(timeout_s):
+        for request_id, message, bulk in self.link.receive(0):
             chunk = self.pending.pop(request_id, None)
             if chunk is None:
                 continue
@@ -443,17 +459,17 @@ class _Stream:
                 self._postpone(chunk)
                 continue
             complete += self._take(chunk, message, bulk, counts)
-        if self.pending and self._link.is_stalled:
+        if self.pending and self.link.is_stalled:
             if self.source:
                 raise _BadSource(self.source, "does not answer")
-            self._link.reconnect()
+            self.link.reconnect()
             lost, self.pending = self.pending, {}
             for chunk in lost.values():
                 self._send(chunk)
         return complete
 
     def _wrong(self, what: str) -> _Again:
-        return _BadSource(self.source, what) if self.source else _Again(f"{self._link.endpoint} {what}")
+        return _BadSource(self.source, what) if self.source else _Again(f"{self.link.endpoint} {what}")
 
     def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
         """Put the pieces where they belong. A job with a piece that is gone never completes."""

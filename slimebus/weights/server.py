@@ -36,7 +36,7 @@ from slimebus.weights.messages import (
     ManifestRequest,
     VersionGone,
 )
-from slimebus.weights.onward import NotYet, Onward
+from slimebus.weights.onward import NotBegun, NotYet, Onward
 from slimebus.weights.store import slice_payload
 
 log = logging.getLogger("slimebus.weights")
@@ -136,11 +136,11 @@ class WeightServer:
             self._refuse(request, problem)
 
     def _send_chunk(self, request: Request, message: ChunkRequest, until: float = 0.0) -> None:
-        """Answer with the pieces; while one of them is on its way here, have the request wait, for LATER_S at most."""
+        """Answer with the pieces; while one of them is on its way here, or may be soon, have the request wait, for LATER_S at most."""
+        now = time.monotonic()
         try:
-            frames, gone = self._read(message)
-        except NotYet:
-            now = time.monotonic()
+            frames, gone = self._read(message, is_last_try=bool(until) and now >= until)
+        except (NotYet, NotBegun):
             if len(self._waiting) >= MAX_WAITING or (until and now >= until):
                 self._server.reply(request, ChunkReply(later=True))
             else:
@@ -170,7 +170,7 @@ class WeightServer:
         self.refused[problem.code] += 1
         self._server.reply(request, error_reply(problem))
 
-    def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
+    def _read(self, request: ChunkRequest, *, is_last_try: bool) -> tuple[list[memoryview], list[int]]:
         """The bytes of the pieces, and the indices of those that are gone."""
         if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
             limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
@@ -180,7 +180,9 @@ class WeightServer:
             try:
                 payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
                 frames.append(slice_payload(payload, piece.offset, piece.length, piece.name))
-            except VersionGone:
+            except VersionGone as gone_here:
+                if isinstance(gone_here, NotBegun) and not is_last_try:
+                    raise
                 frames.append(memoryview(b""))
                 gone.append(index)
         self.refused[VersionGone.code] += len(gone)

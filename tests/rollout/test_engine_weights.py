@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from slimebus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.weights.shared_version import SharedTensor, SharedVersion
 from slimebus.weights.tensors import hash_bytes
 
+Session = Callable[[Engine], Coroutine[Any, Any, Any]]
 UPDATE = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
 
 
@@ -118,23 +120,24 @@ def version(number: int, folder: Path, lineage: str = "L", **values: bytes) -> S
     return SharedVersion(lineage, number, "", folder, tensors)
 
 
-def talk(fake: FakeSGLang, session: Callable[[Engine], Coroutine[Any, Any, Any]], **config: Any) -> Any:
-    async def run() -> Any:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", fake.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine = Engine(f"http://127.0.0.1:{runner.addresses[0][1]}", None, None, EngineConfig(**config))
-        engine.client._retry_s = 0.2
-        try:
-            return await session(engine)
-        finally:
-            fake.release.set()
-            await engine.close()
-            await runner.cleanup()
+def talk(fake: FakeSGLang, session: Session, **config: Any) -> Any:
+    return asyncio.run(talk_also(fake, session, **config))
 
-    return asyncio.run(run())
+
+async def talk_also(fake: FakeSGLang, session: Session, **config: Any) -> Any:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", fake.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine = Engine(f"http://127.0.0.1:{runner.addresses[0][1]}", None, None, EngineConfig(**config))
+    engine.client._retry_s = 0.2
+    try:
+        return await session(engine)
+    finally:
+        fake.release.set()
+        await engine.close()
+        await runner.cleanup()
 
 
 def test_only_tensors_that_changed_are_sent_between_begin_and_end(tmp_path: Path) -> None:
@@ -316,32 +319,37 @@ def test_a_tensor_that_the_model_does_not_have_is_refused_before_any_engine_sees
         check_shapes(given, {"b": (3,)}, tmp_path)
 
 
-def test_one_engine_that_fails_does_not_leave_updates_of_the_others_running(tmp_path: Path) -> None:
+def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_was_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engines.MEND_RETRY_S", 0.02)
     good, bad = FakeSGLang(), FakeSGLang()
-    bad.fails = {"/pause_generation": 1}
     (tmp_path / "config.json").write_text("{}")
 
-    async def session(first: Engine) -> None:
-        async def within(second: Engine) -> None:
-            engines = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
-            engines.engines = [first, second]
-            with pytest.raises(SlimebusError, match="it would not"):
-                await engines.update_weights(version(1, tmp_path, a=b"12"))
-            assert (first.weights.is_out_of_service, second.weights.tag) == (True, "L:1")
+    async def session(first: Engine, second: Engine) -> None:
+        engines = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        engines.engines = [first, second]
+        await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
+        bad.fails = {"/end_weight_update": 3}
+        await engines.update_weights(version(2, tmp_path, a=b"13", b=b"3"))
+        assert (first.weights.is_out_of_service, second.weights.tag) == (True, "L:2")
+        good.release.set()
+        with pytest.raises(SlimebusError, match="is not SGLang's"):  # the other engine is asked
+            await engines.generate(np.array([1]), {}, 1)
+        assert (bad.keys, good.keys) == ([], ["L:2"])
+        bad.sent.clear()
+        while first.weights.is_out_of_service:
+            await asyncio.sleep(0.01)
+        assert bad.held == {"a": b"13", "b": b"3"}
+        assert bad.sent[-2:] == ["a", "b"]
+        assert first.weights.tag == "L:2"
+        bad.fails = good.fails = {"/pause_generation": 2}
+        with pytest.raises(SlimebusError, match="it would not"):
+            await engines.update_weights(version(3, tmp_path, a=b"14", b=b"3"))
+        await engines.update_weights(version(3, tmp_path, a=b"14", b=b"3"))
+        assert (first.weights.tag, second.weights.tag) == ("L:3", "L:3")
 
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", good.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        second = Engine(f"http://127.0.0.1:{runner.addresses[0][1]}", None, None, EngineConfig())
-        try:
-            await within(second)
-        finally:
-            await second.close()
-            await runner.cleanup()
-
-    talk(bad, session)
+    talk(bad, lambda first: talk_also(good, lambda second: session(first, second)))
 
 
 def test_tensors_in_shared_memory_are_described_as_torch_does() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slimebus.spans import Spans
+from slimebus.spans import SCHEDSTAT, Spans
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -35,6 +35,8 @@ def test_cpu_seconds_are_those_of_the_thread(tmp_path: Path) -> None:
         threading.Event().wait(0.05)
     (row,) = rows(tmp_path / "spans-trainer.jsonl")
     assert row["seconds"] >= 0.05 > row["cpu_s"]
+    if SCHEDSTAT.exists():
+        assert 0 <= row["queued_s"] <= row["seconds"] - row["cpu_s"] + 0.01
 
 
 def test_without_a_directory_it_only_measures() -> None:

@@ -22,7 +22,7 @@ RUN = [
     span("encode", 2.5, 3),
     span("train", 2.5, 4.5, cpu_s=1.0),
     span("publish", 4.5, 4.5),  # nothing was published
-    span("train", 4.5, 6, cpu_s=1.1),
+    span("train", 4.5, 6, cpu_s=1.1, queued_s=0.15),
     span("publish", 6, 6.5, version=2),
     span("pull", 3, 4, "worker-1", version=1),
     span("load", 4, 4.5, "worker-1", version=1),
@@ -47,6 +47,7 @@ def test_overlap_of_pulls_steps_and_sampling_is_measured() -> None:
     assert (found["steps"], found["seconds"]) == (2, 3.5)
     assert found["train_s"] == {"with_pull": [1, 2.0, 2.0, 2.0], "without": [1, 1.5, 1.5, 1.5]}
     assert found["train_cpu_s"]["without"][2] == 1.1
+    assert found["train_blocked_s"]["without"][2] == pytest.approx(0.25), "neither on a CPU nor waiting for one"
     assert found["pull_s"][0] == 1, "a failed pull, and one after the last step, are not counted"
     assert found["training_share"] == 1.0
     assert found["sampling_share"] == pytest.approx(2.5 / 3.5)
@@ -108,7 +109,7 @@ def test_the_command_writes_events_and_picture_and_prints_numbers(tmp_path: Path
     words = [str(run_dir), "--out", str(tmp_path / "t.json"), "--plot", str(tmp_path / "new" / "t.png")]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, done.output
-    assert "training step, a pull in flight  2.00 s (quartiles 2.00 s to 2.00 s, 1 of them)" in done.output
+    assert "training step, a pull in flight      2.00 s (quartiles 2.00 s to 2.00 s, 1 of them)" in done.output
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
     told = CliRunner().invoke(command, [str(run_dir), "--json"])

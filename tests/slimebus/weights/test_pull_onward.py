@@ -64,7 +64,7 @@ class Crowd:
 
 
 def test_the_publisher_sends_each_version_as_often_as_its_degree(model: Any, after: Any, check: Any) -> None:
-    with Crowd(model, degree=2, count=9) as crowd:
+    with Crowd(model, degree=2, count=9, stall_s=3.0) as crowd:
         for seed in range(3):
             before = crowd.publisher.sent_bytes
             crowd.pull()
