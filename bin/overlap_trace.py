@@ -36,7 +36,7 @@ WORKERS, MIB = 2, 1 << 20
 @click.command()
 @click.option("--steps", default=40, show_default=True, help="[steps] Of the run.")
 @click.option(
-    "--rate", default=2.0, show_default=True, help="[MiB/s] Of the link from the trainer, once each worker has the first version."
+    "--rate", default=4.0, show_default=True, help="[MiB/s] Of the link from the trainer, once each worker has the first version."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="[path] Draw four steps here (PNG).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="[path] Keep the run here; an empty or new folder. Default: not kept.")

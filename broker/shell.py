@@ -120,7 +120,7 @@ class Broker:
         if isinstance(store, LmdbStore):
             store.announce(self.endpoint)
         meta = self.machine.state.meta
-        self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers)
+        self._last_hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest)
 
     def _restored(
         self, rules: Rules, source: PromptSource, run: str, max_message_bytes: int, buffer_filter: BufferFilter | None

@@ -52,6 +52,9 @@ class EngineWeights:
         before, self.tag = self.tag, ""
         try:
             is_known = before != "" and await self.client.weight_version() == before
+            if not is_known:
+                self._route = None
+                await self.close()
             if not (is_known and before == tag):
                 await self._update(version, tag, self._hashes if is_known else {})
         except BaseException:

@@ -68,7 +68,7 @@ async def handed_off(tensors: Sequence[SharedTensor], num_readers: int) -> Async
 
 
 def _write(file: Path, tensors: Sequence[SharedTensor], placed: Sequence[PlacedTensor], size: int, num_readers: int) -> None:
-    with file.open("xb+") as out:
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), "r+b") as out:
         # Reserved first: writing to a full /dev/shm through a mapping would end this process.
         os.posix_fallocate(out.fileno(), 0, HEADER_BYTES + size)
         with mmap.mmap(out.fileno(), HEADER_BYTES + size) as mapped:

@@ -234,9 +234,9 @@ class EngineClient:
         except UsageError as error:
             raise WeightsError(f"weights {version} of {path} were refused: {error.text}", retryable=False) from None
 
-    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> bytes:
-        """The answer to any other control call. UsageError when the engine refuses it."""
-        return await self._call("POST", path, body, timeout_s=timeout_s)
+    async def post_once(self, path: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> bytes:
+        """The answer to a control call that must not come twice: a lost connection is Unreachable at once. UsageError for a refusal."""
+        return await self._call("POST", path, body, timeout_s=timeout_s, retry_s=0.0)
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes; UsageError while requests are in flight."""
@@ -300,8 +300,9 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0) -> bytes:
+    async def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0, retry_s: float | None = None) -> bytes:
         """The body of a 200; lost connections and busy answers are retried for `retry_s` from the first of them."""
+        retry_s = self._retry_s if retry_s is None else retry_s
         import aiohttp
 
         payload = None if body is None else msgspec.json.encode(body)
@@ -321,8 +322,8 @@ class EngineClient:
                 raise self._refusal(status, path, reply)
             # Counted from the first failure: how long a request ran before it was lost is not part of the outage.
             failing_since_s = failing_since_s or time.monotonic()
-            if time.monotonic() + pause_s > failing_since_s + self._retry_s:
-                raise Unreachable(f"engine {self.url}: {path} failed for {self._retry_s:.0f} s, last: {status or ''} {_text(reply)}")
+            if time.monotonic() + pause_s > failing_since_s + retry_s:
+                raise Unreachable(f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {status or ''} {_text(reply)}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 

@@ -72,7 +72,8 @@ class WeightCalls:
                 await asyncio.sleep(FLUSH_PAUSE_S)
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
+        # Once: a bucket that arrived although its answer was lost has no file any more, and a second one would end the engine.
         try:
-            await self.client.post(path, body, timeout_s=UPDATE_TIMEOUT_S)
+            await self.client.post_once(path, body, timeout_s=UPDATE_TIMEOUT_S)
         except UsageError as error:
             raise WeightsError(f"weights were refused: {error.text}") from None

@@ -56,6 +56,7 @@ class WeightSync:
         self.pulled_bytes = 0
         self.neighbour_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
+        self._digest = ("", NO_VERSION, "")
         self._news = asyncio.Event()
         self._weights: Any = None
         self._pulled_s: dict[str, float] = {}
@@ -67,9 +68,15 @@ class WeightSync:
         sweep_turns(root)
         self._folder = SharedFolder(root)
 
-    def announce(self, lineage: str, version: int, publishers: list[str]) -> None:
-        """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing."""
+    def announce(self, lineage: str, version: int, publishers: list[str], digest: str = "") -> None:
+        """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing.
+
+        digest: of the whole version, where it is known; a pull that gives another one is not served.
+        """
+        self._digest = (lineage, version, digest)
         target = (lineage, version, tuple(publishers))
+        if (target[0], target[2]) == (self._target[0], self._target[2]) and version < self._target[1]:
+            return  # overtaken on its way: versions of a lineage only rise
         if version != NO_VERSION and publishers and target != self._target:
             self._target = target
             self._news.set()
@@ -105,6 +112,7 @@ class WeightSync:
             pull.about["version"] = weights.version
         if weights.lineage != lineage or weights.version < version:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
+        self._check_digest(weights)
         with self.spans("share", version=weights.version) as share:
             weights, shared = await asyncio.to_thread(self._share, weights)
         self.serving = ("", NO_VERSION)  # until each engine has said what it serves
@@ -117,11 +125,19 @@ class WeightSync:
         self._weights, self._served = weights, (shared,)
         await asyncio.to_thread(self._folder.retain, shared)
         self.serving = (weights.lineage, weights.version)
-        self._target = (weights.lineage, weights.version, publishers) if weights.version > version else self._target
+        if (self._target[0], self._target[2]) == (lineage, publishers) and weights.version > self._target[1]:
+            self._target = (lineage, weights.version, publishers)
         self.last_sync_s = time.monotonic() - start
         self.stage_s = {**self._pulled_s, "share": share.seconds, "load": load.seconds}
         log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
         self.on_change()
+
+    def _check_digest(self, weights: Any) -> None:
+        """Each publisher vouches for its part; that the parts are all there, the trainer's word through the broker does."""
+        lineage, version, digest = self._digest
+        if digest and (weights.lineage, weights.version) == (lineage, version) and weights.digest != digest:
+            self._weights = None
+            raise WeightsError(f"version {version} of lineage {lineage!r} has digest {weights.digest}, announced was {digest}")
 
     def _pull(self, lineage: str, publishers: tuple[str, ...]) -> Any:
         pair = self._pair()

@@ -100,7 +100,7 @@ class Worker:
                 await self._or_stopped(self.engines.start)
                 if not self._stopping.is_set():
                     self.sync = self._make_sync()
-                    self.sync.announce(welcome.lineage, welcome.version, welcome.publishers)
+                    self.sync.announce(welcome.lineage, welcome.version, welcome.publishers, welcome.digest)
                     background += [asyncio.create_task(self.sync.run()), asyncio.create_task(self._watch_engines())]
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
@@ -378,7 +378,7 @@ class Worker:
 
     def _on_news(self, news: HeartbeatReply | Hint) -> None:
         if self.sync is not None:
-            self.sync.announce(news.lineage, news.version, news.publishers)
+            self.sync.announce(news.lineage, news.version, news.publishers, news.digest)
         for lease in getattr(news, "lost", []):
             task = self.running.get(lease)
             if task is not None and lease not in self.putting:  # a put crosses the heartbeat that still lists its lease

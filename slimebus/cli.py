@@ -64,7 +64,9 @@ def exit_code(problem: SlimebusError) -> int:
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2, never a traceback (but with --debug)."""
     try:
-        root.main(standalone_mode=False)
+        code = root.main(standalone_mode=False)  # of ctx.exit; what a command returns otherwise is None
+        if isinstance(code, int):
+            sys.exit(code)
     except click.ClickException as bad:
         bad.show()
         sys.exit(bad.exit_code)

@@ -66,7 +66,7 @@ class Hello(Message):
 class Welcome(Message):
     """What a client must know to take part. `lineage` is empty and `version` NO_VERSION before the first publish.
 
-    `protocol` is the version that both sides speak from now on.
+    `protocol` is the version that both sides speak from now on. `digest` is that of the version, over the tensors of all publishers.
     """
 
     run: str
@@ -75,6 +75,7 @@ class Welcome(Message):
     lineage: str = ""
     version: int = NO_VERSION
     publishers: list[str] = []
+    digest: str = ""
     hints: str = ""
     max_message_bytes: int = 0
     protocol: int = 1
@@ -96,6 +97,7 @@ class HeartbeatReply(Message):
     lineage: str = ""
     version: int = NO_VERSION
     publishers: list[str] = []
+    digest: str = ""
     lost: list[int] = []
     finished: bool = False
 
@@ -110,6 +112,7 @@ class Hint(Message):
     lineage: str = ""
     version: int = NO_VERSION
     publishers: list[str] = []
+    digest: str = ""
     finished: bool = False
 
 

@@ -119,7 +119,8 @@ def _event(span: SpanRow, pid: int, tid: int, start: float) -> dict[str, Any]:
 
 
 def write_chrome(spans: Sequence[SpanRow], out: Path) -> None:
-    """Write `chrome_trace` as JSON."""
+    """Write `chrome_trace` as JSON, making its folder."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(chrome_trace(spans), separators=(",", ":")) + "\n")
 
 

@@ -82,6 +82,7 @@ def welcome(state: State, client: Client, hello: m.Hello, hints: str, max_messag
         lineage=meta.lineage,
         version=meta.version,
         publishers=meta.publishers,
+        digest=meta.digest,
         hints=hints,
         max_message_bytes=max_message_bytes,
         protocol=min(hello.protocol, PROTOCOL_VERSION),
@@ -211,7 +212,9 @@ def heartbeat(state: State, client: Client, beat: m.Heartbeat, now: float) -> m.
     client.metrics = dict(list(beat.metrics.items())[:64])
     lost = [lease for lease in beat.leases if not _extend(state, client, lease, now)]
     meta = state.meta
-    return m.HeartbeatReply(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, lost=lost, finished=state.is_finished)
+    return m.HeartbeatReply(
+        lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest, lost=lost, finished=state.is_finished
+    )
 
 
 def _extend(state: State, client: Client, lease: int, now: float) -> bool:

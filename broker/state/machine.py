@@ -159,7 +159,9 @@ class Machine:
             case m.Status():
                 return m.StatusReply(), [msgspec.json.encode(self.status(now))]
             case m.Heartbeat(leases=listed) if clients.keep_alive(self.state, event, listed, now):
-                return m.HeartbeatReply(lineage=said.lineage, version=said.version, publishers=said.publishers, finished=said.finished), []
+                return m.HeartbeatReply(
+                    lineage=said.lineage, version=said.version, publishers=said.publishers, digest=said.digest, finished=said.finished
+                ), []
             case _:
                 return m.Error(code=problem.code, text=problem.text, retryable=True), []
 

@@ -49,6 +49,7 @@ class Meta(msgspec.Struct, kw_only=True):
     lineage: str = ""
     version: int = NO_VERSION
     publishers: list[str] = []
+    digest: str = ""
     base_step: int = 0
     base_version: int = 0
     pace_step: int = 0

@@ -160,7 +160,7 @@ class State:
     def notify(self) -> None:
         """Hint at the newest version and whether the run is over."""
         meta = self.meta
-        hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, finished=self.is_finished)
+        hint = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest, finished=self.is_finished)
         self._effects.append(Notify(hint))
 
     def save(self, table: Table, key: str, value: Any) -> None:

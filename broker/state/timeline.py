@@ -15,6 +15,7 @@ from slimebus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resum
 MAX_LINEAGE_CHARS = 128
 MAX_NUMBER = 1 << 40
 MAX_PUBLISHERS = 1024
+MAX_DIGEST_CHARS = 128
 
 
 # --- resume ---
@@ -46,7 +47,7 @@ def _begin(state: State, ask: Resume) -> None:
     _revoke_leases(state)
     partials.rewind(state, ask.step, ask.version)
     evaluation.cancel_running(state, "the trainer resumed from an earlier step")
-    meta.lineage, meta.version, meta.publishers = ask.lineage, NO_VERSION, []
+    meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
     state.swept, state.finished_said, meta.filtered_in_a_row = None, False, 0
@@ -131,6 +132,8 @@ def publish(state: State, event: Event, news: Publish) -> None:
         raise SlimebusError(f"publish of lineage {news.lineage[:8]!r}; the broker is on {meta.lineage[:8]!r}, resume first", code="lineage")
     if len(news.publishers) > MAX_PUBLISHERS:
         raise ProtocolError(f"publish: {len(news.publishers)} publishers; at most {MAX_PUBLISHERS}")
+    if len(news.digest) > MAX_DIGEST_CHARS:
+        raise ProtocolError(f"publish: a digest of {len(news.digest)} characters; at most {MAX_DIGEST_CHARS}")
     if meta.base_version <= news.version < meta.version:  # a late repetition of what has been published
         state.reply(event.to, Ok())
         return
@@ -143,7 +146,7 @@ def publish(state: State, event: Event, news: Publish) -> None:
             code="version",
         )
     is_new = news.version != meta.version
-    meta.version, meta.publishers = news.version, list(news.publishers)
+    meta.version, meta.publishers, meta.digest = news.version, list(news.publishers), news.digest
     if is_new:
         evaluation.start_if_due(state)
     state.notify()

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from slimebus.errors import UsageError
+
 
 @click.command()
 @click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -24,12 +26,17 @@ def trace(
     from slimebus import trace as timeline
 
     spans = timeline.read(run_dirs)
-    if out is not None:
-        timeline.write_chrome(spans, out)
-    if plot is not None:
-        from slimebus.trace_chart import draw_trace
+    try:
+        if out is not None:
+            timeline.write_chrome(spans, out)
+        if plot is not None:
+            from slimebus.trace_chart import draw_trace
 
-        draw_trace(spans, plot, begin_s=begin_s, end_s=end_s)
+            draw_trace(spans, plot, begin_s=begin_s, end_s=end_s)
+    except OSError as bad:
+        raise UsageError(f"cannot write {bad.filename}: {bad.strerror}") from None
+    except ModuleNotFoundError as absent:
+        raise UsageError(f"--plot needs {absent.name}: pip install 'slimebus[plot]'") from None
     found = timeline.overlap(spans)
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))
 

@@ -1,13 +1,14 @@
 """`slimebus weights`: look at versions and deltas as files: model directories, delta files, chains of them."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from slimebus.errors import EXIT_FAILURE
+from slimebus.errors import EXIT_FAILURE, UsageError
 
 if TYPE_CHECKING:
     from slimebus.weights.tensors import Weights
@@ -51,7 +52,8 @@ def diff(a: Path, b: Path, out: Path | None, bf16: bool, as_json: bool) -> None:
     found = comparison.compare(base, target)
     if out is not None:
         manifest, payloads = delta_file.between(base, target)
-        found["file"] = {"path": str(out), "bytes": delta_file.write(out, manifest, payloads)}
+        with _writing(out):
+            found["file"] = {"path": str(out), "bytes": delta_file.write(out, manifest, payloads)}
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(comparison.lines(found)))
 
 
@@ -66,7 +68,8 @@ def apply(a: Path, delta: Path, out: Path, bf16: bool) -> None:
     from slimebus.weights.safetensors_file import write_model
 
     made = delta_file.apply(delta_file.read(delta), _read(a, bf16=bf16))
-    write_model(out, made, config_from=a if a.is_dir() else None)
+    with _writing(out):
+        write_model(out, made, config_from=a if a.is_dir() else None)
     click.echo(f"{out}: {len(made.tensors)} tensors, {made.size_bytes} bytes, digest {made.digest}")
 
 
@@ -113,6 +116,14 @@ def check(
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(weights_check.lines(found)))
     if not found["is_same"]:
         ctx.exit(EXIT_FAILURE)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as bad:
+        raise UsageError(f"{path} cannot be written: {bad.strerror}: {bad.filename or path}") from None
 
 
 def _read(path: Path, *, bf16: bool = False) -> "Weights":

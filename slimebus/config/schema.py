@@ -197,9 +197,9 @@ class WeightsConfig(Section, frozen=True):
     weights_dir: str = ""
     """[path] Directory or mounted bucket for weights_transport: disk; each node may mount it elsewhere. Relative to the run.yaml."""
     weights_bind: str = "tcp://127.0.0.1:0"
-    """[address] Where the trainer serves weights; port 0 takes any free one."""
+    """[address] Where the trainer serves weights; the i-th publishing rank takes the i-th port from here, with port 0 any free one."""
     weights_advertise: str = ""
-    """[host] The host name workers are told; empty: the bound one."""
+    """[host] The host name workers are told; empty: the bound one, or this machine's address on the way to the broker."""
     weights_fanout: Positive = 2
     """[workers] That pull a version from the trainer; the others pull it from workers that pass it on (fanout_bind)."""
     fanout_bind: str = ""

@@ -23,7 +23,7 @@ def compare(base: Weights, target: Weights) -> dict[str, Any]:
     """
     layers: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     steps, sizes = np.zeros(len(BOUNDS) - 1, np.int64), {"full": 0, "xor_zstd": 0, "steps": 0, "steps_zstd": 0}
-    whole = []
+    whole, forms = [], {}
     for name, new in target.tensors.items():
         old = base.tensors.get(name)
         changed, payload = _num_values(new), len(new.buffer)
@@ -31,6 +31,8 @@ def compare(base: Weights, target: Weights) -> dict[str, Any]:
             changed, payload = _count(old, new, steps, sizes)
         else:
             whole.append(name)
+            if old is not None:
+                forms[name] = f"{_form(old)} -> {_form(new)}"
             _add(sizes, {codec_name: len(new.buffer) for codec_name in sizes})
         _add_row(layers[layer_of(name)], changed, _num_values(new), payload)
     changed, values, _ = (sum(row[i] for row in layers.values()) for i in range(3))
@@ -43,9 +45,14 @@ def compare(base: Weights, target: Weights) -> dict[str, Any]:
         },
         "bytes": sizes,
         "new_or_reshaped": whole,
+        "forms": forms,
         "gone": sorted(base.tensors.keys() - target.tensors.keys()),
         "layers": {name: {"values": v, "changed": c, "density": c / max(1, v), "bytes": b} for name, (c, v, b) in layers.items()},
     }
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
 def layer_of(name: str) -> str:
@@ -95,7 +102,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     out += [f"  {name:<12} {size:>12}  {size / full:7.2%} of the model" for name, size in found["bytes"].items()]
     out += ["", f"  {'layer':<48} {'values':>12} {'changed':>8} {'bytes':>12}"]
     out += [f"  {name:<48} {row['values']:>12} {row['density']:>8.2%} {row['bytes']:>12}" for name, row in found["layers"].items()]
-    out += [f"new or reshaped: {name}" for name in found["new_or_reshaped"]] + [f"gone: {name}" for name in found["gone"]]
+    out += [f"new or reshaped: {name} {found['forms'].get(name, '')}".rstrip() for name in found["new_or_reshaped"]]
+    out += [f"gone: {name}" for name in found["gone"]]
+    if any("float32" in form and "bfloat16" in form for form in found["forms"].values()):
+        out += ["", "float32 and bfloat16 have no steps between them; --bf16 rounds both to bfloat16"]
     if "file" in found:
         out += ["", f"wrote {found['file']['path']}: {found['file']['bytes']} bytes"]
     return out

@@ -29,6 +29,7 @@ from slimebus.weights.tensors import NO_BASE, Weights, hash_bytes
 
 SCHEME = "file://"
 LATEST = "latest.json"
+CHAIN_FILE = re.compile(r"latest\.json|[0-9]+\.(full|delta)|\.([0-9]+\.(full|delta)|latest\.json)\.[0-9]+\.unfinished")
 LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,128}")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -80,6 +81,7 @@ class DiskChain:
 
     def __init__(self, root: Path, lineage: str, *, keep: int = 8) -> None:
         self.folder, self.keep = chain_dir(root, lineage), keep
+        self._has_published = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as bad:
@@ -100,14 +102,17 @@ class DiskChain:
             if latest.digest != newest.digest:
                 raise WeightsError(f"version {newest.version} in {self.folder} is another one; two trainers write there", retryable=False)
             return newest
+        if latest is not None and latest.version > newest.version:
+            raise WeightsError(f"{self.folder} is at version {latest.version} already, this is {newest.version}; two trainers write there")
         try:
             full = self._write(store, newest, latest)
             self._announce(newest, full)
         except OSError as bad:
             raise WeightsError(f"version {newest.version} was not written under {self.folder}: {bad.strerror}") from None
         self._collect(newest.version, full)
-        if latest is None:
+        if not self._has_published:  # later it may be that a successor has deleted this lineage, and not the other way round
             self._forget_older_lineages()
+        self._has_published = True
         return newest
 
     def _write(self, store: VersionStore, newest: VersionInfo, latest: Latest | None) -> int:
@@ -150,13 +155,15 @@ class DiskChain:
                     path.unlink()
 
     def _forget_older_lineages(self) -> None:
-        """Nothing of an abandoned timeline is pulled any more; only files of a chain are deleted."""
+        """Nothing of an abandoned timeline is pulled any more; only files of a chain are deleted, also those that were cut short."""
         for folder in self.folder.parent.iterdir():
-            if folder != self.folder and (folder / LATEST).is_file():
-                for path in [folder / LATEST, *folder.glob("*.full"), *folder.glob("*.delta")]:
+            if folder == self.folder or not LINEAGE.fullmatch(folder.name) or not folder.is_dir():
+                continue
+            for path in folder.iterdir():
+                if CHAIN_FILE.fullmatch(path.name):
                     path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 class DiskPuller:
@@ -187,14 +194,20 @@ class DiskPuller:
             try:
                 latest = read_latest(self.folder)
                 if latest is not None:
+                    self._check_newer(latest, have)
                     return self._shared(latest, have, deadline) or self._follow(latest, have, spare)
-            except (WeightsError, FileNotFoundError) as problem:  # a version that was collected under our feet, a file in the making
+            except (WeightsError, OSError) as problem:  # a version that was collected under our feet, a file not yet visible, a stale mount
                 reason = str(problem)
             if time.monotonic() + pause_s > deadline:
                 raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self.folder}: {reason}")
             self._cancelled.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise WeightsError("the pull was cancelled")
+
+    def _check_newer(self, latest: Latest, have: Weights | None) -> None:
+        """A file server may show what has been replaced for a while; nobody goes back within a lineage."""
+        if have is not None and have.lineage == self.folder.name and latest.version < have.version:
+            raise WeightsError(f"{self.folder / LATEST} says version {latest.version}, and {have.version} was read before; it is stale")
 
     def _shared(self, latest: Latest, have: Weights | None, deadline: float) -> Weights | None:
         """The version without reading its payloads, when `have` and the neighbours have all of it; None when it is to be read."""
@@ -215,7 +228,7 @@ class DiskPuller:
         return plan.finish([found], target)
 
     def _follow(self, latest: Latest, have: Weights | None, spare: Weights | None) -> Weights:
-        is_ours = have is not None and have.lineage == self.folder.name and have.version <= latest.version
+        is_ours = have is not None and have.lineage == self.folder.name
         if have is not None and is_ours and self._has_deltas(have.version, latest.version):
             try:
                 return self._step(have, latest, spare)

@@ -4,6 +4,7 @@
 """
 
 import json
+import operator
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -88,7 +89,16 @@ def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:
             if name in tensors:
                 raise WeightsError(f"{file}: tensor {name!r} is in another file of {path} too", retryable=False)
             tensors[name] = tensor
+    if lacking := sorted(_indexed(path) - tensors.keys()):
+        raise WeightsError(f"{path}: its index names {len(lacking)} tensors that no shard has, such as {lacking[0]!r}", retryable=False)
     return tensors
+
+
+def _indexed(path: Path) -> set[str]:
+    """The tensors that the index of a directory of shards names."""
+    if path.is_file() or (path / WEIGHTS_FILE).is_file():
+        return set()
+    return set(json.loads((path / INDEX_FILE).read_text())["weight_map"])
 
 
 def read_weights(path: Path, *, lineage: str = "", version: int = 0) -> Weights:
@@ -111,21 +121,45 @@ def read_file(path: Path, access: Access = "read") -> Iterator[tuple[str, Tensor
         if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise WeightsError(f"{path}: not a safetensors file: header of {length} bytes in a file of {size}", retryable=False)
         try:
-            header: Any = json.loads(file.read(length))
+            header: Any = json.loads(file.read(length), object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError) as bad:
             raise WeightsError(f"{path}: its safetensors header is not JSON: {bad}", retryable=False) from None
-        data = map_file(file.fileno(), size, access)[8 + length :]
+        data = map_file(file.fileno(), size, access, at_once=access == "private")[8 + length :]
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: its safetensors header is not a JSON object", retryable=False)
+    places = []
     for name, described in header.items():
         if name != "__metadata__":
-            yield name, _tensor(path, name, described, data)
+            tensor, start = _tensor(path, name, described, data)
+            places.append((start, start + len(tensor.buffer)))
+            yield name, tensor
+    _check_whole(path, sorted(places), len(data))
 
 
-def _tensor(path: Path, name: str, described: Any, data: Any) -> Tensor:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name that stands there twice")
+    return dict(pairs)
+
+
+def _check_whole(path: Path, places: list[tuple[int, int]], size: int) -> None:
+    """The format knows neither gaps nor bytes of two tensors: where there are any, offsets lie."""
+    at = 0
+    for start, end in places:
+        if start != at:
+            raise WeightsError(
+                f"{path}: its tensors {'overlap' if start < at else 'leave a gap'} at byte {min(start, at)}", retryable=False
+            )
+        at = end
+    if at != size:
+        raise WeightsError(f"{path}: {size - at} bytes after its last tensor", retryable=False)
+
+
+def _tensor(path: Path, name: str, described: Any, data: Any) -> tuple[Tensor, int]:
+    """The tensor, and where it starts."""
     try:
-        dtype, shape = DTYPES[described["dtype"]], tuple(int(size) for size in described["shape"])
-        start, end = (int(offset) for offset in described["data_offsets"])
+        dtype, shape = DTYPES[described["dtype"]], tuple(operator.index(size) for size in described["shape"])
+        start, end = (operator.index(offset) for offset in described["data_offsets"])
     except (KeyError, TypeError, ValueError) as bad:
         raise WeightsError(f"{path}: tensor {name!r} is described by {described!r}: {bad!r}", retryable=False) from None
     if not 0 <= start <= end <= len(data) or end - start != tensor_bytes(name, dtype, shape):
@@ -133,7 +167,7 @@ def _tensor(path: Path, name: str, described: Any, data: Any) -> Tensor:
             f"{path}: tensor {name!r}, {dtype} of shape {list(shape)}, says bytes {start} to {end} of {len(data)}; is the file whole?",
             retryable=False,
         )
-    return Tensor(dtype, shape, data[start:end])
+    return Tensor(dtype, shape, data[start:end]), start
 
 
 def _files(path: Path) -> list[Path]:

@@ -1,11 +1,10 @@
 """Commands beside a run: evaluate it while it trains, look at it, export what it made."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, slow_hook
 
 pytestmark = pytest.mark.integration
@@ -27,10 +26,15 @@ def test_a_run_is_evaluated_on_request_shown_and_exported(tmp_path: Path, task: 
         assert "held: " in evaluated.text()
         assert "over 12 samples, version" in evaluated.text()
         run.complete()
+        traced = run.command("trace", [sys.executable, "-m", "slimebus", "trace", str(run.run_dir), "--out", str(tmp_path / "t.json")])
+        assert traced.wait(60) == 0, traced.tail()
         out = tmp_path / "exported"
         exported = run.command("export", [sys.executable, "-m", "slimebus", "export", str(run.file), "--out", str(out)])
         assert exported.wait(60) == 0, exported.tail()
         assert "step 6 written to" in exported.text()
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    of_trainer = {"wait", "train", "publish", "wait for publisher", "copy", "encode", "announce", "save", "commit"}
+    assert {e["name"] for e in events if e["ph"] == "X"} >= of_trainer | {"pull", "share", "load", "sample"}
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(str(out)).config.vocab_size == 38

@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +79,33 @@ def test_an_announced_version_is_pulled_loaded_and_served(tmp_path: Path, store:
     assert not list(tmp_path.glob("slimebus-weights-*")), "the shared memory is freed"
 
 
+def test_a_version_of_another_digest_than_announced_is_not_served(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    """As when a publisher is missing from the announcement: what it lists verifies, but it is not the whole."""
+    kept, server = store
+    first = kept.publish(values(10))
+    engines = Engines()
+
+    def during(sync: WeightSync) -> None:
+        sync.announce("one", 0, [server.endpoint], "0" * 32)
+        threading.Timer(0.5, lambda: kept.publish(values(11))).start()
+        threading.Timer(1.0, loop_of(sync, lambda: sync.announce("one", 1, [server.endpoint], whole(11)))).start()
+
+    sync = follow(tmp_path, engines, during, ("one", 1))
+    assert engines.loaded == [(1, 11.0)]
+    assert sync.failures >= 1
+    assert first.digest != "0" * 32
+
+
+def loop_of(sync: WeightSync, call: Callable[[], None]) -> Callable[[], None]:
+    """The call, made in the loop that runs now."""
+    loop = asyncio.get_running_loop()
+    return lambda: loop.call_soon_threadsafe(call)  # type: ignore[return-value]
+
+
+def whole(first: int) -> str:
+    return VersionStore().publish(values(first)).digest
+
+
 def test_nothing_is_served_before_the_engine_has_it(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
     kept, server = store
     kept.publish(values(10))
@@ -109,6 +138,48 @@ def test_a_newer_version_replaces_the_older(tmp_path: Path, store: tuple[Version
     engines = Engines()
     follow(tmp_path, engines, lambda sync: sync.announce("one", 0, [server.endpoint]), ("one", 1))
     assert engines.loaded[-1] == (1, 11.0)
+
+
+def test_what_is_announced_during_a_pull_that_brings_something_newer_is_not_forgotten(
+    tmp_path: Path, store: tuple[VersionStore, WeightServer]
+) -> None:
+    """Announced 0, pulled 1, and meanwhile announced 2: once."""
+    kept, server = store
+    for first in (10, 11):
+        kept.publish(values(first))
+    engines = Engines()
+
+    def during(sync: WeightSync) -> None:
+        pull, loop = sync._pull, asyncio.get_running_loop()
+
+        def pull_and_hear(*asked: Any) -> Any:
+            weights = pull(*asked)
+            if weights.version == 1:
+                kept.publish(values(12))
+                loop.call_soon_threadsafe(sync.announce, "one", 2, [server.endpoint])
+                time.sleep(0.1)
+            return weights
+
+        sync._pull = pull_and_hear  # type: ignore[method-assign]
+        sync.announce("one", 0, [server.endpoint])
+
+    follow(tmp_path, engines, during, ("one", 2))
+    assert [version for version, _ in engines.loaded] == [1, 2]
+
+
+def test_an_announcement_that_was_overtaken_changes_nothing(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
+    kept, server = store
+    for first in (10, 11):
+        kept.publish(values(first))
+    engines = Engines()
+
+    def during(sync: WeightSync) -> None:
+        sync.announce("one", 1, [server.endpoint])
+        sync.announce("one", 0, [server.endpoint])
+        assert sync._target[1] == 1
+
+    follow(tmp_path, engines, during, ("one", 1))
+    assert len(engines.loaded) == 1
 
 
 def test_a_pull_that_begins_while_its_worker_leaves_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def test_an_engine_that_somebody_else_updated_gets_everything_again(server: Engi
             await at.follow(0)
             sent = at.weights.sent_tensors
             client = at.engines.engines[0].client
-            await client.post("/update_weight_version", {"new_version": "someone-elses", "abort_all_requests": False})
+            await client.post_once("/update_weight_version", {"new_version": "someone-elses", "abort_all_requests": False})
             await at.follow(trainer.step())
             assert at.weights.sent_tensors - sent == len(trainer.tensors)
             await check_is_same(at, trainer)

@@ -29,7 +29,15 @@ EXAMPLES: list[m.Message] = [
     m.Error(code="busy", text="4096 lease requests wait already (max_parked)", retryable=True),
     m.Hello(role="rollout", instance="9f3c"),
     m.Welcome(
-        run="demo", epoch=3, heartbeat_s=2.0, lineage="a1", version=7, publishers=["tcp://h:1"], hints="tcp://h:2", max_message_bytes=1024
+        run="demo",
+        epoch=3,
+        heartbeat_s=2.0,
+        lineage="a1",
+        version=7,
+        publishers=["tcp://h:1"],
+        digest="00ff",
+        hints="tcp://h:2",
+        max_message_bytes=1024,
     ),
     m.Heartbeat(state="serving", lineage="a1", serving=7, leases=[11, 12], metrics={"tokens_per_s": 950.0}),
     m.HeartbeatReply(lineage="a1", version=7, publishers=["tcp://h:1"], lost=[11], finished=False),

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ from click.testing import CliRunner
 
 from slimebus import trace
 from slimebus.commands.trace import trace as command
-from slimebus.errors import DataError
+from slimebus.errors import DataError, UsageError
 from slimebus.trace import SpanRow
 from slimebus.trace_chart import window
 
@@ -114,6 +115,17 @@ def test_the_command_writes_events_and_picture_and_prints_numbers(tmp_path: Path
     assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
     told = CliRunner().invoke(command, [str(run_dir), "--json"])
     assert json.loads(told.output)["steps"] == 2
+
+
+def test_what_cannot_be_written_or_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write(tmp_path / "run", RUN)
+    done = CliRunner().invoke(command, [str(run_dir), "--out", str(tmp_path)])
+    assert isinstance(done.exception, UsageError)
+    assert f"cannot write {tmp_path}" in str(done.exception)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(command, [str(run_dir), "--plot", str(tmp_path / "t.png")])
+    assert isinstance(done.exception, UsageError)
+    assert "pip install 'slimebus[plot]'" in str(done.exception)
 
 
 def test_a_picture_of_no_time_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The weights command on directories and files."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slimebus.commands.weights import weights
+from slimebus.errors import WeightsError
 from slimebus.weights.disk_chain import DiskChain
-from slimebus.weights.safetensors_file import read_model, write_model
+from slimebus.weights.safetensors_file import read_model, write_file, write_model
 from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import Tensor, as_tensor
 
@@ -105,3 +109,154 @@ def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> 
     assert "not a slimebus delta file" in str(result.exception)
     result = CliRunner().invoke(weights, ["ls", str(tmp_path)])
     assert "is it a Hugging Face model directory?" in str(result.exception)
+
+
+# --- odd directories, as a person at a shell meets them ---
+
+
+def shell(*words: Any) -> tuple[int, str]:
+    """Exit code and output of the real command."""
+    command = [sys.executable, "-m", "slimebus", "weights", *map(str, words)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def sharded(folder: Path, tensors: dict[str, Tensor], names: dict[str, str] | None = None) -> Path:
+    """Two shards and an index. names: the weight_map, if another than the true one."""
+    folder.mkdir()
+    half = len(tensors) // 2
+    shards = {"model-1.safetensors": dict(list(tensors.items())[:half]), "model-2.safetensors": dict(list(tensors.items())[half:])}
+    for file, part in shards.items():
+        write_file(folder / file, part)
+    weight_map = names or {name: file for file, part in shards.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def raw_file(path: Path, header: str, data: bytes) -> Path:
+    encoded = header.encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    return path
+
+
+def test_the_exit_code_at_a_shell_says_whether_all_is_well(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    assert shell("verify", a)[0] == 0
+    (b / "model.safetensors").write_bytes((b / "model.safetensors").read_bytes()[:-100])
+    code, text = shell("verify", b)
+    assert (code, "is the file whole?" in text) == (1, True)
+    assert shell("verify", a, "--digest", "0" * 32)[0] == 1
+    code, text = shell("diff", a, a, "--out", a / "no such folder" / "x.delta")
+    assert (code, "cannot be written" in text, "Traceback" in text) == (2, True, False)
+    assert shell("ls", a / "nothing")[0] == 2
+
+
+def test_shards_are_one_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    shards = sharded(tmp_path / "sharded", model(8))
+    assert json.loads(run("diff", pair[1], shards, "--json").stdout)["changed"] == 0
+    digest = run("verify", pair[1]).stdout.split()[-1]
+    assert digest in run("verify", shards, "--digest", digest).stdout
+    run("diff", pair[0], shards, "--out", tmp_path / "x.delta")
+    run("apply", pair[0], tmp_path / "x.delta", tmp_path / "out")
+    assert digest in run("verify", tmp_path / "out").stdout
+
+
+def test_shards_that_do_not_fit_their_index_are_named(tmp_path: Path) -> None:
+    tensors = model(0)
+    lacking = sharded(tmp_path / "lacking", tensors)
+    (lacking / "model-2.safetensors").unlink()
+    assert "model-2.safetensors" in run("verify", lacking, code=1).stderr
+    promised = sharded(tmp_path / "promised", tensors, {"not.there": "model-1.safetensors"})
+    assert "names 1 tensors that no shard has, such as 'not.there'" in run("verify", promised, code=1).stderr
+    outside = sharded(tmp_path / "outside", tensors, {"x": "../lacking/model-1.safetensors"})
+    assert "outside of" in run("verify", outside, code=1).stderr
+    broken = sharded(tmp_path / "broken", tensors)
+    (broken / "model.safetensors.index.json").write_text("[1,")
+    assert "weight_map" in run("verify", broken, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', "stands there twice"),
+        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}', "overlap"),
+        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[1],"data_offsets":[3,4]}}', "gap"),
+        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', "after its last tensor"),
+        ('{"a":{"dtype":"BF16","shape":[1.5],"data_offsets":[0,2]}}', "described by"),
+        ('{"a":{"dtype":"BF17","shape":[1],"data_offsets":[0,2]}}', "described by"),
+        ('{"a":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}', "sizes from 0"),
+        ('{"a":{"dtype":"U8","shape":[4],"data_offsets":[4,0]}}', "is the file whole"),
+        ('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,99]}}', "is the file whole"),
+        ('{"a":{"dtype":"U8","shape":[' + "9223372036854775807," * 40 + '1],"data_offsets":[0,4]}}', "at most 32 sizes"),
+        ('{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "do not print"),
+        ('{"a\\n":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "do not print"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"a": 3}', "described by"),
+    ],
+)
+def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: str, why: str) -> None:
+    assert why in run("verify", raw_file(tmp_path / "x.safetensors", header, b"1234"), code=1).stderr
+
+
+def test_an_empty_folder_a_missing_tensor_and_a_file_in_its_place(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = pair
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.safetensors").write_bytes(b"")
+    for place in ("empty", "nothing.safetensors"):
+        assert run("verify", tmp_path / place, code=1).stderr
+    run("diff", a, b, "--out", tmp_path / "x.delta")
+    write_model(tmp_path / "less", {name: tensor for name, tensor in model(0).items() if name != LAYERS[2]})
+    found = json.loads(run("diff", b, tmp_path / "less", "--json").stdout)
+    assert found["gone"] == [LAYERS[2]]
+    assert f"gone: {LAYERS[2]}" in run("diff", b, tmp_path / "less").stdout
+    for wrong in ("less", "empty"):
+        result = CliRunner().invoke(weights, ["apply", str(tmp_path / wrong), str(tmp_path / "x.delta"), str(tmp_path / "out")])
+        assert result.exit_code == 1
+        assert isinstance(result.exception, WeightsError)
+        assert not (tmp_path / "out").exists(), "nothing is begun for a wrong base"
+
+
+def test_float32_against_bfloat16_says_so_and_how_to_compare_them(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    wide = {name: as_tensor(name, (t.steps.astype(np.uint32) << 16).view(np.float32).reshape(t.shape)) for name, t in model(0).items()}
+    write_model(tmp_path / "wide", wide)
+    text = run("diff", tmp_path / "wide", pair[1]).stdout
+    assert f"new or reshaped: {LAYERS[0]} float32 64x32 -> bfloat16 64x32" in text
+    assert "--bf16" in text
+    assert json.loads(run("diff", tmp_path / "wide", pair[1], "--bf16", "--json").stdout)["changed"] == 512
+
+
+def test_applying_again_over_what_is_there_gives_the_same_and_a_failure_leaves_it(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    delta, out = tmp_path / "x.delta", tmp_path / "out"
+    run("diff", a, b, "--out", delta)
+    first = [run("apply", a, delta, out).stdout for _ in range(2)]
+    assert first[0] == first[1]
+    before = (out / "model.safetensors").read_bytes()
+
+    def fails(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        result = CliRunner().invoke(weights, ["apply", str(a), str(delta), str(out)])
+    assert "No space left on device" in str(result.exception)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_delta_of_another_lineage_on_the_same_bytes_is_judged_by_its_hashes(tmp_path: Path) -> None:
+    """The chain's own delta leads from a model directory too, whatever that is called; from other bytes it does not."""
+    store, chain = VersionStore(lineage="L"), DiskChain(tmp_path / "chain", "L")
+    for seed in range(2):
+        store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
+        chain.publish(store)
+    write_model(tmp_path / "v0", model(0))
+    write_model(tmp_path / "other", model(5))
+    run("apply", tmp_path / "v0", chain.folder / "000001.delta", tmp_path / "v1")
+    assert store.newest is not None
+    assert store.newest.digest in run("verify", tmp_path / "v1").stdout
+    result = CliRunner().invoke(weights, ["apply", str(tmp_path / "other"), str(chain.folder / "000001.delta"), str(tmp_path / "no")])
+    assert "of the base is not what the delta starts from" in str(result.exception)

@@ -58,6 +58,19 @@ def test_versions_follow_each_other_at_the_pace_of_the_rules(desk: Any) -> None:
     assert desk.hints[-1].publishers == ["q"]
 
 
+def test_the_digest_of_a_version_reaches_whoever_joins_beats_or_listens_and_survives_a_restart(desk: Any) -> None:
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest="00ff")) == m.Ok()
+    assert desk.hints[-1].digest == "00ff"
+    desk.restart()
+    assert desk.ask("w9", m.Hello(role="rollout", instance="i")).digest == "00ff"
+    desk.begin(step=0, version=0, lineage="M")
+    assert desk.state.meta.digest == "", "nothing of the new lineage is published"
+
+
+def test_a_digest_of_any_length_is_not_stored(desk: Any) -> None:
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest="0" * 129)).code == "protocol"
+
+
 def test_a_restarted_broker_goes_on_where_it_was(desk: Any) -> None:
     desk.fill(3)
     desk.train(0)

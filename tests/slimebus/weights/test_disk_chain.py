@@ -1,5 +1,6 @@
 """Versions through a shared directory."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from slimebus.errors import WeightsError
+from slimebus.weights import delta_file
 from slimebus.weights.disk_chain import DiskChain, DiskPuller, chain_dir, read_latest
 from slimebus.weights.store import VersionStore
 
@@ -157,3 +159,131 @@ def test_a_torn_latest_is_an_error(trainer: Trainer) -> None:
     latest.write_bytes(latest.read_bytes().replace(b'"version":0', b'"version":7'))
     with pytest.raises(WeightsError, match="its check does not fit"):
         read_latest(trainer.chain.folder)
+
+
+def test_what_is_announced_before_it_can_be_seen_is_waited_for(trainer: Trainer, check: Any) -> None:
+    """As over NFS: the new latest.json is there, the file it names is not yet, or has not all of its bytes yet."""
+    trainer.publish(2)
+    have = DiskPuller(trainer.chain.folder).pull(None, 1.0)
+    trainer.publish()
+    file = trainer.chain.folder / "000002.delta"
+    data, hidden = file.read_bytes(), file.with_suffix(".hidden")
+    file.rename(hidden)
+    (trainer.chain.folder / "000000.full").rename(trainer.chain.folder / "full.hidden")
+    with pytest.raises(WeightsError, match="no verified version within 0 s"):
+        DiskPuller(trainer.chain.folder).pull(have, 0.2)
+    file.write_bytes(data[: len(data) // 2])
+    threading.Timer(0.3, hidden.replace, (file,)).start()
+    check(DiskPuller(trainer.chain.folder).pull(have, 10.0), trainer.models[2])
+
+
+def test_a_listing_that_has_become_older_leads_nobody_back(trainer: Trainer, check: Any) -> None:
+    trainer.publish()
+    latest = trainer.chain.folder / "latest.json"
+    stale = latest.read_bytes()
+    trainer.publish()
+    have, fresh = DiskPuller(trainer.chain.folder).pull(None, 1.0), latest.read_bytes()
+    latest.write_bytes(stale)
+    with pytest.raises(WeightsError, match="says version 0, and 1 was read before"):
+        DiskPuller(trainer.chain.folder).pull(have, 0.1)
+    threading.Timer(0.2, latest.write_bytes, (fresh,)).start()
+    assert DiskPuller(trainer.chain.folder).pull(have, 10.0) is have
+
+
+def test_a_mount_that_fails_for_a_while_is_an_error_of_the_pull_or_none_at_all(
+    trainer: Trainer, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish()
+    failures = [OSError(116, "Stale file handle"), PermissionError(13, "Permission denied")]
+    read = delta_file.read
+
+    def unlucky(path: Path) -> Any:
+        if failures:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(delta_file, "read", unlucky)
+    check(DiskPuller(trainer.chain.folder).pull(None, 10.0), trainer.models[0])
+    failures += [OSError(5, "Input/output error")] * 50
+    with pytest.raises(WeightsError, match="Input/output error"):
+        DiskPuller(trainer.chain.folder).pull(None, 0.1)
+
+
+def test_files_that_a_killed_writer_left_are_read_by_nobody_and_deleted_by_its_successor(
+    trainer: Trainer, tmp_path: Path, model: Any, after: Any, check: Any
+) -> None:
+    trainer.publish(2)
+    folder = trainer.chain.folder
+    (folder / ".000002.delta.4711.unfinished").write_bytes(b"SLMBDF01 half")
+    (folder / ".latest.json.4711.unfinished").write_bytes(b"{")
+    never = tmp_path / "NeverPublished"
+    never.mkdir()
+    (never / ".000000.full.4711.unfinished").write_bytes(b"SLMBDF01 half")
+    kept = tmp_path / "notes"
+    kept.mkdir()
+    (kept / "mine.full").write_text("not of a chain")
+    check(DiskPuller(folder).pull(None, 1.0), trainer.models[1])
+    Trainer(tmp_path, model, after, "M").publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["M", "notes"]
+
+
+def test_a_trainer_that_was_replaced_cannot_delete_its_successors_versions(
+    trainer: Trainer, tmp_path: Path, model: Any, after: Any
+) -> None:
+    trainer.publish()
+    successor = Trainer(tmp_path, model, after, "M")
+    successor.publish()
+    with pytest.raises(WeightsError, match="was not written"):
+        trainer.publish()
+    trainer.chain.folder.mkdir()
+    trainer.publish()
+    assert read_latest(successor.chain.folder) is not None
+
+
+def test_a_version_that_went_back_is_refused_as_another_trainers(trainer: Trainer, tmp_path: Path, model: Any, after: Any) -> None:
+    trainer.publish(3)
+    with pytest.raises(WeightsError, match="two trainers write there"):
+        Trainer(tmp_path, model, after).publish()
+
+
+def test_a_full_disk_leaves_the_version_before_and_the_retry_succeeds(
+    trainer: Trainer, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish()
+    replace, failing = os.replace, [True]
+
+    def full(source: Any, target: Any) -> None:
+        if failing:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(WeightsError, match="No space left"):
+        trainer.publish()
+    assert not list(trainer.chain.folder.glob(".*")), "what was cut short is not left behind"
+    check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[0])
+    failing.clear()
+    trainer.chain.publish(trainer.store)
+    assert DiskPuller(trainer.chain.folder).pull(None, 1.0).digest == trainer.store.newest.digest
+
+
+def test_two_slow_readers_reach_a_newer_version_although_files_go_meanwhile(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two files that they read, the trainer publishes more than it keeps; for a while."""
+    trainer.publish()
+    read, rounds, lock = delta_file.read, [4], threading.Lock()
+
+    def slow(path: Path) -> Any:
+        with lock:
+            if rounds[0]:
+                rounds[0] -= 1
+                trainer.publish(KEEP + 1)
+        return read(path)
+
+    monkeypatch.setattr(delta_file, "read", slow)
+    got: list[str] = []
+    threads = [threading.Thread(target=lambda: got.append(DiskPuller(trainer.chain.folder).pull(None, 20.0).digest)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert got == [trainer.store.newest.digest] * 2
