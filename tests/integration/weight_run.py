@@ -276,7 +276,8 @@ def judge(
             assert s.token_ids == token_ids, f"{s.tag} answered {s.token_ids}, its weights answer {token_ids}"
             assert np.allclose(s.logprobs, logprobs, atol=TOLERANCE), f"{s.tag} answered {s.logprobs}, its weights answer {logprobs}"
     distinct = {(e[1], tuple(round(x, 3) for x in e[2])) for e in expected.values() if e}
-    assert len(distinct) == len(expected), "the versions cannot be told apart"
+    # A trainer that repeats steps from its checkpoint may well come to the same weights.
+    assert known is not None or len(distinct) == len(expected), "the versions cannot be told apart"
     return order
 
 
