@@ -124,7 +124,7 @@ def read_file(path: Path, access: Access = "read") -> Iterator[tuple[str, Tensor
             header: Any = json.loads(file.read(length), object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError) as bad:
             raise WeightsError(f"{path}: its safetensors header is not JSON: {bad}", retryable=False) from None
-        data = map_file(file.fileno(), size, access)[8 + length :]
+        data = map_file(file.fileno(), size, access, at_once=access == "private")[8 + length :]
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: its safetensors header is not a JSON object", retryable=False)
     places = []

@@ -57,12 +57,15 @@ class SharedFolder:
 
     # --- a pull's memory ---
 
-    def allocate(self, form: TensorForm) -> Buffer:
-        """A place for a tensor's bytes, in a file that nobody sees before `keep`. Raises WeightsError where there is no room."""
+    def allocate(self, form: TensorForm, content: Buffer | None = None) -> Buffer:
+        """A place for a tensor's bytes, in a file that nobody sees before `keep`. content: what they are at first.
+
+        Raises WeightsError where there is no room.
+        """
         path = self._new_path()
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            buffer = tensor_file.create(descriptor, form)
+            buffer = tensor_file.create(descriptor, form, content)
         except OSError as bad:
             path.unlink(missing_ok=True)
             raise self._no_room(form.size) if bad.errno == errno.ENOSPC else WeightsError(f"{path}: {bad.strerror}") from None
@@ -136,8 +139,7 @@ class SharedFolder:
     def _held(self, form: TensorForm, tensor: Tensor) -> Tensor:
         if (self._tensors / form.file_name).exists():
             return tensor
-        buffer = self.allocate(form)
-        np.copyto(buffer, tensor.buffer)
+        buffer = self.allocate(form, tensor.buffer)
         self.keep(form, buffer)
         return tensor._replace(buffer=buffer)
 

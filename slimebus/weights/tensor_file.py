@@ -21,6 +21,8 @@ from slimebus.weights.tensors import hash_bytes, tensor_bytes
 
 ALIGNMENT = 64
 SUFFIX = ".safetensors"
+MAX_WRITE_BYTES = 1 << 30
+"""Linux writes at most 2 GiB at a time."""
 
 
 class TensorForm(NamedTuple):
@@ -50,16 +52,26 @@ class TensorForm(NamedTuple):
         return f"{self.hash}-{hash_bytes(self.header)[:16]}{SUFFIX}"
 
 
-def create(descriptor: int, form: TensorForm) -> NDArray[np.uint8]:
-    """Make an empty open file one of this form; the place of the tensor's bytes, to be filled. Its memory is taken now.
+def create(descriptor: int, form: TensorForm, content: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    """Make an empty open file one of this form; the place of the tensor's bytes, to be changed. content: what they are at first.
 
-    Raises OSError, with ENOSPC where there is none: written to later, memory that is not there would end the process.
+    Raises OSError, with ENOSPC where there is no memory: written to later, what is not there would end the process. Content is written
+    and not copied through a mapping: pages that the kernel fills are neither cleared nor mapped one by one, which takes half the time.
     """
     header = form.header
-    os.posix_fallocate(descriptor, 0, len(header) + form.size)
-    mapped = map_file(descriptor, len(header) + form.size, "write")
-    mapped[: len(header)] = np.frombuffer(header, np.uint8)
-    return mapped[len(header) :]
+    size = len(header) + form.size
+    if content is None:
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        _write(descriptor, len(header), content.data)
+    _write(descriptor, 0, memoryview(header))
+    return map_file(descriptor, size, "write", at_once=content is not None)[len(header) :]
+
+
+def _write(descriptor: int, offset: int, content: memoryview) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done : done + MAX_WRITE_BYTES], offset + done)
 
 
 def read(descriptor: int, form: TensorForm) -> NDArray[np.uint8] | None:
@@ -67,5 +79,5 @@ def read(descriptor: int, form: TensorForm) -> NDArray[np.uint8] | None:
     header = form.header
     if os.fstat(descriptor).st_size != len(header) + form.size or os.pread(descriptor, len(header), 0) != header:
         return None
-    found = map_file(descriptor, len(header) + form.size, "read")[len(header) :]
+    found = map_file(descriptor, len(header) + form.size, "read", at_once=True)[len(header) :]
     return found if hash_bytes(found) == form.hash else None

@@ -13,8 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import MARK, ROOT, Run, tiny_config
 
 pytestmark = pytest.mark.integration

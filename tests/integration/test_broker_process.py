@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,28 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from raw_cast import LINEAGE, begin, put, sample, train
 
 from slimebus.errors import Fenced, SlimebusError
+from slimebus.launch import free_port
 from slimebus.messages import (
-    Batch,
-    BatchReply,
-    Commit,
-    Fetch,
-    FetchReply,
     Finish,
     Heartbeat,
     HeartbeatReply,
     Lease,
     LeaseReply,
-    Publish,
-    Put,
-    PutReply,
     Resume,
     Status,
 )
-from slimebus.samples import Sample, decode_group, encode_group
 from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
@@ -61,9 +52,7 @@ class Process:
     """A broker that can be killed and started again on the same address."""
 
     def __init__(self, run_dir: Path, durability: str = "os") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         self.run_dir, self.durability = run_dir, durability
         lines = (json.dumps({"prompt": f"p{i}", "label": i}) + "\n" for i in range(20))
         (run_dir / "prompts.jsonl").write_text("".join(lines))
@@ -103,25 +92,11 @@ def _client(broker: Process, name: str, role: str) -> Client:
     return client
 
 
-def _sample(version: int, length: int = 5) -> Sample:
-    return Sample(
-        tokens=np.arange(length, dtype=np.int32),
-        loss_mask=np.ones(length, np.uint8),
-        rollout_logprobs=np.full(length, -0.5, np.float32),
-        versions=[(version, length)],
-        reward=1.0,
-    )
-
-
-def _put_one(worker: Client, lineage: str, version: int, wait_s: float = 5.0) -> str:
+def _put_one(worker: Client, version: int) -> str:
     """Lease one group and put its samples; its id, or nothing when none was to be had."""
-    reply = worker.call(Lease(want=1, wait_s=wait_s, lineage=lineage, serving=version), timeout_s=15).message
-    assert isinstance(reply, LeaseReply)
+    reply = worker.call(Lease(want=1, wait_s=5.0, lineage=LINEAGE, serving=version), timeout_s=15).expect(LeaseReply)
     for group in reply.groups:
-        samples, fields, frames = encode_group([_sample(version)] * group.num_samples)
-        put = Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage=lineage, samples=samples, fields=fields)
-        done = worker.call(put, frames, timeout_s=15).message
-        assert isinstance(done, PutReply)
+        done = put(worker, group, [sample(version)] * group.num_samples)
         assert done.result in ("accepted", "duplicate"), done
         return group.group
     return ""
@@ -131,28 +106,9 @@ def _status(client: Client) -> dict[str, object]:
     return json.loads(bytes(client.call(Status()).bulk[0]))
 
 
-def _train(trainer: Client, step: int, lineage: str) -> list[str]:
-    reply = trainer.call(Batch(step=step, wait_s=10), timeout_s=20).message
-    assert isinstance(reply, BatchReply)
-    names = [g.group for g in reply.groups]
-    assert names, reply.reason
-    fetched = trainer.call(Fetch(groups=names), timeout_s=20)
-    assert isinstance(fetched.message, FetchReply)
-    frames = list(fetched.bulk)
-    for count in fetched.message.num_frames:
-        record, *fields = frames[:count]
-        frames = frames[count:]
-        put = __import__("msgspec").msgpack.decode(record, type=Put)
-        assert len(decode_group(put.samples, put.fields, fields)) == 2
-    trainer.call(Publish(lineage=lineage, version=step + 1, publishers=["tcp://t"]))
-    trainer.call(Commit(step=step, checkpoint=step))
-    return names
-
-
-def _begin(broker: Process, lineage: str = "L1") -> tuple[Client, Client]:
+def _begin(broker: Process) -> tuple[Client, Client]:
     trainer, worker = _client(broker, "t", "trainer"), _client(broker, "w", "rollout")
-    trainer.call(Resume(step=0, version=0, lineage=lineage))
-    trainer.call(Publish(lineage=lineage, version=0, publishers=["tcp://t"]))
+    begin(trainer)
     return trainer, worker
 
 
@@ -161,11 +117,13 @@ def test_a_worker_and_a_trainer_finish_a_run_and_the_broker_leaves_with_them(bro
     trained = []
     for step in range(6):
         for _ in range(2):
-            assert _put_one(worker, "L1", step)
-        trained += _train(trainer, step, "L1")
+            assert _put_one(worker, step)
+        groups = train(trainer, step)
+        assert [len(samples) for samples in groups.values()] == [2, 2]
+        trained += groups
     assert len(set(trained)) == 12
     trainer.call(Finish())
-    beat = worker.call(Heartbeat(lineage="L1", serving=5)).message
+    beat = worker.call(Heartbeat(lineage=LINEAGE, serving=5)).message
     assert isinstance(beat, HeartbeatReply)
     assert beat.finished
     worker.close()
@@ -180,7 +138,7 @@ def test_a_broker_killed_between_put_and_reply_loses_nothing(broker: Process) ->
     threads = []
     groups: list[str] = []
     for _ in range(4):
-        thread = threading.Thread(target=lambda: groups.append(_put_one(worker, "L1", 0)))
+        thread = threading.Thread(target=lambda: groups.append(_put_one(worker, 0)))
         thread.start()
         threads.append(thread)
     time.sleep(0.05)
@@ -189,10 +147,10 @@ def test_a_broker_killed_between_put_and_reply_loses_nothing(broker: Process) ->
     for thread in threads:
         thread.join(20)
     assert len(set(groups)) == 4
-    before = set(_train(trainer, 0, "L1"))
+    before = set(train(trainer, 0))
     broker.kill()
     broker.start()
-    assert before | set(_train(trainer, 1, "L1")) == set(groups)
+    assert before | set(train(trainer, 1)) == set(groups)
     worker.close()
     trainer.close()
 
@@ -202,7 +160,7 @@ def test_a_second_worker_of_the_same_name_fences_the_first(broker: Process) -> N
     second = _client(broker, "w", "rollout")
     with pytest.raises(Fenced, match="newer"):
         worker.call(Lease(want=1, wait_s=0))
-    assert _put_one(second, "L1", 0)
+    assert _put_one(second, 0)
     for client in (worker, second, trainer):
         client.close()
 

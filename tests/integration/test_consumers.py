@@ -8,16 +8,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import yaml
+from raw_cast import begin, put, sample, train
 
 from slimebus.consumer import Consumer
 from slimebus.errors import SlimebusError
 from slimebus.launch import free_port
-from slimebus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Goodbye, Lease, LeaseReply, Publish, Put, Resume
-from slimebus.samples import Sample, decode_group, encode_group
+from slimebus.messages import Commit, Finish, Goodbye, Lease, LeaseReply
 from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
@@ -46,8 +45,7 @@ class Bench:
         self.trainer, self.worker = Client(self.address, name="t", resend_s=0.5), Client(self.address, name="w", resend_s=0.5)
         self.trainer.join("trainer", timeout_s=60)
         self.worker.join("rollout", timeout_s=60)
-        self.trainer.call(Resume(step=0, version=0, lineage="L"))
-        self.trainer.call(Publish(lineage="L", version=0, publishers=["tcp://t"]))
+        begin(self.trainer)
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, *command], stdout=self.log, stderr=self.log, cwd=ROOT)
@@ -69,36 +67,8 @@ class Bench:
         reply = self.worker.call(Lease(want=count, wait_s=20, lineage="L", serving=version), timeout_s=60).message
         assert isinstance(reply, LeaseReply)
         for group in reply.groups:
-            headers, fields, frames = encode_group([sample(version, 3 + i) for i in range(group.num_samples)])
-            put = Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="L", samples=headers, fields=fields)
-            self.worker.call(put, frames, timeout_s=60)
+            put(self.worker, group, [sample(version, 3 + i) for i in range(group.num_samples)])
         return [group.group for group in reply.groups]
-
-    def train(self, step: int) -> dict[str, list[Sample]]:
-        reply = self.trainer.call(Batch(step=step, wait_s=60), timeout_s=90).message
-        assert isinstance(reply, BatchReply)
-        names = [g.group for g in reply.groups]
-        assert names, reply.reason
-        fetched = self.trainer.call(Fetch(groups=names), timeout_s=60)
-        assert isinstance(fetched.message, FetchReply)
-        found, frames = {}, list(fetched.bulk)
-        for name, count in zip(names, fetched.message.num_frames, strict=True):
-            record = msgspec.msgpack.decode(frames[0], type=Put)
-            found[name] = decode_group(record.samples, record.fields, frames[1:count])
-            frames = frames[count:]
-        self.trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"]))
-        self.trainer.call(Commit(step=step, checkpoint=step))
-        return found
-
-
-def sample(version: int, length: int) -> Sample:
-    return Sample(
-        tokens=np.arange(length, dtype=np.int32),
-        loss_mask=np.ones(length, np.uint8),
-        rollout_logprobs=np.zeros(length, np.float32),
-        versions=[(version, length)],
-        reward=1.0,
-    )
 
 
 @pytest.fixture
@@ -120,7 +90,7 @@ def test_the_teacher_of_the_document_gives_every_trained_sample_its_field(bench:
     teacher = bench.start([example(tmp_path), bench.address])
     for step in range(4):
         bench.make(BATCH, step)
-        for samples in bench.train(step).values():
+        for samples in train(bench.trainer, step).values():
             for one in samples:
                 assert one.extras["teacher_logprobs"].tolist() == [-0.5] * len(one.tokens)
         if step == 1:  # it goes on where it was
@@ -160,7 +130,7 @@ def test_a_critic_stands_behind_a_teacher(bench: Bench) -> None:
                 critic.put_fields(group, {"teacher_logprobs": [np.zeros(len(s.tokens), np.float32) for s in group.samples]})
             assert refused.value.code == "field_exists"
         assert critic.read(extras=["values"], wait_s=0) == []
-        trained = bench.train(0)
+        trained = train(bench.trainer, 0)
         assert sorted(trained) == sorted(made)
         assert sorted(trained[made[0]][0].extras) == ["baseline", "teacher_logprobs", "values"]
         bench.trainer.call(Commit(step=0, checkpoint=1))

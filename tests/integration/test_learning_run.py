@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import ROOT, Process, Run
 
 pytestmark = pytest.mark.integration

@@ -3,7 +3,6 @@
 The test is the trainer: it publishes known weights, takes the batches, and recomputes every logprob with transformers.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run
 
 from slimebus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Put, Resume

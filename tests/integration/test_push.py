@@ -1,7 +1,6 @@
 """Prompts pushed into a real broker: from Python, from files, from a pipe, through kills."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -12,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from raw_cast import begin
 
 from slimebus.errors import DataError, SlimebusError
-from slimebus.messages import Lease, LeaseReply, Publish, Resume, Status
+from slimebus.launch import free_port
+from slimebus.messages import Lease, LeaseReply, Status
 from slimebus.prompts import PromptClient
 from slimebus.transport.client import Client
 
@@ -25,9 +26,7 @@ class LiveBroker:
     """`slimebus broker` of a run without prompts of its own; it can be killed and started again at the same address."""
 
     def __init__(self, folder: Path, max_pushed: int = 100_000) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         self.folder, self.file = folder, folder / "run.yaml"
         self.file.write_text(
             json.dumps(
@@ -62,8 +61,7 @@ class LiveBroker:
         try:
             trainer.join("trainer", timeout_s=10)
             worker.join("rollout", timeout_s=10)
-            trainer.call(Resume(step=0, version=0, lineage="L"))
-            trainer.call(Publish(lineage="L", version=0, publishers=["tcp://t"]))
+            begin(trainer)
             found: list[str] = []
             while len(found) < count:
                 reply = worker.call(Lease(want=64, wait_s=0.5, lineage="L", serving=0))

@@ -1,12 +1,9 @@
 """What a step is made of, in live runs: filtered, over-sampled, chosen by a plug-in, filled by tokens."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run
 
 pytestmark = pytest.mark.integration

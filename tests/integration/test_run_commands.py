@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, slow_hook
 
 pytestmark = pytest.mark.integration

@@ -1,11 +1,8 @@
 """Weights through a shared directory instead of the trainer's weight server."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, slow_hook
 
 from slimebus.weights.disk_chain import LATEST, DiskPuller

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Process, Run
 
 pytestmark = pytest.mark.integration

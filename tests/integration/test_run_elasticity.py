@@ -1,13 +1,10 @@
 """A worker added while the run goes on."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, clients, slow_hook
 
 pytestmark = pytest.mark.integration

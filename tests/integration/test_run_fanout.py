@@ -1,12 +1,9 @@
 """Workers of a run that pull their weights from each other."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, clients, slow_hook
 
 pytestmark = pytest.mark.integration

@@ -1,14 +1,11 @@
 """kill -9 of each kind of process in the middle of a run: it completes, and every group is trained once or accounted for."""
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, clients, slow_hook
 
 pytestmark = pytest.mark.integration

@@ -1,14 +1,11 @@
 """Whoever waits, for whatever, uses less than 2% of a core."""
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Process, Run, clients, cpu_share
 
 pytestmark = pytest.mark.integration

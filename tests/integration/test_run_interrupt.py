@@ -2,13 +2,10 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Process, Run, slow_hook
 
 pytestmark = pytest.mark.integration

@@ -3,11 +3,11 @@
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from live_run import Run
 from safetensors.numpy import load_file, save_file
 
 from slimebus.security import key_folder
@@ -18,9 +18,6 @@ from slimebus.weights.puller import WeightPuller
 from slimebus.weights.rounding import rounded
 from slimebus.weights.safetensors_file import read_model
 from slimebus.weights.store import VersionStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from live_run import Run
 
 pytestmark = pytest.mark.integration
 

@@ -1,13 +1,10 @@
 """Two workers of one host: their weights come over the network once, whatever becomes of either of them."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run, clients, slow_hook
 
 pytestmark = pytest.mark.integration

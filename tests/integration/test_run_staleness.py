@@ -1,11 +1,8 @@
 """The bound, over whole runs: no token is trained that is older than eta versions; at eta 0 all are of the current one."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import Run
 
 pytestmark = pytest.mark.integration

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from live_run import ROOT, Run, clients
 
 from slimebus.launch import free_port

@@ -1,7 +1,6 @@
 """A stateful source in a real broker that is killed while it samples and trains."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from raw_cast import begin, put, sample
 
 from broker.store import open_store
-from slimebus.messages import Batch, BatchReply, Commit, GiveBack, Lease, LeaseReply, Publish, Put, Resume
-from slimebus.samples import Sample, encode_group
+from slimebus.launch import free_port
+from slimebus.messages import Batch, BatchReply, Commit, GiveBack, Lease, LeaseReply, Publish
 from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
@@ -47,11 +46,6 @@ def _start(file: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([sys.executable, "-m", "slimebus", "broker", str(file)], stdout=log, stderr=log)
 
 
-def _sample(version: int) -> Sample:
-    ones = np.ones(3, np.uint8)
-    return Sample(tokens=np.arange(3, dtype=np.int32), loss_mask=ones, rollout_logprobs=np.zeros(3, np.float32), versions=[(version, 3)])
-
-
 def _work(worker: Client, version: int, prompts: list[str]) -> int:
     """Lease once; drop the prompts whose number ends in 7, put the others. The number put."""
     reply = worker.call(Lease(want=2, wait_s=1.0, lineage="L", serving=version), timeout_s=60)
@@ -63,11 +57,7 @@ def _work(worker: Client, version: int, prompts: list[str]) -> int:
             back = GiveBack(group=group.group, lease=group.lease, outcome="drop", reason="filtered", rewards=[1.0])
             worker.call(back, timeout_s=60)
             continue
-        sample = _sample(version)
-        sample.reward = 0.5
-        samples, fields, frames = encode_group([sample])
-        put = Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="L", samples=samples, fields=fields)
-        worker.call(put, frames, timeout_s=60)
+        put(worker, group, [msgspec.structs.replace(sample(version), reward=0.5)])
         done += 1
     return done
 
@@ -88,9 +78,7 @@ def _train(trainer: Client, worker: Client, prompts: list[str]) -> list[str]:
 
 
 def test_a_killed_broker_neither_loses_nor_repeats_a_prompt_or_its_feedback(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     (tmp_path / "source.py").write_text(SOURCE)
     config: dict[str, Any] = {
         "name": "hooked",
@@ -106,8 +94,7 @@ def test_a_killed_broker_neither_loses_nor_repeats_a_prompt_or_its_feedback(tmp_
     try:
         trainer.join("trainer", timeout_s=30)
         worker.join("rollout", timeout_s=30)
-        trainer.call(Resume(step=0, version=0, lineage="L"))
-        trainer.call(Publish(lineage="L", version=0, publishers=["tcp://t"]))
+        begin(trainer)
         prompts: list[str] = []
         trained: list[str] = []
         thread = threading.Thread(target=lambda: trained.extend(_train(trainer, worker, prompts)))

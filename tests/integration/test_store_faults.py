@@ -13,24 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raw_cast import begin, put, train
 
 from slimebus.launch import free_port
 from slimebus.messages import (
-    Batch,
-    BatchReply,
-    Commit,
-    Fetch,
-    FetchReply,
     Heartbeat,
     Lease,
     LeaseReply,
-    Publish,
-    Put,
     PutReply,
-    Resume,
     Status,
 )
-from slimebus.samples import Sample, encode_group
+from slimebus.samples import Sample
 from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
@@ -83,10 +76,6 @@ class Cast:
         client.keep_alive(welcome.heartbeat_s, beat, lambda reply: None, lambda problem: None)
         return client
 
-    def begin(self) -> None:
-        self.trainer.call(Resume(step=0, version=0, lineage="L"))
-        self.trainer.call(Publish(lineage="L", version=0, publishers=["tcp://t"]))
-
     def put_one(self) -> PutReply | None:
         reply = self.worker.call(Lease(want=1, wait_s=0.2, lineage="L", serving=0), timeout_s=60).message
         assert isinstance(reply, LeaseReply)
@@ -102,24 +91,10 @@ class Cast:
             versions=[(0, LENGTH)],
             reward=1.0,
         )
-        samples, fields, frames = encode_group([sample] * group.num_samples)
-        put = Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="L", samples=samples, fields=fields)
-        answer = self.worker.call(put, frames, timeout_s=20).message
-        assert isinstance(answer, PutReply)
+        answer = put(self.worker, group, [sample] * group.num_samples)
         if answer.result != "discarded":
             self.put_ids.append(group.group)
         return answer
-
-    def train(self, step: int) -> list[str]:
-        reply = self.trainer.call(Batch(step=step, wait_s=5), timeout_s=30).message
-        assert isinstance(reply, BatchReply)
-        names = [g.group for g in reply.groups]
-        assert names, reply.reason
-        fetched = self.trainer.call(Fetch(groups=names), timeout_s=30).message
-        assert isinstance(fetched, FetchReply)
-        self.trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"]))
-        self.trainer.call(Commit(step=step, checkpoint=step + 1))
-        return names
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(bytes(self.trainer.call(Status(), timeout_s=20).bulk[0]))
@@ -141,7 +116,7 @@ def test_a_run_whose_disk_fills_up_goes_on_when_there_is_room(disk: Path) -> Non
     process = start(file)
     cast = Cast(address)
     try:
-        cast.begin()
+        begin(cast.trainer)
         for _ in range(6):
             assert cast.put_one()
         hog = small.fill(disk)
@@ -155,7 +130,7 @@ def test_a_run_whose_disk_fills_up_goes_on_when_there_is_room(disk: Path) -> Non
         status = cast.status()
         assert any("full" in line and "make room there" in line for line in status["waiting"]), status["waiting"]
         before = list(cast.put_ids)
-        trained = cast.train(0) + cast.train(1)  # what frees room goes on
+        trained = [*train(cast.trainer, 0, checkpoint=1), *train(cast.trainer, 1, checkpoint=2)]  # what frees room goes on
         time.sleep(10)  # longer than a lease lives
         assert process.poll() is None
         hog.unlink()
@@ -169,7 +144,7 @@ def test_a_run_whose_disk_fills_up_goes_on_when_there_is_room(disk: Path) -> Non
         process.communicate(timeout=10)
         process = start(file)
         for step in range(2, len(cast.put_ids) // 2):
-            trained += cast.train(step)
+            trained += train(cast.trainer, step, checkpoint=step + 1)
         assert len(trained) == len(set(trained)), "nothing is trained twice"
         assert set(before) <= set(trained) | set(cast.put_ids[-2:]), "nothing acknowledged is lost"
         assert set(trained) >= set(cast.put_ids[: 2 * (len(cast.put_ids) // 2)])
@@ -186,7 +161,7 @@ def test_kill_9_at_any_moment_loses_nothing_acknowledged(tmp_path: Path, durabil
     process = start(file)
     cast = Cast(address)
     try:
-        cast.begin()
+        begin(cast.trainer)
         stop = threading.Event()
 
         def work() -> None:
@@ -207,7 +182,7 @@ def test_kill_9_at_any_moment_loses_nothing_acknowledged(tmp_path: Path, durabil
         stop.set()
         worker.join(60)
         assert len(set(cast.put_ids)) == len(cast.put_ids), "no attempt was accepted twice"
-        trained = [name for step in range(len(cast.put_ids) // 2) for name in cast.train(step)]
+        trained = [name for step in range(len(cast.put_ids) // 2) for name in train(cast.trainer, step, checkpoint=step + 1)]
         assert len(set(trained)) == len(trained)
         assert len(set(cast.put_ids) - set(trained)) <= 1, "acknowledged groups were lost"
     finally:

@@ -188,10 +188,10 @@ def test_a_folder_without_a_lock_is_left_until_its_worker_must_have_begun(tmp_pa
 
 
 def test_memory_that_is_full_is_an_error_that_says_what_to_do(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, length: int) -> None:
+    def full(descriptor: int, content: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(WeightsError, match=r"has no room for 2 bytes of tensors: .* are free.*weights\.weights_shm"):
         folder.hold(weights(a=[1]))
     assert not names(folder.path / "unfinished")
