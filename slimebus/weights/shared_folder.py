@@ -30,7 +30,7 @@ from slimebus.weights import tensor_file
 from slimebus.weights.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.shared_version import SharedTensor, SharedVersion
 from slimebus.weights.tensor_file import TensorForm
-from slimebus.weights.tensors import Tensor, Weights
+from slimebus.weights.tensors import Tensor, Weights, hash_bytes
 
 PREFIX = "slimebus-weights-"
 ALIVE = "alive"
@@ -163,7 +163,8 @@ class SharedFolder:
         try:
             with self._problems():
                 unfinished.mkdir()
-                copy_config(config_from, unfinished)
+                for file in self._config(config_from).iterdir():
+                    os.link(file, unfinished / file.name)
                 for form in forms:
                     os.link(self._tensors / form.file_name, unfinished / form.file_name)
                 (unfinished / INDEX_FILE).write_text(json.dumps(_index(weights, forms)))
@@ -172,6 +173,16 @@ class SharedFolder:
             shutil.rmtree(unfinished, ignore_errors=True)
         tensors = {form.name: SharedTensor(*form, file=directory / form.file_name, offset=len(form.header)) for form in forms}
         return SharedVersion(weights.lineage, weights.version, weights.digest, directory, tensors)
+
+    def _config(self, model: Path) -> Path:
+        """The files of a model beside its weights, copied once for all versions."""
+        copies = self.path / f"config-{hash_bytes(os.fsencode(model))[:16]}"
+        if not copies.is_dir():
+            unfinished = self._unfinished / copies.name
+            unfinished.mkdir(exist_ok=True)
+            copy_config(model, unfinished)
+            unfinished.rename(copies)
+        return copies
 
     def retain(self, *versions: SharedVersion) -> None:
         """Give back the memory of all others. Who has a file of them mapped, or linked into its own folder, keeps it."""
