@@ -75,6 +75,7 @@ def found(engine_url: str, source: Source) -> dict[str, Any]:
         "same": verdict.same,
         "different": verdict.different,
         "uncompared": verdict.uncompared,
+        "held_as": list(verdict.held_as),
     }
 
 
@@ -88,7 +89,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     shown += _some([f"different: {name}" for name in found["different"]])
     shown += _some([f"not compared: {name}: {why}" for name, why in found["uncompared"].items()])
     counts = f"{len(found['same'])} tensors same, {len(found['different'])} different, {len(found['uncompared'])} not compared"
-    return [*shown, counts + (": the engine has exactly these weights" if found["is_same"] else "")]
+    rounded = f"; it holds them as {', '.join(found['held_as'])}" if set(found["held_as"]) - {"bfloat16"} else ""
+    return [*shown, counts + (": the engine has exactly these weights" + rounded if found["is_same"] else "")]
 
 
 def _some(said: list[str]) -> list[str]:

@@ -43,11 +43,12 @@ class EngineSums:
 
 @dataclass(frozen=True)
 class Verdict:
-    """same, different: names of tensors. uncompared: a name, and why it could not be compared."""
+    """same, different: names of tensors. uncompared: a name, and why it could not be compared. held_as: dtypes of what is the same."""
 
     same: list[str]
     different: list[str]
     uncompared: dict[str, str]
+    held_as: tuple[str, ...] = ()
 
     @property
     def is_same(self) -> bool:
@@ -102,17 +103,18 @@ def _by_hash(sums: Mapping[str, str], weights: Weights) -> Verdict:
 
 def _by_parameter(sums: Mapping[str, str], weights: Weights) -> Verdict:
     same, different = list[str](), list[str]()
-    used, unknown = set[str](), set[str]()
+    used, unknown, held_as = set[str](), set[str](), set[str]()
     for name, found in sorted(sums.items()):
         parts = parts_of(name, weights.tensors)
         if not parts:
             unknown.add(name)
             continue
         used.update(parts)
-        tensors = [weights.tensors[part] for part in parts]
-        is_same = any(_sum(form) == found for form in _forms(name, tensors))
-        (same if is_same else different).extend(parts)
-    return Verdict(sorted(set(same)), sorted(set(different)), _lacking(weights.tensors.keys() - used, unknown, weights))
+        dtype = _held_as(name, [weights.tensors[part] for part in parts], found)
+        (same if dtype else different).extend(parts)
+        held_as.update([dtype] if dtype else [])
+    lacking = _lacking(weights.tensors.keys() - used, unknown, weights)
+    return Verdict(sorted(set(same)), sorted(set(different)), lacking, tuple(sorted(held_as)))
 
 
 def _lacking(of_trainer: set[str], of_engine: set[str], weights: Weights) -> dict[str, str]:
@@ -131,17 +133,28 @@ def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     return wanted if all(part in tensors for part in wanted) else []
 
 
-def _forms(name: str, tensors: list[Tensor]) -> Iterator[NDArray[np.uint8]]:
-    """What the engine may hold: the bytes as published, or widened to float32; with rows of zeros below a vocabulary."""
+def _held_as(name: str, tensors: list[Tensor], found: str) -> str:
+    """The dtype in which the engine has these tensors with this checksum; "" when it has something else."""
+    return next((dtype for dtype, form in _forms(name, tensors) if _sum(form) == found), "")
+
+
+def _forms(name: str, tensors: list[Tensor]) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """What the engine may hold: the bytes as published, or as its own dtype; with rows of zeros below a vocabulary."""
     plain = np.concatenate([tensor.buffer for tensor in tensors])
-    forms = [plain]
-    if all(tensor.dtype == "bfloat16" for tensor in tensors):
-        forms.append((plain.view(np.uint16).astype(np.uint32) << 16).view(np.uint8))
-    for form in forms:
-        yield form
-        rows = tensors[0].shape[0] if tensors[0].shape else 0
+    rows = tensors[0].shape[0] if tensors[0].shape else 0
+    for dtype, form in _dtypes(tensors[0].dtype, plain):
+        yield dtype, form
         if name in (HEAD, EMBEDDING) and rows % VOCABULARY_ROWS:
-            yield np.concatenate([form, np.zeros(len(form) // rows * (-rows % VOCABULARY_ROWS), np.uint8)])
+            yield dtype, np.concatenate([form, np.zeros(len(form) // rows * (-rows % VOCABULARY_ROWS), np.uint8)])
+
+
+def _dtypes(dtype: str, plain: NDArray[np.uint8]) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    yield dtype, plain
+    if dtype == "bfloat16":
+        wide = (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        yield "float32", wide.view(np.uint8)
+        with np.errstate(over="ignore"):
+            yield "float16", wide.astype(np.float16).view(np.uint8)
 
 
 def _sum(form: NDArray[np.uint8]) -> str:

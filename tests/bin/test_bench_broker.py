@@ -13,7 +13,7 @@ import bench_broker  # noqa: E402
 import bench_load  # noqa: E402
 import bench_peers  # noqa: E402
 import bench_redis  # noqa: E402
-from bench import table  # noqa: E402
+from bench import markdown_table, table  # noqa: E402
 from bench_row import absent, row, within  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -48,6 +48,17 @@ def test_what_cannot_be_installed_says_so_and_misses_no_goal() -> None:
     console = Console(width=160, record=True)
     console.print(table("broker", rows))
     assert "redis-server is not installed" in console.export_text()
+
+
+def test_rows_as_markdown_say_which_goal_is_missed() -> None:
+    made = [row("memcpy", 9.0, "GB/s", 9.0, ""), row("encode_ratio", 4.5, "GB/s", 9.0, ">= 0.55"), absent("vs_redis", "not installed")]
+    assert markdown_table(made).splitlines() == [
+        "| name | value | unit | reference | ratio | goal |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| `memcpy` | 9.0 | GB/s | 9.0 | 1.0 |  |",
+        "| `encode_ratio` | 4.5 | GB/s | 9.0 | 0.5 | >= 0.55, missed |",
+        "| `vs_redis` |  | not installed |  |  |  |",
+    ]
 
 
 def test_the_first_turn_does_not_count_and_the_median_does() -> None:

@@ -3,7 +3,10 @@
 Publishers, workers and engines are processes. Somebody who knows the true weights of every version asks the engines all the while.
 """
 
+import contextlib
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +17,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "slimebus" / "weights"))
+from live_run import Run, slow_hook
 from slow_link import SlowLink
-from weight_run import Child, Observer, judge
+from weight_run import Child, Engine, Observer, judge
 
+from slimebus.errors import WeightsError
+from slimebus.launch import free_port
+from slimebus.weights.puller import WeightPuller
 from slimebus.weights.shared_folder import PREFIX
 
 pytestmark = pytest.mark.integration
@@ -115,6 +122,65 @@ def test_a_trainer_killed_in_the_middle_of_a_pull_and_its_successor_from_an_olde
     assert order == ["old:2", "new:1", "new:2"]
 
 
+class Collector:
+    """Pulls every version that it can from a trainer, by a way of its own: what engines serve is compared with it."""
+
+    def __init__(self, address: str) -> None:
+        self.versions: dict[str, Any] = {}
+        self._puller, self._stop = WeightPuller([address], stall_s=0.5), threading.Event()
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        have = None
+        while not self._stop.is_set():
+            with contextlib.suppress(WeightsError):
+                have = self._puller.pull(have, deadline_s=2.0)
+                self.versions[f"{have.lineage}:{have.version}"] = have.tensors
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._puller.cancel()
+        self._thread.join(10)
+        self._puller.close()
+
+
+def test_a_whole_run_whose_trainer_is_killed_in_the_middle_of_a_pull(tmp_path: Path, task: Path) -> None:
+    """Broker, trainer on megatron, worker and engine. The link from the trainer to the worker is slow, so that it is cut in the middle."""
+    port = free_port()
+    address, link = f"tcp://127.0.0.1:{port}", SlowLink(f"tcp://127.0.0.1:{port}", host="127.0.0.2", port=port)
+    changes = {"weights__weights_bind": address, "weights__weights_advertise": "127.0.0.2", "rollout__num_rollout": 8}
+    hook = slow_hook(tmp_path, 0.2)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, trainer__save_interval=3, **changes) as run:
+        run.start("broker")
+        trainer, worker = run.start("trainer"), run.start("rollout", name="w")
+        collector = Collector(address)
+        first = run.wait_for("a step after the checkpoint", lambda s: s["checkpoint"] == 3 and s["step"] >= 4)
+        observer = Observer(Engine(re.findall(r"started engine cpu at (\S+)", worker.text())[-1]))
+        link.rate, before = 30 * KIB, link.carried
+        wait_until("the middle of a pull", lambda: link.carried - before > 10 * KIB)
+        trainer.kill()
+        time.sleep(1.0)
+        link.rate = None
+        run.start("trainer")
+        second = run.wait_for("a new lineage", lambda s: s["lineage"] != first["lineage"])["lineage"]
+        run.wait_for("steps of the new lineage", lambda s: s["step"] >= 6 or s["state"] == "finished")
+        seen = observer.stop()
+        run.complete(timeout_s=120)
+        collector.close()
+        link.close()
+        run.assert_accounted(num_steps=8)
+    seen = [s for s in seen if ":" in s.tag]
+    order = judge(seen, task / "model", tmp_path, {s.tag for s in seen}, known=collector.versions)
+    assert len(collector.versions.keys() & set(order)) >= 2, "hardly any version was compared"
+    lineages = list(dict.fromkeys(tag.partition(":")[0] for tag in order))
+    assert lineages == [first["lineage"], second], "in this order, and never back"
+    numbers = {name: [int(tag.partition(":")[2]) for tag in order if tag.startswith(name)] for name in lineages}
+    assert all(found == sorted(found) for found in numbers.values())
+    assert numbers[second][0] >= 3, "the checkpoint's version"
+
+
 def test_a_trainer_that_was_replaced_but_lives_on_is_not_listened_to(stage: Stage) -> None:
     """As after a network partition: it still publishes, with higher numbers, while its successor's are announced."""
     old = stage.publisher("old", first=5, last=60, every_s=0.2)
@@ -154,20 +220,22 @@ def test_a_publisher_of_garbage_changes_nothing_and_a_good_one_is_taken_up(stage
 
 def test_versions_collected_during_each_pull_are_followed_to_newer_ones(stage: Stage) -> None:
     """keep = 1 and a publish several times within each pull: every base and every delta is gone before it is fetched whole."""
-    publisher = stage.publisher("one", last=40, every_s=0.25, keep=1)
+    publisher = stage.publisher("one", last=1000, every_s=0.25, keep=1)
     link, worker = stage.link(publisher, rate=600 * KIB), stage.worker()
     observer = Observer(worker)
-    until = time.monotonic() + 40
-    while publisher.said[-1]["version"] < 40 and time.monotonic() < until:
+
+    def served() -> list[int]:
+        return [int(s.tag.rpartition(":")[2]) for s in list(observer.seen) if ":" in s.tag]
+
+    def has_followed() -> bool:
         worker.announce("one", publisher.said[-1]["version"], link.endpoint)
         time.sleep(0.1)
-    worker.announce("one", 40, link.endpoint)
-    worker.wait_serving("one", 40)
-    time.sleep(0.3)
-    order = judge(observer.stop(), stage.model, stage.folder, {f"one:{v}" for v in range(41)})
-    served = [int(tag.rpartition(":")[2]) for tag in order if ":" in tag]
-    assert len(served) >= 3, "it was starved"
-    assert served == sorted(served)
+        return len(set(served())) >= 4
+
+    wait_until("four versions, one after another", has_followed, timeout_s=90)
+    last = int(publisher.said[-1]["version"])
+    judge(observer.stop(), stage.model, stage.folder, {f"one:{v}" for v in range(last + 2)})
+    assert served() == sorted(served()), "it went back"
 
 
 def folders(stage: Stage) -> list[Path]:

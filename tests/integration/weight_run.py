@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,6 +185,13 @@ class Child:
                     pipe.close()
 
 
+class Engine(NamedTuple):
+    """One whose worker says nothing to the observer."""
+
+    url: str
+    serving: str = ""
+
+
 class Seen(NamedTuple):
     """One greedy answer of an engine: the tag of the weights that it says made it, the tokens and their logprobs."""
 
@@ -214,7 +221,7 @@ def greedy(url: str) -> tuple[str, tuple[int, ...], tuple[float, ...]] | None:
 class Observer:
     """Asks an engine again and again what it serves, and for a greedy answer; knows nothing of what the worker thinks of it."""
 
-    def __init__(self, worker: Child) -> None:
+    def __init__(self, worker: "Child | Engine") -> None:
         self.worker, self.seen = worker, []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -235,10 +242,12 @@ class Observer:
         return self.seen
 
 
-def judge(seen: list[Seen], model_dir: Path, folder: Path, allowed: set[str]) -> list[str]:
+def judge(
+    seen: list[Seen], model_dir: Path, folder: Path, allowed: set[str], *, known: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> list[str]:
     """Every answer was made by the weights of its tag, and by a version that was allowed; the tags in order, each once.
 
-    A fresh engine is given the true weights of each tag, which come from here and not over any wire.
+    A fresh engine is given the true weights of each tag, which come from here and not over any wire; or those of `known` only.
     """
     from rollout.engine_process import embedded_engine
 
@@ -252,10 +261,11 @@ def judge(seen: list[Seen], model_dir: Path, folder: Path, allowed: set[str]) ->
     try:
         engine.start()
         _wait_ready(engine.url)
-        for tag in tags:
+        for tag in tags if known is None else [tag for tag in tags if tag in known]:
             lineage, _, version = tag.rpartition(":")
             path = folder / f"reference-{lineage}-{version}"
-            write_model(path, weights_of(model, lineage, int(version)), config_from=model_dir)
+            tensors = weights_of(model, lineage, int(version)) if known is None else known[tag]
+            write_model(path, tensors, config_from=model_dir)
             ask(engine.url, "/update_weights_from_disk", {"model_path": str(path), "weight_version": tag})
             expected[tag] = greedy(engine.url)
     finally:

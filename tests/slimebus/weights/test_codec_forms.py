@@ -117,6 +117,20 @@ def test_every_kernel_agrees_at_the_edges_of_units(size: int) -> None:
             assert np.array_equal(values, target)
 
 
+def test_a_tensor_of_more_than_2_gib_is_encoded_applied_and_merged() -> None:
+    """Pages that nobody wrote to take no memory."""
+    size = (1 << 30) + 5
+    places = [0, UNIT, (1 << 30) - 1, 1 << 30, size - 1]
+    values, target = np.zeros(size, np.uint16), np.zeros(size, np.uint16)
+    target[places] = 9
+    encoded = codec.encode(values, target)
+    assert encoded.num_changed == len(places)
+    codec.apply(encoded.payload, values)
+    codec.apply(codec.merge([encoded.payload, encoded.payload], size).payload, values)
+    assert values[places].tolist() == [27] * len(places)
+    assert values[1] == values[size - 2] == 0
+
+
 @pytest.mark.parametrize("length", range(1, 9))
 def test_chains_of_any_length_merge_to_the_same_bytes_by_every_kernel(length: int) -> None:
     """Sparse, dense and full steps in turn; what comes before a full unit does not matter."""

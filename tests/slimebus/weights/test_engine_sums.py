@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,10 +68,12 @@ def test_a_fused_parameter_that_differs_names_all_its_tensors() -> None:
     assert (found.is_same, found.different, found.uncompared) == (False, sorted(QKV), {})
 
 
-def test_an_engine_that_computes_in_float32_has_the_same_values_widened() -> None:
-    of = tensors()
-    wide = {name: as_tensor(name, (t.steps.astype(np.uint32) << 16).view(np.float32).reshape(t.shape)) for name, t in of.items()}
-    assert verdict(sglang(wide), of).is_same
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_engine_of_another_dtype_has_the_same_values_converted(dtype: str) -> None:
+    of = {name: as_tensor(name, t.array() & 0xBFFF) for name, t in tensors().items()}  # no NaN: conversions keep no bits of it
+    wide = {name: (t.steps.astype(np.uint32) << 16).view(np.float32).reshape(t.shape) for name, t in of.items()}
+    found = verdict(sglang({name: as_tensor(name, values.astype(dtype)) for name, values in wide.items()}), of)
+    assert (found.is_same, found.held_as) == (True, (dtype,))
 
 
 def test_a_vocabulary_is_padded_and_a_tied_head_is_the_embedding() -> None:
@@ -179,6 +183,14 @@ def test_check_ends_with_1_and_names_what_differs_from_the_trainer(engine: Engin
     assert "different: model.norm.weight\nnot compared: model.extra: the trainer publishes nothing for it" in done.output
     assert "7 tensors same, 1 different, 1 not compared\n" in done.output
     assert (told["is_same"], told["different"], told["source"]["version"]) == (False, ["model.norm.weight"], "L:0")
+
+
+def test_the_exit_code_reaches_the_shell(engine: Engine, tmp_path: Path) -> None:
+    engine.sums = sglang(tensors()) | {"model.norm.weight": "0" * 16}
+    write_model(tmp_path / "model", tensors())
+    words = [sys.executable, "-m", "slimebus", "weights", "check", engine.url, str(tmp_path / "model")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, "different: model.norm.weight" in done.stdout) == (1, True), done.stderr
 
 
 def test_an_engine_that_is_not_there_or_has_no_checksums_is_an_error(engine: Engine) -> None:

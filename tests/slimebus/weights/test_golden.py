@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from slimebus import envelope
-from slimebus.weights import codec, messages
+from slimebus.weights import codec, delta_file, messages
 from slimebus.weights.kernel import load_kernel
 from slimebus.weights.messages import Manifest, Piece, TensorEntry
-from slimebus.weights.tensors import NO_BASE
+from slimebus.weights.safetensors_file import as_weights
+from slimebus.weights.tensors import NO_BASE, Weights, as_tensor
 
 GOLDEN = Path(__file__).parent / "golden"
+NOTHING = Weights("5f1c", NO_BASE, "", {}, {})
 FRACTIONS = {"sparse": 0.02, "dense": 0.6, "full": 1.0}
 MESSAGES = {
     "manifest_request": messages.ManifestRequest(have_lineage="5f1c", have_version=41),
@@ -87,10 +89,42 @@ def test_manifests_are_still_read_and_written_the_same() -> None:
     assert msgspec.msgpack.encode(MANIFEST) == stored
 
 
+def chain_version(number: int) -> Weights:
+    """A tensor of each form of change, one that travels whole, one that stays, a scalar and an empty one."""
+    tensors = {f"layers.0.{form}": arrays(form)[number] for form in FRACTIONS}
+    scale = np.arange(6, dtype=np.float32).reshape(2, 3) + np.float32(number)
+    more = {
+        "scale": scale,
+        "fixed": arrays("sparse")[0],
+        "scalar": np.array(0x3F80 + number, np.uint16),
+        "empty": np.zeros((0, 4), np.uint16),
+    }
+    return as_weights({name: as_tensor(name, value) for name, value in (tensors | more).items()}, lineage="5f1c", version=number)
+
+
+def test_stored_files_of_a_chain_still_lead_to_their_versions() -> None:
+    whole = delta_file.apply(delta_file.read(GOLDEN / "chain.full"), None)
+    stepped = delta_file.apply(delta_file.read(GOLDEN / "chain.delta"), whole)
+    for got, number in ((whole, 0), (stepped, 1)):
+        expected = chain_version(number)
+        assert (got.lineage, got.version, got.digest, got.hashes) == ("5f1c", number, expected.digest, expected.hashes)
+        for name, tensor in expected.tensors.items():
+            assert np.array_equal(got.tensors[name].buffer, tensor.buffer)
+
+
+def test_a_full_copy_is_still_written_the_same(tmp_path: Path) -> None:
+    delta_file.write(tmp_path / "chain.full", *delta_file.between(NOTHING, chain_version(0)))
+    assert (tmp_path / "chain.full").read_bytes() == (GOLDEN / "chain.full").read_bytes()
+
+
 def _write_missing() -> None:
     import msgspec
 
     GOLDEN.mkdir(exist_ok=True)
+    chain = {"chain.full": (NOTHING, chain_version(0)), "chain.delta": (chain_version(0), chain_version(1))}
+    for name, pair in chain.items():
+        if not (GOLDEN / name).exists():
+            delta_file.write(GOLDEN / name, *delta_file.between(*pair))
     files = {payload_file(form, zstd): codec.encode(*arrays(form), zstd=zstd).payload for form in FRACTIONS for zstd in (False, True)}
     files |= {GOLDEN / f"{name}.msgpack": envelope.encode(message, id=7, run="r", sender="s") for name, message in MESSAGES.items()}
     files[GOLDEN / "manifest.msgpack"] = msgspec.msgpack.encode(MANIFEST)
