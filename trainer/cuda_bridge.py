@@ -126,8 +126,10 @@ def bridge_collectives(dist: Any) -> None:
     def is_uneven(tensors: Any) -> bool:
         return len({tuple(t.shape) for t in tensors}) > 1
 
-    def all_to_all_single(output: Any, input: Any, output_splits: Any = None, input_splits: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return all_to_all(output, input, plain(output_splits), plain(input_splits), *args, **kwargs)
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return all_to_all(output, input, plain(output_split_sizes), plain(input_split_sizes), *args, **kwargs)
 
     def all_gather(tensors: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_uneven(tensors):

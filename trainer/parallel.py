@@ -43,19 +43,26 @@ def start(settings: ModelSettings) -> None:
             settings.tensor_model_parallel_size,
             settings.pipeline_model_parallel_size,
             context_parallel_size=settings.context_parallel_size,
+            expert_model_parallel_size=settings.megatron.get("expert_model_parallel_size", 1),
         )
     torch.manual_seed(settings.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
 
 
 def check_layout(settings: ModelSettings, world_size: int) -> None:
-    """Raise ConfigError unless the ranks divide by TP x PP x CP."""
+    """Raise ConfigError unless the ranks divide by TP x PP x CP, and by TP x PP x EP."""
     sizes = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size, settings.context_parallel_size
     model_ranks = sizes[0] * sizes[1] * sizes[2]
     if world_size % model_ranks:
         raise ConfigError(
             f"{world_size} trainer ranks do not divide by {model_ranks} = tensor {sizes[0]} x pipeline {sizes[1]} x context {sizes[2]};"
             f" start a multiple of {model_ranks} with torchrun --nproc-per-node"
+        )
+    experts = settings.megatron.get("expert_model_parallel_size", 1)
+    if world_size % (sizes[0] * sizes[1] * experts):
+        raise ConfigError(
+            f"{world_size} trainer ranks do not divide by {sizes[0] * sizes[1] * experts} = tensor {sizes[0]} x pipeline {sizes[1]} x "
+            f"expert {experts}; start a multiple of that, or lower expert_model_parallel_size"
         )
 
 

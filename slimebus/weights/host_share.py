@@ -50,8 +50,9 @@ class Turn:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(descriptor).st_nlink:  # else the owner before has just given back, and deleted, what was opened
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                    with contextlib.suppress(OSError):  # memory that is full: the lock holds all the same
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                     self._locked = descriptor
                     return True
             os.close(descriptor)

@@ -30,7 +30,7 @@ from slimebus.weights import tensor_file
 from slimebus.weights.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.shared_version import SharedTensor, SharedVersion
 from slimebus.weights.tensor_file import TensorForm
-from slimebus.weights.tensors import Tensor, Weights
+from slimebus.weights.tensors import Tensor, Weights, hash_bytes
 
 PREFIX = "slimebus-weights-"
 ALIVE = "alive"
@@ -63,14 +63,15 @@ class SharedFolder:
         Raises WeightsError where there is no room.
         """
         path = self._new_path()
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            buffer = tensor_file.create(descriptor, form, content)
-        except OSError as bad:
-            path.unlink(missing_ok=True)
-            raise self._no_room(form.size) if bad.errno == errno.ENOSPC else WeightsError(f"{path}: {bad.strerror}") from None
-        finally:
-            os.close(descriptor)
+        with self._problems(form.size):
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                buffer = tensor_file.create(descriptor, form, content)
+            except (OSError, WeightsError):
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
         self._filling[id(buffer)] = buffer, path
         return buffer
 
@@ -78,8 +79,9 @@ class SharedFolder:
         """The allocated buffer is filled and verified: from now on it is read-only, and neighbours may take it."""
         _, path = self._filling.pop(id(buffer))
         buffer.flags.writeable = False
-        path.chmod(0o400)
-        self._damaged.discard(path.rename(self._tensors / form.file_name))
+        with self._problems():
+            path.chmod(0o400)
+            self._damaged.discard(path.rename(self._tensors / form.file_name))
 
     def discard_unfinished(self) -> None:
         """What was allocated and not kept goes back to the system."""
@@ -122,6 +124,16 @@ class SharedFolder:
         if size > shutil.disk_usage(self.root).free:
             raise self._no_room(size)
 
+    @contextlib.contextmanager
+    def _problems(self, size: int = 0) -> Iterator[None]:
+        """What goes wrong with files of this folder, as WeightsError. size: bytes of tensors that are being written."""
+        try:
+            yield
+        except OSError as bad:
+            if bad.errno == errno.ENOSPC:
+                raise self._no_room(size) from None
+            raise WeightsError(f"{bad.filename or self.path}: {bad.strerror}; does something else delete files there?") from None
+
     def _no_room(self, size: int) -> WeightsError:
         free = shutil.disk_usage(self.root).free
         return WeightsError(
@@ -148,25 +160,41 @@ class SharedFolder:
         forms = _forms(weights)
         directory = self._versions / f"{weights.version}-{next(self._numbers)}"
         unfinished = self._unfinished / directory.name
-        unfinished.mkdir()
-        copy_config(config_from, unfinished)
-        for form in forms:
-            os.link(self._tensors / form.file_name, unfinished / form.file_name)
-        (unfinished / INDEX_FILE).write_text(json.dumps(_index(weights, forms)))
-        unfinished.rename(directory)
+        try:
+            with self._problems():
+                unfinished.mkdir()
+                for file in self._config(config_from).iterdir():
+                    os.link(file, unfinished / file.name)
+                for form in forms:
+                    os.link(self._tensors / form.file_name, unfinished / form.file_name)
+                (unfinished / INDEX_FILE).write_text(json.dumps(_index(weights, forms)))
+                unfinished.rename(directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
         tensors = {form.name: SharedTensor(*form, file=directory / form.file_name, offset=len(form.header)) for form in forms}
         return SharedVersion(weights.lineage, weights.version, weights.digest, directory, tensors)
+
+    def _config(self, model: Path) -> Path:
+        """The files of a model beside its weights, copied once for all versions."""
+        copies = self.path / f"config-{hash_bytes(os.fsencode(model))[:16]}"
+        if not copies.is_dir():
+            unfinished = self._unfinished / copies.name
+            unfinished.mkdir(exist_ok=True)
+            copy_config(model, unfinished)
+            unfinished.rename(copies)
+        return copies
 
     def retain(self, *versions: SharedVersion) -> None:
         """Give back the memory of all others. Who has a file of them mapped, or linked into its own folder, keeps it."""
         directories = {version.directory for version in versions}
-        needed = {name for directory in directories for name in os.listdir(directory)}
-        for directory in self._versions.iterdir():
-            if directory not in directories:
-                shutil.rmtree(directory, ignore_errors=True)
-        for file in self._tensors.iterdir():
-            if file.name not in needed:
-                file.unlink(missing_ok=True)
+        with self._problems():
+            needed = {name for directory in directories for name in os.listdir(directory)}
+            for directory in self._versions.iterdir():
+                if directory not in directories:
+                    shutil.rmtree(directory, ignore_errors=True)
+            for file in self._tensors.iterdir():
+                if file.name not in needed:
+                    file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give everything back."""

@@ -8,6 +8,7 @@
 The header follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both.
 """
 
+import functools
 import json
 import os
 from typing import NamedTuple
@@ -41,15 +42,22 @@ class TensorForm(NamedTuple):
     @property
     def header(self) -> bytes:
         """All bytes of the file before the tensor's."""
-        described = {"dtype": CODES[self.dtype], "shape": list(self.shape), "data_offsets": [0, self.size]}
-        text = json.dumps({"__metadata__": {"format": "pt"}, self.name: described}, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        return _header(self.name, self.dtype, self.shape)[0]
 
     @property
     def file_name(self) -> str:
         """One for each content: equal bytes of two tensors are two files."""
-        return f"{self.hash}-{hash_bytes(self.header)[:16]}{SUFFIX}"
+        return f"{self.hash}-{_header(self.name, self.dtype, self.shape)[1]}{SUFFIX}"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _header(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, str]:
+    """A header and what it is called; asked for several times a version, and the same in all of them."""
+    described = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [0, tensor_bytes(name, dtype, shape)]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, name: described}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, hash_bytes(header)[:16]
 
 
 def create(descriptor: int, form: TensorForm, content: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:

@@ -76,8 +76,40 @@ def test_layout_trains_as_one_rank_does(name: str, model: Path, one_rank: dict, 
     assert load_file(tmp_path / "out.hf" / "model.safetensors").keys() == got["exported"].keys()
 
 
+def test_experts_are_owned_by_the_ranks_that_train_them(tmp_path: Path):
+    """Two ranks with half of the experts each train as one does, and each owns its half; rank 0 owns the rest."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=38,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    one = run_ranks(tmp_path / "model", tmp_path / "one.json", 1, {})
+    layout = {"megatron": {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}}
+    two = run_ranks(tmp_path / "model", tmp_path / "two.json", 2, layout)
+    assert two["exported"] == one["exported"]
+    assert two["logprobs"] == pytest.approx(one["logprobs"], rel=1e-5)
+    for mine, reference in zip(two["metrics"], one["metrics"], strict=True):
+        for metric in ("loss", "grad_norm", "entropy"):
+            assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), metric
+    assert_owned_once(two, ranks=2, stages=2)
+    assert {name.split(".experts.")[1][0] for name in two["owned"][1]} == {"2", "3"}
+
+
 def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:
-    """Every tensor, whole and bit for bit, on one rank, and no rank with all of them where stages share the model."""
+    """Every tensor, whole and bit for bit, on one rank, and no rank with all of them where `stages` ranks share the model."""
     assert len(got["owned"]) == ranks
     assert got["owners"] == [rank for rank, owned in enumerate(got["owned"]) if owned]
     assert len(got["owners"]) == stages
@@ -92,4 +124,7 @@ def test_ranks_that_do_not_divide_are_refused_in_one_line(model: Path, tmp_path:
 
     settings = ModelSettings(hf_checkpoint=str(model), tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1"):
+        check_layout(settings, 6)
+    settings = ModelSettings(hf_checkpoint=str(model), megatron={"expert_model_parallel_size": 4})
+    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4"):
         check_layout(settings, 6)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -303,6 +304,42 @@ def test_a_tensor_of_another_shape_never_reaches_the_engine(server: EngineProces
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("pause_mode", ["retract", "in_place"])
+def test_an_update_that_ends_half_way_leaves_the_engine_paused_until_it_has_everything(
+    server: EngineProcess, model: Path, trainer: Trainer, pause_mode: str
+) -> None:
+    async def run() -> None:
+        async with worker(server, model, trainer, pause_mode=pause_mode) as at:
+            await at.follow(0)
+            engine, sent = at.engines.engines[0], at.weights.sent_tensors
+            end, paused = engine.weights.calls.end, []
+
+            async def fails_once() -> None:
+                engine.weights.calls.end = closes  # type: ignore[method-assign]
+                raise WeightsError("the connection was lost before the end")
+
+            async def closes() -> None:
+                paused.append(not await engine.client.is_ready())
+                await end()
+
+            engine.weights.calls.end = fails_once  # type: ignore[method-assign]
+            running = asyncio.create_task(at.engines.generate(np.array([5, 6], np.int32), {**LONG, "max_new_tokens": 1500}, 1))
+            await asyncio.sleep(0.3)
+            version = trainer.step()
+            at.sync.announce(LINEAGE, version, [trainer.server.endpoint])
+            with pytest.raises(WeightsError, match="out of service"):
+                await asyncio.wait_for(running, 60)
+            assert not await engine.client.is_ready()
+            changed = at.weights.sent_tensors - sent
+            await at.follow(version)
+            assert paused[0]
+            assert at.weights.sent_tensors - sent - changed == len(trainer.tensors) > changed
+            await check_is_same(at, trainer)
+            assert len(await at.greedy()) == len(PROMPTS)
+
+    asyncio.run(run())
+
+
 def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_has_everything(model: Path, trainer: Trainer) -> None:
     async def run() -> None:
         config = EngineConfig(engine="sglang", engine_python=sglang_python(), engine_start_timeout_s=READY_TIMEOUT_S)
@@ -319,7 +356,10 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
 
             async def killed(*args: Any) -> None:
                 assert engine.process is not None
-                engine.process.stop(0.0)
+                assert engine.process.pid is not None
+                os.kill(engine.process.pid, signal.SIGKILL)
+                while not engine.is_dead:
+                    await asyncio.sleep(0.05)
                 await load(*args)
 
             engine.weights.calls.load_tensors = killed  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -202,3 +203,24 @@ def test_no_descriptor_stays_open_for_a_tensor(folder: SharedFolder) -> None:
     held = folder.hold(weights(**{f"t{i}": [i] for i in range(50)}))
     assert len(os.listdir("/proc/self/fd")) == before
     assert held.tensors["t49"].array().tolist() == [49]
+
+
+def test_a_folder_that_something_deleted_is_an_error_that_says_where(folder: SharedFolder, model: Path) -> None:
+    held = folder.hold(weights(a=[1]))
+    shutil.rmtree(folder.path)
+    for act in (lambda: folder.hold(weights(1, a=[2])), lambda: folder.make_version(held, model), lambda: folder.retain()):
+        with pytest.raises(WeightsError, match=f"{folder.path}.*No such file"):
+            act()
+
+
+def test_a_version_that_cannot_be_made_leaves_nothing(folder: SharedFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = folder.hold(weights(a=[1]))
+
+    def full(*args: object, **options: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(WeightsError, match=r"weights\.weights_shm"):
+        folder.make_version(held, model)
+    assert not names(folder.path / "unfinished")
+    assert not names(folder.path / "versions")
