@@ -120,6 +120,7 @@ class Client:
         self._hints_address = ""
         self._say_at = 0.0
         self._closing = threading.Event()
+        self._gate = threading.Lock()  # nothing enters the outbox after its last look, and nobody writes to a closed pipe
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         self._context = zmq.Context()
@@ -133,11 +134,14 @@ class Client:
     ) -> "Future[Reply]":
         """Send, and return a future of the reply. It fails with Unreachable after `timeout_s` seconds; close() cancels it."""
         pending = _Pending(message, bulk, timeout_s, resend_s or self.resend_s)
-        if self._closing.is_set():
+        with self._gate:
+            is_open = not self._closing.is_set()
+            if is_open:
+                self._outbox.put((next(self._ids), pending))
+        if is_open:
+            self._wake()
+        else:
             pending.future.cancel()
-            return pending.future
-        self._outbox.put((next(self._ids), pending))
-        self._wake()
         return pending.future
 
     def call(self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0) -> Reply:
@@ -191,14 +195,17 @@ class Client:
         except SlimebusError as unheard:
             log.debug("goodbye not heard: %s", unheard.text)
         finally:  # also when interrupted: threads that wait for an answer would keep the process
-            self._closing.set()
-            self._wake()
+            with self._gate:
+                self._closing.set()
+                os.write(self._wake_w, b"!")
             self._thread.join(timeout=5.0)
             os.close(self._wake_w)
             os.close(self._wake_r)
 
     def _wake(self) -> None:
-        os.write(self._wake_w, b"!")
+        with self._gate:
+            if not self._closing.is_set():
+                os.write(self._wake_w, b"!")
 
     # --- the thread ---
 

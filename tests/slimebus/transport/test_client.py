@@ -1,8 +1,11 @@
 """A real client and a real server over loopback TCP."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
 
 import msgpack
 import pytest
@@ -219,3 +222,25 @@ def test_closing_frees_whoever_waits_for_an_answer_now_or_later() -> None:
     client.close()
     assert waiting.cancelled()
     assert client.submit(Status(), timeout_s=600).cancelled()
+
+
+class SlowOutbox(queue.SimpleQueue[Any]):
+    """Puts once the client's thread has ended, or half a second later if it does not end before that."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self.is_waiting.set()
+        self.thread.join(0.5)
+        super().put(item)
+
+
+def test_a_request_made_while_its_client_is_closed_ends(answering: Callable[..., Answering]) -> None:
+    client = Client(answering().server.endpoint, name="w")
+    outbox = SlowOutbox()
+    outbox.thread, outbox.is_waiting = client._thread, threading.Event()
+    client._outbox = outbox
+    with ThreadPoolExecutor(1) as asking:
+        asked = asking.submit(client.submit, Status())
+        outbox.is_waiting.wait(10)
+        client.close(goodbye=False)
+        with pytest.raises(CancelledError):
+            asked.result(10).result(5)
