@@ -12,9 +12,8 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,50 +22,30 @@ from slimebus.security.key_file import KeyPair
 from slimebus.weights.host_share import HostShare
 from slimebus.weights.link import Link, wait_for_any
 from slimebus.weights.messages import (
-    ChunkReply,
-    ChunkRequest,
     Manifest,
     ManifestReply,
     ManifestRequest,
-    Piece,
 )
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest, check_names
 from slimebus.weights.stages import Stages
+from slimebus.weights.stream import LATER_PAUSE_S, Again, BadSource, Stream, chunks
 from slimebus.weights.tensors import NO_BASE, Weights
 
 CHUNK_BYTES = 1 << 20
 """Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
 
-MAX_PIECES = 64
 MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
 """Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
 MAX_ASKERS = 32
 """Publishers that are asked for their manifest at once; each may have to merge a chain first."""
-LATER_STALLS = 10
-"""A source that says `later` for so many stall times, and sends nothing, does not do."""
-LATER_PAUSE_S = 0.05
-BUSY = "busy"
-"""The error of a server that has too much on its way to others already; as good as `later`."""
 MIN_POOLED_BYTES = 1 << 18
 """Smaller tensors are verified sooner than another thread would begin."""
 
 
-class _Again(Exception):
-    """Not an error: the pull goes round once more. The plan no longer holds; what is verified stays."""
-
-
-class _BadSource(_Again):
-    """A worker that payloads were to come from did not do; its publisher has them too."""
-
-    def __init__(self, source: str, why: str) -> None:
-        super().__init__(f"worker {source} {why}; its publisher is asked")
-        self.source = source
-
-
-class _NoAnswer(_Again):
+class _NoAnswer(Again):
     """Time ran out while nobody answered; says less than what was wrong before."""
 
 
@@ -148,11 +127,11 @@ class WeightPuller:
             verified_before = plan.num_verified
             try:
                 return self._round(plan, deadline)
-            except _BadSource as bad:
+            except BadSource as bad:
                 self._give_up_source(bad.source)
                 reason = str(bad)
                 continue
-            except _Again as again:
+            except Again as again:
                 reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
             self.counts.rounds += 1
             in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
@@ -202,7 +181,7 @@ class WeightPuller:
         check_names(entries)
         plan.check_size(entries, target, self._max_bytes)
         if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
-            raise _Again("a neighbour has pulled; it is this worker's turn")
+            raise Again("a neighbour has pulled; it is this worker's turn")
         queues = [list(plan.missing(part)) for part in manifests]
         if self._onward is not None:
             self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
@@ -217,7 +196,7 @@ class WeightPuller:
         try:
             return plan.finish([part[0] for part in manifests], target)
         except WrongDigest as wrong:
-            raise _Again(wrong.text) from None
+            raise Again(wrong.text) from None
 
     def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
         """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
@@ -232,7 +211,7 @@ class WeightPuller:
             try:
                 self._sources[source] = self._link_to(source)
             except SlimebusError as bad:  # an address that another worker gave, or a key that this one lacks
-                raise _BadSource(source, f"cannot be asked: {bad.text}") from None
+                raise BadSource(source, f"cannot be asked: {bad.text}") from None
         self.counts.from_workers += 1
         return self._sources[source]
 
@@ -263,11 +242,11 @@ class WeightPuller:
                 raise WeightsError(f"{link.endpoint} answered a manifest request with {type(reply).__name__}")
             return msgspec.msgpack.decode(bulk[0], type=Manifest)
         except (msgspec.DecodeError, RecursionError) as bad:
-            raise _Again(f"the manifest from {link.endpoint} does not parse: {bad}") from None
+            raise Again(f"the manifest from {link.endpoint} does not parse: {bad}") from None
         except SlimebusError as problem:
             if not problem.retryable:
                 raise
-            raise (_NoAnswer if isinstance(problem, Unreachable) else _Again)(problem.text) from None
+            raise (_NoAnswer if isinstance(problem, Unreachable) else Again)(problem.text) from None
 
     def _fetch(self, plan: Plan, queues: Sequence[Sequence[Job]], links: Sequence[Link], target: Target, deadline: float) -> None:
         """Every job of every part, `credits` requests in flight on each link. Parts that come from one worker share its link."""
@@ -276,7 +255,7 @@ class WeightPuller:
             jobs_of.setdefault(link, []).extend(jobs)
         workers = {link: source for source, link in self._sources.items()}
         streams = [
-            _Stream(link, jobs, _chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
+            Stream(link, jobs, chunks(jobs, target, self._chunk_bytes), self._credits, source=workers.get(link, ""))
             for link, jobs in jobs_of.items()
         ]
         checks = _Checks(self._pool, self._units)
@@ -285,14 +264,14 @@ class WeightPuller:
         finally:
             checks.wait()  # they write to buffers that the next round, or pull, may use
 
-    def _receive(self, plan: Plan, streams: Sequence["_Stream"], checks: "_Checks", target: Target, deadline: float) -> None:
+    def _receive(self, plan: Plan, streams: Sequence[Stream], checks: "_Checks", target: Target, deadline: float) -> None:
         source_of = {id(job): stream.source for stream in streams for job in stream.jobs}
         checks.add(job for stream in streams for job in stream.jobs if not job.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
-                raise _Again("the deadline came in the middle of the transfer")
+                raise Again("the deadline came in the middle of the transfer")
             if self._host:
                 self._host.tell()
             with self.stages("wire"):
@@ -310,9 +289,9 @@ class WeightPuller:
             self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
             if stream.gone and stream.source:
-                raise _BadSource(stream.source, f"no longer has {stream.gone!r} of version {target.version}")
+                raise BadSource(stream.source, f"no longer has {stream.gone!r} of version {target.version}")
             if stream.gone:
-                raise _Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
+                raise Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
     def _accept(self, plan: Plan, job: Job, target: Target, is_right: bool, source: str) -> None:
         if job.base is None:
@@ -322,9 +301,9 @@ class WeightPuller:
         if not is_right:
             self.counts.wrong_bytes += 1
             if source:
-                raise _BadSource(source, f"sent other bytes of {job.entry.name!r} than its publisher says")
+                raise BadSource(source, f"sent other bytes of {job.entry.name!r} than its publisher says")
             plan.note_wrong(job.entry, target)
-            raise _Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
+            raise Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
         plan.learn(job, target)
         if self._onward is not None:
             self._onward.add(job.entry.name, job.base_version, job.payload.data)
@@ -373,118 +352,5 @@ def _agree(manifests: Sequence[Sequence[Manifest]]) -> Target:
     """The one version that all manifests are of."""
     targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
     if len(targets) > 1:
-        raise _Again(f"the publishers are at different versions: {', '.join(f'{t.version} of {t.lineage}' for t in sorted(targets))}")
+        raise Again(f"the publishers are at different versions: {', '.join(f'{t.version} of {t.lineage}' for t in sorted(targets))}")
     return targets.pop()
-
-
-class _Chunk(NamedTuple):
-    request: ChunkRequest
-    places: list[tuple[Job, int, int]]  # job, offset, length of each piece
-
-
-def _chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[_Chunk]:
-    """The jobs cut into requests of chunk_bytes; small payloads share one."""
-    places: list[tuple[Job, int, int]] = []
-    room = chunk_bytes
-    for job in jobs:
-        offset, size = 0, job.missing_bytes
-        while offset < size:
-            length = min(room, size - offset)
-            places.append((job, offset, length))
-            offset, room = offset + length, room - length
-            if room == 0 or len(places) == MAX_PIECES:
-                yield _chunk(places, target)
-                places, room = [], chunk_bytes
-    if places:
-        yield _chunk(places, target)
-
-
-def _chunk(places: list[tuple[Job, int, int]], target: Target) -> _Chunk:
-    pieces = [Piece(job.entry.name, job.base_version, offset, length) for job, offset, length in places]
-    return _Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
-
-
-class _Stream:
-    """The chunks of the jobs of one link, in flight."""
-
-    def __init__(self, link: Link, jobs: Sequence[Job], chunks: Iterator[_Chunk], credits: int, *, source: str) -> None:
-        self.link, self.jobs, self._chunks, self._credits, self.source = link, jobs, chunks, credits, source
-        self.pending: dict[int, _Chunk] = {}
-        self._later: deque[tuple[float, _Chunk]] = deque()
-        self._useful_at = time.monotonic()
-        self.gone = ""
-
-    def fill(self, *, more: bool) -> bool:
-        """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
-        if not self.pending:
-            self.link.listen()
-        while self._later and self._later[0][0] <= time.monotonic():
-            self._send(self._later.popleft()[1])
-        while more and len(self.pending) + len(self._later) < self._credits:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._send(chunk)
-        return bool(self.pending or self._later)
-
-    def _send(self, chunk: _Chunk) -> None:
-        self.pending[self.link.send(chunk.request)] = chunk
-
-    def _postpone(self, chunk: _Chunk) -> None:
-        """The source is there, but has nothing yet; that is not believed for ever."""
-        now = time.monotonic()
-        if self.source and now - self._useful_at > LATER_STALLS * self.link.stall_s:
-            raise _BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
-        self._later.append((now + LATER_PAUSE_S, chunk))
-
-    def receive(self, counts: PullCounts) -> list[Job]:
-        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
-        complete: list[Job] = []
-        for request_id, message, bulk in self.link.receive(0):
-            chunk = self.pending.pop(request_id, None)
-            if chunk is None:
-                continue
-            if isinstance(message, SlimebusError):
-                if message.code == BUSY:
-                    self._postpone(chunk)
-                    continue
-                if self.source:
-                    raise _BadSource(self.source, message.text)
-                if not message.retryable:
-                    raise message
-                raise _Again(message.text)
-            if not isinstance(message, ChunkReply):
-                raise self._wrong(f"answered a chunk request with {type(message).__name__}")
-            if message.later:
-                self._postpone(chunk)
-                continue
-            complete += self._take(chunk, message, bulk, counts)
-        if self.pending and self.link.is_stalled:
-            if self.source:
-                raise _BadSource(self.source, "does not answer")
-            self.link.reconnect()
-            lost, self.pending = self.pending, {}
-            for chunk in lost.values():
-                self._send(chunk)
-        return complete
-
-    def _wrong(self, what: str) -> _Again:
-        return _BadSource(self.source, what) if self.source else _Again(f"{self.link.endpoint} {what}")
-
-    def _take(self, chunk: _Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
-        """Put the pieces where they belong. A job with a piece that is gone never completes."""
-        complete: list[Job] = []
-        gone = set(reply.gone)
-        expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
-        if [len(frame) for frame in bulk] != expected:
-            raise self._wrong("answered a chunk request with other pieces than asked for")
-        for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
-            if index in gone:
-                self.gone = job.entry.name
-                continue
-            self._useful_at = time.monotonic()
-            job.put(offset, frame)
-            counts.received_bytes += length
-            if not job.missing_bytes:
-                complete.append(job)
-        return complete

@@ -13,7 +13,7 @@ takes longer than a version lasts; then it is gone.
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from slimebus.errors import WeightsError
 from slimebus.weights import codec
+from slimebus.weights.merges import Delta, Merges, Step
 from slimebus.weights.messages import BAD_CHUNK, DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
 from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import (
@@ -39,8 +40,6 @@ from slimebus.weights.tensors import (
 
 LENT_S = 2.0
 """A tensor that was read so recently is taken to be in the middle of a pull."""
-MERGED_FRACTION = 0.5
-"""Of the model's size: what merged deltas take at most. Who pulls one that had to go asks for the manifest, and so for the merge, again."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +63,6 @@ class VersionInfo:
     @property
     def changed_fraction(self) -> float:
         return self.num_changed / max(1, self.num_values)
-
-
-class _Delta(NamedTuple):
-    payload: bytes
-    payload_hash: str
-    num_changed: int
-    base_hash: str
-
-
-class _Step(NamedTuple):
-    """From version - 1 to version. A changed tensor without a delta travels whole."""
-
-    version: int
-    deltas: Mapping[str, _Delta]
-    whole: frozenset[str]
 
 
 @dataclass
@@ -108,7 +92,7 @@ class _Seen(NamedTuple):
 
     newest: VersionInfo
     tensors: Mapping[str, Tensor]  # buffers are the full copy's; only dtype and shape are read here
-    steps: tuple[_Step, ...]  # oldest first, without gaps, the last one leads to newest
+    steps: tuple[Step, ...]  # oldest first, without gaps, the last one leads to newest
 
 
 class _Taken(NamedTuple):
@@ -116,7 +100,7 @@ class _Taken(NamedTuple):
 
     name: str
     num_changed: int
-    delta: _Delta | None = None
+    delta: Delta | None = None
     is_whole: bool = False
 
 
@@ -136,10 +120,9 @@ class VersionStore:
         self._former: dict[str, _Former] = {}
         self._sweeper: threading.Timer | None = None
         self._seen: _Seen | None = None
-        self._merged: dict[tuple[int, int], Mapping[str, _Delta]] = {}
+        self._merges = Merges(zstd)
         self._lock = threading.Lock()  # short: the maps above
         self._publishing = threading.Lock()
-        self._merging = threading.Lock()
         self._stages = Stages()
         self._pool = ThreadPoolExecutor(threads, "weights-diff") if threads > 1 else None
         self._units = ThreadPoolExecutor(threads, "weights-unit") if threads > 1 else None  # who waits for a unit has no place here
@@ -235,7 +218,7 @@ class VersionStore:
             return _Taken(name, 0)
         if len(encoded.payload) >= len(held.tensor.buffer):
             return _Taken(name, encoded.num_changed, is_whole=True)
-        return _Taken(name, encoded.num_changed, _Delta(encoded.payload, self._hash(encoded.payload), encoded.num_changed, base_hash))
+        return _Taken(name, encoded.num_changed, Delta(encoded.payload, self._hash(encoded.payload), encoded.num_changed, base_hash))
 
     def _hash(self, buffer: Any) -> str:
         with self._stages("hash"):
@@ -271,7 +254,7 @@ class VersionStore:
                 del self._held[name]
             tensors = {name: self._held[name].tensor for name in given}
             hashes = {name: self._held[name].hash for name in given}
-        step = _Step(version, {t.name: t.delta for t in taken if t.delta}, frozenset(t.name for t in taken if t.is_whole))
+        step = Step(version, {t.name: t.delta for t in taken if t.delta}, frozenset(t.name for t in taken if t.is_whole))
         newest = VersionInfo(
             lineage=self.lineage,
             version=version,
@@ -287,13 +270,14 @@ class VersionStore:
         with self._lock:
             before = self._seen.steps if self._seen else ()
             self._seen = _Seen(newest, tensors, (*before, step)[-self.keep :] if self._seen else ())
-            self._merged = {pair: deltas for pair, deltas in self._merged.items() if pair[1] >= version - 1}
             self._next_version = version + 1
+        self._merges.forget(before=version - 1)
         return newest
 
     def _forget(self) -> None:
         with self._lock:
-            self._held, self._former, self._seen, self._merged = {}, {}, None, {}
+            self._held, self._former, self._seen = {}, {}, None
+        self._merges.forget()
 
     # --- serving ---
 
@@ -305,7 +289,7 @@ class VersionStore:
             entries = [self._full_entry(seen, name) for name in seen.tensors]
             return Manifest(lineage=self.lineage, version=newest.version, digest=newest.digest, tensors=entries)
         steps = seen.steps[len(seen.steps) - (newest.version - have_version) :]
-        deltas = self._pair(seen, have_version, steps)
+        deltas = self._merges.between(have_version, newest.version, steps, seen.tensors)
         touched = {name for step in steps for name in (*step.deltas, *step.whole)}
         entries = [self._entry(seen, name, deltas.get(name), name in touched) for name in seen.tensors]
         return Manifest(lineage=self.lineage, version=newest.version, digest=newest.digest, tensors=entries, base=have_version)
@@ -340,58 +324,19 @@ class VersionStore:
     def _oldest_base(self, seen: _Seen) -> int:
         return seen.newest.version - len(seen.steps)
 
-    def _find_delta(self, seen: _Seen, version: int, name: str, base: int) -> _Delta:
-        with self._lock:
-            deltas: Mapping[str, _Delta] = self._merged.pop((base, version), {})
-            if deltas:
-                self._merged[base, version] = deltas  # the last one used goes last
+    def _find_delta(self, seen: _Seen, version: int, name: str, base: int) -> Delta:
+        deltas = self._merges.find(base, version)
         if base == version - 1:
             deltas = next((step.deltas for step in seen.steps if step.version == version), {})
         if name not in deltas:
             raise VersionGone(f"the delta of {name!r} from version {base} to {version} is no longer kept")
         return deltas[name]
 
-    def _pair(self, seen: _Seen, base: int, steps: tuple[_Step, ...]) -> Mapping[str, _Delta]:
-        """The deltas straight from base to the newest version."""
-        if len(steps) <= 1:
-            return steps[0].deltas if steps else {}
-        pair = (base, seen.newest.version)
-        with self._merging:
-            with self._lock:
-                merged = self._merged.get(pair)
-            if merged is None:
-                merged = self._merge(seen, steps)
-                with self._lock:
-                    self._keep_merged(pair, merged, seen.newest)
-            return merged
-
-    def _keep_merged(self, pair: tuple[int, int], merged: Mapping[str, _Delta], newest: VersionInfo) -> None:
-        """The lock is held. Those that were not used for the longest time make room."""
-        self._merged[pair] = merged
-        sizes = {kept: sum(len(delta.payload) for delta in deltas.values()) for kept, deltas in self._merged.items()}
-        room = MERGED_FRACTION * newest.total_bytes - sum(sizes.values())
-        for kept in [other for other in sizes if other != pair]:
-            if room >= 0:
-                break
-            del self._merged[kept]
-            room += sizes[kept]
-
-    def _merge(self, seen: _Seen, steps: tuple[_Step, ...]) -> Mapping[str, _Delta]:
-        merged = {}
-        for name, tensor in seen.tensors.items():
-            chain = [step.deltas[name] for step in steps if name in step.deltas]
-            if not chain or any(name in step.whole for step in steps):
-                continue
-            delta = chain[0] if len(chain) == 1 else _merge_chain(chain, len(tensor.buffer) // 2, self._zstd)
-            if len(delta.payload) < len(tensor.buffer):
-                merged[name] = delta
-        return merged
-
     def _full_entry(self, seen: _Seen, name: str) -> TensorEntry:
         tensor, tensor_hash = seen.tensors[name], seen.newest.hashes[name]
         return TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, hash=tensor_hash, kind=FULL, size=len(tensor.buffer))
 
-    def _entry(self, seen: _Seen, name: str, delta: _Delta | None, is_touched: bool) -> TensorEntry:
+    def _entry(self, seen: _Seen, name: str, delta: Delta | None, is_touched: bool) -> TensorEntry:
         if is_touched and delta is None:
             return self._full_entry(seen, name)
         tensor, tensor_hash = seen.tensors[name], seen.newest.hashes[name]
@@ -415,12 +360,6 @@ def slice_payload(payload: memoryview, offset: int, length: int, name: str) -> m
     if offset < 0 or length < 0 or offset + length > len(payload):
         raise WeightsError(f"bytes {offset} to {offset + length} of {name!r}, which has {len(payload)}", code=BAD_CHUNK, retryable=False)
     return payload[offset : offset + length]
-
-
-def _merge_chain(chain: Iterable[_Delta], num_values: int, zstd: bool) -> _Delta:
-    deltas = list(chain)
-    encoded = codec.merge([delta.payload for delta in deltas], num_values, zstd=zstd)
-    return _Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, deltas[0].base_hash)
 
 
 def _num_values(tensor: Tensor) -> int:

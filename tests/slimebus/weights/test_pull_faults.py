@@ -15,8 +15,8 @@ import zmq
 from slimebus import envelope, protocol
 from slimebus.errors import WeightsError
 from slimebus.messages import Error, Message
-from slimebus.weights import puller as puller_module
 from slimebus.weights import store as store_module
+from slimebus.weights import stream
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest
 from slimebus.weights.onward import Onward
 from slimebus.weights.puller import WeightPuller
@@ -277,7 +277,7 @@ def naming(store: VersionStore, source: str) -> Any:
 
 @pytest.mark.parametrize("answer", GARBAGE, ids=lambda answer: answer.__name__)
 def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(puller_module, "LATER_STALLS", 3)
+    monkeypatch.setattr(stream, "LATER_STALLS", 3)
     values = noise(0.1)
     store = VersionStore()
     store.publish({"w": values})

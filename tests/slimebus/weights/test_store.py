@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slimebus.errors import WeightsError
-from slimebus.weights import codec
+from slimebus.weights import codec, merges
 from slimebus.weights import store as store_module
 from slimebus.weights.kernel import Changes, load_kernel
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, VersionGone
@@ -324,7 +324,7 @@ def test_merged_deltas_of_many_bases_take_no_more_than_half_of_the_model(monkeyp
     published(store, chain)
     for base in range(24):
         store.manifest(store.lineage, base)
-    kept = sum(len(delta.payload) for deltas in store._merged.values() for delta in deltas.values())
+    kept = sum(len(delta.payload) for deltas in store._merges._kept.values() for delta in deltas.values())
     assert kept <= 0.5 * chain[0].nbytes
     for base in (0, 10, 22):
         item = entry(store.manifest(store.lineage, base), "w")
@@ -334,7 +334,7 @@ def test_merged_deltas_of_many_bases_take_no_more_than_half_of_the_model(monkeyp
 
 
 def test_a_reader_in_the_middle_of_a_merged_delta_that_made_room_is_told_that_it_is_gone(monkeypatch):
-    monkeypatch.setattr(store_module, "MERGED_FRACTION", 0.0)
+    monkeypatch.setattr(merges, "KEPT_FRACTION", 0.0)
     store = VersionStore()
     published(store, rare_changes(4, 50_000))
     store.manifest(store.lineage, 0)

@@ -1,0 +1,149 @@
+"""The chunks of one link on their way: asked for, put in their places, asked for again.
+
+jobs --cut--> chunks --`credits` of them in flight--> replies --> bytes in their places --> complete jobs
+                ^------ later, busy, silence -----------'
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from slimebus.errors import SlimebusError
+from slimebus.weights.link import Link
+from slimebus.weights.messages import ChunkReply, ChunkRequest, Piece
+from slimebus.weights.plan import Job, PullCounts, Target
+
+MAX_PIECES = 64
+LATER_STALLS = 10
+"""A source that says `later` for so many stall times, and sends nothing, does not do."""
+LATER_PAUSE_S = 0.05
+BUSY = "busy"
+"""The error of a server that has too much on its way to others already; as good as `later`."""
+
+
+class Again(Exception):
+    """Not an error: the pull goes round once more. The plan no longer holds; what is verified stays."""
+
+
+class BadSource(Again):
+    """A worker that payloads were to come from did not do; its publisher has them too."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"worker {source} {why}; its publisher is asked")
+        self.source = source
+
+
+class Chunk(NamedTuple):
+    """One request and where the bytes of its answer belong: job, offset, length of each piece."""
+
+    request: ChunkRequest
+    places: list[tuple[Job, int, int]]
+
+
+def chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[Chunk]:
+    """The jobs cut into requests of chunk_bytes; small payloads share one."""
+    places: list[tuple[Job, int, int]] = []
+    room = chunk_bytes
+    for job in jobs:
+        offset, size = 0, job.missing_bytes
+        while offset < size:
+            length = min(room, size - offset)
+            places.append((job, offset, length))
+            offset, room = offset + length, room - length
+            if room == 0 or len(places) == MAX_PIECES:
+                yield _chunk(places, target)
+                places, room = [], chunk_bytes
+    if places:
+        yield _chunk(places, target)
+
+
+def _chunk(places: list[tuple[Job, int, int]], target: Target) -> Chunk:
+    pieces = [Piece(job.entry.name, job.base_version, offset, length) for job, offset, length in places]
+    return Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
+
+
+class Stream:
+    """The chunks of the jobs of one link, in flight."""
+
+    def __init__(self, link: Link, jobs: Sequence[Job], chunks: Iterator[Chunk], credits: int, *, source: str) -> None:
+        self.link, self.jobs, self._chunks, self._credits, self.source = link, jobs, chunks, credits, source
+        self.pending: dict[int, Chunk] = {}
+        self._later: deque[tuple[float, Chunk]] = deque()
+        self._useful_at = time.monotonic()
+        self.gone = ""
+
+    def fill(self, *, more: bool) -> bool:
+        """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
+        if not self.pending:
+            self.link.listen()
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._send(self._later.popleft()[1])
+        while more and len(self.pending) + len(self._later) < self._credits:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            self._send(chunk)
+        return bool(self.pending or self._later)
+
+    def _send(self, chunk: Chunk) -> None:
+        self.pending[self.link.send(chunk.request)] = chunk
+
+    def _postpone(self, chunk: Chunk) -> None:
+        """The source is there, but has nothing yet; that is not believed for ever."""
+        now = time.monotonic()
+        if self.source and now - self._useful_at > LATER_STALLS * self.link.stall_s:
+            raise BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
+        self._later.append((now + LATER_PAUSE_S, chunk))
+
+    def receive(self, counts: PullCounts) -> list[Job]:
+        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
+        complete: list[Job] = []
+        for request_id, message, bulk in self.link.receive(0):
+            chunk = self.pending.pop(request_id, None)
+            if chunk is None:
+                continue
+            if isinstance(message, SlimebusError):
+                if message.code == BUSY:
+                    self._postpone(chunk)
+                    continue
+                if self.source:
+                    raise BadSource(self.source, message.text)
+                if not message.retryable:
+                    raise message
+                raise Again(message.text)
+            if not isinstance(message, ChunkReply):
+                raise self._wrong(f"answered a chunk request with {type(message).__name__}")
+            if message.later:
+                self._postpone(chunk)
+                continue
+            complete += self._take(chunk, message, bulk, counts)
+        if self.pending and self.link.is_stalled:
+            if self.source:
+                raise BadSource(self.source, "does not answer")
+            self.link.reconnect()
+            lost, self.pending = self.pending, {}
+            for chunk in lost.values():
+                self._send(chunk)
+        return complete
+
+    def _wrong(self, what: str) -> Again:
+        return BadSource(self.source, what) if self.source else Again(f"{self.link.endpoint} {what}")
+
+    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
+        """Put the pieces where they belong. A job with a piece that is gone never completes."""
+        complete: list[Job] = []
+        gone = set(reply.gone)
+        expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
+        if [len(frame) for frame in bulk] != expected:
+            raise self._wrong("answered a chunk request with other pieces than asked for")
+        for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
+            if index in gone:
+                self.gone = job.entry.name
+                continue
+            self._useful_at = time.monotonic()
+            job.put(offset, frame)
+            counts.received_bytes += length
+            if not job.missing_bytes:
+                complete.append(job)
+        return complete
