@@ -228,14 +228,16 @@ def test_subscriptions_to_what_is_never_sent_take_no_memory(live: Callable[..., 
     broker = live()
     welcome = broker.client("w").join("rollout", timeout_s=20)
     before = broker.memory()
-    with zmq.Context() as context, context.socket(zmq.XSUB) as hostile:
-        hostile.linger = 0
-        hostile.connect(welcome.hints)
-        for _ in range(60_000):
-            hostile.send(b"\x01" + secrets.token_bytes(200))
-        time.sleep(1.0)
-        grown = broker.memory() - before
-    assert grown < 100 * MIB, f"{grown / MIB:.0f} MiB; what is kept of 20,000 of them takes 142"
+    for _ in range(4):
+        with zmq.Context() as context, context.socket(zmq.XSUB) as hostile:
+            hostile.linger = 0
+            hostile.connect(welcome.hints)
+            for _ in range(60_000):
+                hostile.send(b"\x01" + secrets.token_bytes(200))
+            time.sleep(1.0)
+    grown = broker.memory() - before
+    # As much as libzmq took in before the broker had a look stays with the allocator, and is used again by the next flood.
+    assert grown < 300 * MIB, f"{grown / MIB:.0f} MiB; what is kept of 240,000 of them takes 1700"
     heard = []
     listener = broker.client("l")
     listener.listen(welcome.hints, heard.append)

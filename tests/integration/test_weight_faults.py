@@ -165,6 +165,7 @@ def test_a_whole_run_whose_trainer_is_killed_in_the_middle_of_a_pull(tmp_path: P
         link.rate = None
         run.start("trainer")
         second = run.wait_for("a new lineage", lambda s: s["lineage"] != first["lineage"])["lineage"]
+        wait_until("answer with weights of the new lineage", lambda: any(s.tag.startswith(second) for s in observer.seen), timeout_s=120.0)
         run.wait_for("steps of the new lineage", lambda s: s["step"] >= 6 or s["state"] == "finished")
         seen = observer.stop()
         run.complete(timeout_s=120)
