@@ -6,13 +6,15 @@ Versions come from float32 parameters under Adam-like updates, rounded to bfloat
 
 import itertools
 import socket
+import statistics
 import subprocess
 import sys
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import bench_device
 import bench_fanout
@@ -61,7 +63,7 @@ def codec_rows(num_values: int) -> list[Row]:
     found.append(row("size_vs_xor", len(payload) / size, "of the model", xor_size, "<= 0.5"))
     both_s = seconds["encode_zstd_ratio"] + seconds["apply_zstd_ratio"]
     found.append(row("speed_vs_xor", gigabytes / both_s, "GB/s", xor_gbps, ">= 3"))
-    found += [_two_cores(base, target), _numpy(base, target), _dense(num_values // 4)]
+    found += [*_two_cores(base, target), _numpy(base, target), _dense(num_values // 4)]
     return found
 
 
@@ -98,29 +100,61 @@ def store_rows(num_values: int) -> list[Row]:
     return [row("store_memory", peak / 1e6, "MB", chain[0].nbytes / 1e6, "<= 1.1")]
 
 
-def pull_rows(size_mib: int) -> list[Row]:
-    """A full pull over loopback, verified, against a raw socket, without and with CURVE; each sender is a process of its own."""
-    raw = _raw_gbps(size_mib)
-    plain, encrypted = _pull_gbps("--serve-weights", size_mib, None), _pull_gbps("--serve-encrypted", size_mib, make_pair())
-    return [row("pull_ratio", plain, "GB/s", raw, ">= 0.8"), row("pull_curve_ratio", encrypted, "GB/s", raw, "")]
+def pull_rows(size_mib: int, turns: int = 5) -> list[Row]:
+    """A full pull over loopback, verified, against a raw socket, without and with CURVE: medians of turns. Senders are other processes."""
+    with (
+        RawSocket(size_mib) as raw,
+        Pull("--serve-weights", size_mib, None) as plain,
+        Pull("--serve-encrypted", size_mib, make_pair()) as curve,
+    ):
+        seconds = [[one() for one in (raw, plain, curve)] for _ in range(turns)]
+    raw_gbps, plain_gbps, curve_gbps = ((size_mib << 20) / 1e9 / statistics.median(each) for each in zip(*seconds, strict=True))
+    return [row("pull_ratio", plain_gbps, "GB/s", raw_gbps, ">= 0.8"), row("pull_curve_ratio", curve_gbps, "GB/s", raw_gbps, "")]
 
 
-def _pull_gbps(what: str, size_mib: int, pair: KeyPair | None) -> float:
-    process, address = _serve(what, size_mib, *([pair.public] if pair else []))
-    puller = WeightPuller([address], pair=pair)
-    try:
-        weights = puller.pull()
-        spares = [weights, puller.pull()]
-        gbps = 0.0
-        for turn in range(3):
-            started = time.perf_counter()
-            spares[turn % 2] = puller.pull(spare=spares[turn % 2])
-            gbps = max(gbps, weights.size_bytes / 1e9 / (time.perf_counter() - started))
-    finally:
-        puller.close()
-        process.kill()
-        process.wait()
-    return gbps
+class Pull:
+    """A weight server process, and its puller; each call pulls everything into memory used before, and says in how many seconds."""
+
+    def __init__(self, what: str, size_mib: int, pair: KeyPair | None = None) -> None:
+        self._process, address = _serve(what, size_mib, *([pair.public] if pair else []))
+        self._puller = WeightPuller([address], pair=pair)
+
+    def __enter__(self) -> Self:
+        self._spares = deque([self._puller.pull(), self._puller.pull()])
+        return self
+
+    def __call__(self) -> float:
+        started = time.perf_counter()
+        self._spares.append(self._puller.pull(spare=self._spares.popleft()))
+        return time.perf_counter() - started
+
+    def __exit__(self, *error: object) -> None:
+        self._puller.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class RawSocket:
+    """A process that sends as many bytes over a plain socket; each call receives them, and says in how many seconds."""
+
+    def __init__(self, size_mib: int) -> None:
+        self._process, self._port = _serve("--serve-raw", size_mib)
+        self._buffer = np.ones(size_mib << 20, np.uint8).data
+
+    def __enter__(self) -> Self:
+        self()
+        return self
+
+    def __call__(self) -> float:
+        with socket.create_connection(("127.0.0.1", int(self._port))) as connection:
+            started, at = time.perf_counter(), 0
+            while at < len(self._buffer):
+                at += connection.recv_into(self._buffer[at : at + (4 << 20)])
+            return time.perf_counter() - started
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def versions(num_values: int, lr: float, steps: int) -> list[np.ndarray]:
@@ -160,13 +194,13 @@ def best(
     return min(times)
 
 
-def best_of_turns(works: Mapping[str, Callable[[], Any]], before: Callable[[], Any], *, repeats: int = 7) -> dict[str, float]:
-    """Seconds of the fastest run of each. They take turns, so that what slows the machine for a while slows them all."""
-    fastest = dict.fromkeys(works, float("inf"))
-    for _ in range(repeats):
+def medians_of_turns(works: Mapping[str, Callable[[], Any]], before: Callable[[], Any], *, turns: int = 15) -> dict[str, float]:
+    """Seconds of the usual run of each. They take turns, so that what slows or speeds the machine for a while does so to them all."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(turns):
         for name, work in works.items():
-            fastest[name] = min(fastest[name], best(work, before=before, repeats=1))
-    return fastest
+            seconds[name].append(best(work, before=before, repeats=1))
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def _time_codec(base: np.ndarray, target: np.ndarray, payload: bytes) -> dict[str, float]:
@@ -178,7 +212,7 @@ def _time_codec(base: np.ndarray, target: np.ndarray, payload: bytes) -> dict[st
         "encode_zstd_ratio": lambda: codec.encode(work, target, update=True),
         "apply_zstd_ratio": lambda: codec.apply(payload, work),
     }
-    return best_of_turns(works, before=lambda: np.copyto(work, base))
+    return medians_of_turns(works, before=lambda: np.copyto(work, base))
 
 
 def _measure_xor(base: np.ndarray, target: np.ndarray) -> tuple[float, float]:
@@ -192,18 +226,26 @@ def _measure_xor(base: np.ndarray, target: np.ndarray) -> tuple[float, float]:
     return len(packed) / base.nbytes, base.nbytes / 1e9 / (encode_s + apply_s)
 
 
-def _two_cores(base: np.ndarray, target: np.ndarray) -> Row:
+def _two_cores(base: np.ndarray, target: np.ndarray) -> list[Row]:
+    """Beside it memcpy on two cores, for both need the memory's speed."""
+    copy, halves = np.zeros_like(base), [slice(0, len(base) // 2), slice(len(base) // 2, len(base))]
+    one_copy_s = best(lambda: np.copyto(copy, target), clock=time.perf_counter)
     one_s = best(lambda: codec.encode(base, target), clock=time.perf_counter)
     with ThreadPoolExecutor(2) as pool:
         two_s = best(lambda: codec.encode(base, target, pool=pool), clock=time.perf_counter)
-    return row("two_cores_ratio", base.nbytes / 1e9 / two_s, "GB/s", base.nbytes / 1e9 / one_s, ">= 1.7")
+        two_copies_s = best(lambda: list(pool.map(lambda half: np.copyto(copy[half], target[half]), halves)), clock=time.perf_counter)
+    gigabytes = base.nbytes / 1e9
+    return [
+        row("two_cores_ratio", gigabytes / two_s, "GB/s", gigabytes / one_s, ">= 1.7"),
+        row("two_cores_memcpy", gigabytes / two_copies_s, "GB/s", gigabytes / one_copy_s, ""),
+    ]
 
 
 def _numpy(base: np.ndarray, target: np.ndarray) -> Row:
     base, target = base[: 1 << 24], target[: 1 << 24]
     kernel, work, gigabytes = load_kernel("numpy"), base.copy(), base.nbytes / 1e9
     works = {"memcpy": lambda: np.copyto(work, target), "encode": lambda: codec.encode(work, target, zstd=False, kernel=kernel)}
-    seconds = best_of_turns(works, before=lambda: np.copyto(work, base))
+    seconds = medians_of_turns(works, before=lambda: np.copyto(work, base))
     return row("encode_numpy_ratio", gigabytes / seconds["encode"], "GB/s", gigabytes / seconds["memcpy"], ">= 0.12")
 
 
@@ -218,21 +260,6 @@ def _serve(what: str, size_mib: int, *more: str) -> tuple[subprocess.Popen[str],
     process = subprocess.Popen([sys.executable, __file__, what, str(size_mib), *more], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
-
-
-def _raw_gbps(size_mib: int) -> float:
-    process, address = _serve("--serve-raw", size_mib)
-    buffer = np.ones(size_mib << 20, np.uint8).data
-    times = []
-    for _ in range(3):
-        with socket.create_connection(("127.0.0.1", int(address))) as connection:
-            started, at = time.perf_counter(), 0
-            while at < len(buffer):
-                at += connection.recv_into(buffer[at : at + (4 << 20)])
-            times.append(time.perf_counter() - started)
-    process.kill()
-    process.wait()
-    return len(buffer) / 1e9 / min(times)
 
 
 def _serve_raw(size_mib: int) -> None:
