@@ -106,6 +106,7 @@ class EngineClient:
         self._retry_s, self._request_timeout_s = retry_s, request_timeout_s
         self._takes_batches = True
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -114,7 +115,8 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, for good: a call that is being tried again ends with Unreachable."""
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -285,6 +287,8 @@ class EngineClient:
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
+        if self._is_closed:
+            raise Unreachable(f"engine {self.url}: the connection to it was closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"})
@@ -297,7 +301,7 @@ class EngineClient:
         try:
             async with self._open().get(self.url + path, timeout=timeout) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, Unreachable):
             return False
 
     async def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0, retry_s: float | None = None) -> bytes:

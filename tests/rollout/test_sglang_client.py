@@ -164,3 +164,15 @@ def test_wait_ready_ends_as_soon_as_the_process_is_dead():
 
     with pytest.raises(Unreachable, match="ended before it was ready"):
         asyncio.run(talk())
+
+
+def test_a_call_that_is_tried_again_after_the_client_was_closed_opens_no_new_connection():
+    async def close_meanwhile(client: EngineClient) -> None:
+        asking = asyncio.ensure_future(client.abort("a"))
+        await asyncio.sleep(0.2)
+        await client.close()
+        with pytest.raises(Unreachable, match="closed"):
+            await asking
+        assert not await client.is_ready()
+
+    talk_to(ScriptedEngine(abort_request=[(503, {})], ready=[(200, {})]), close_meanwhile)
