@@ -4,7 +4,6 @@ Generation goes to the engine with the fewest running requests; control and weig
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
@@ -186,11 +185,16 @@ class Engines:
 
     async def _mend(self, engine: Engine) -> None:
         """Bring an engine to the newest version, however long it takes."""
+        said = ""
         try:
             while self._newest is not None and not engine.weights.serves(self._newest):
                 await asyncio.sleep(MEND_RETRY_S)
-                with contextlib.suppress(SlimebusError):
+                try:
                     await engine.update(self._newest)
+                except SlimebusError as bad:
+                    if bad.text != said:
+                        log.warning("engine at %s stays out of service: %s", engine.url, bad.text)
+                    said = bad.text
             log.info("engine at %s is in service again", engine.url)
         finally:
             del self._mending[engine]

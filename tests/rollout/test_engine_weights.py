@@ -320,7 +320,7 @@ def test_a_tensor_that_the_model_does_not_have_is_refused_before_any_engine_sees
 
 
 def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_was_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rollout.engines.MEND_RETRY_S", 0.02)
     good, bad = FakeSGLang(), FakeSGLang()
@@ -340,6 +340,7 @@ def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_wa
         bad.sent.clear()
         while first.weights.is_out_of_service:
             await asyncio.sleep(0.01)
+        assert [r.levelname for r in caplog.records if "stays out of service" in r.message] == ["WARNING"], "said once, not each time"
         assert bad.held == {"a": b"13", "b": b"3"}
         assert bad.sent[-2:] == ["a", "b"]
         assert first.weights.tag == "L:2"

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from bit_patterns import versions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,20 +16,7 @@ from slimebus.weights.kernel import Kernel, load_kernel
 
 COMPILED = [kernel for level in (0, 2, 3) if (kernel := kernel_c.load(level)) and level <= load_kernel("c").level]
 KERNELS: list[Kernel] = [load_kernel("numpy"), *COMPILED]
-EDGE_STEPS = [0, 1, -1, 7, -7, 8, -8, 134, -134, 135, -135, 136, 32767, -32768]
-SPECIAL = np.array([0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x0000, 0x8000, 0x7C00, 0xFC01], np.uint16)  # inf, NaN, zeros of both types
-
 all_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-
-
-@st.composite
-def versions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    size = draw(st.integers(0, 3000))
-    fraction = draw(st.sampled_from([0.0, 0.002, 0.02, 0.2, 0.4, 0.9, 1.0]))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    base = np.where(rng.random(size) < 0.1, rng.choice(SPECIAL, size), rng.integers(0, 65536, size)).astype(np.uint16)
-    steps = rng.choice(np.array(draw(st.sampled_from([[1, -1], EDGE_STEPS, list(range(-40000, 40000, 977))]))), size)
-    return base, (base + np.where(rng.random(size) < fraction, steps, 0)).astype(np.uint16)
 
 
 def perturbed(rng: np.random.Generator, base: np.ndarray, fraction: float, largest_step: int = 3) -> np.ndarray:
