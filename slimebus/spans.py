@@ -30,7 +30,8 @@ class Spans:
     """Appends spans to `directory/spans-PROCESS.jsonl`, from any thread; without a directory it only measures.
 
     `begin` is the wall clock, seconds since the epoch: across hosts it is as good as their clocks agree. `seconds` is not disturbed when
-    that clock is set. A span costs some 30 us, with counts_cpu 120. One that cannot be written (a full disk) is lost and counted: a record is not worth a run.
+    that clock is set. A span costs some 30 us, with counts_cpu 120. One that cannot be written (a full disk) is lost and counted: a record
+    is not worth a run.
     counts_cpu: each span also has the CPU seconds of its thread and, on Linux, `queued_s`, those in which it could have run but others
     had the CPU; what is left it waited for something. For a process whose spans do not await.
     """
