@@ -106,6 +106,7 @@ def test_a_trainer_killed_in_the_middle_of_a_pull_and_its_successor_from_an_olde
     assert [old.publish(), old.publish()] == [3, 4]
     link.rate = 40 * KIB
     observer = Observer(worker)
+    observer.wait_for("old:2")
     worker.announce("old", 4, link.endpoint)
     in_the_middle(link, 100 * KIB)
     old.kill()
@@ -113,11 +114,10 @@ def test_a_trainer_killed_in_the_middle_of_a_pull_and_its_successor_from_an_olde
     assert worker.serving == "old:2", "what is verified is served on until there is something newer"
     new = stage.publisher("new", first=1, last=2)
     worker.announce("new", 1, endpoint(new))
-    worker.wait_serving("new", 1)
+    observer.wait_for("new:1")
     new.publish()
     worker.announce("new", 2, endpoint(new))
-    worker.wait_serving("new", 2)
-    time.sleep(0.5)
+    observer.wait_for("new:2")
     order = judge(observer.stop(), stage.model, stage.folder, {"old:2", "new:1", "new:2"})
     assert order == ["old:2", "new:1", "new:2"]
 
@@ -191,7 +191,7 @@ def test_a_trainer_that_was_replaced_but_lives_on_is_not_listened_to(stage: Stag
     observer = Observer(worker)
     new = stage.publisher("new", first=1)
     worker.announce("new", 1, endpoint(new))
-    worker.wait_serving("new", 1)
+    observer.wait_for("new:1")
     for _ in range(10):
         worker.announce("new", 1, endpoint(new))
         time.sleep(0.15)
@@ -208,6 +208,7 @@ def test_a_publisher_of_garbage_changes_nothing_and_a_good_one_is_taken_up(stage
     worker.announce("one", 3, endpoint(good))
     worker.wait_serving("one", 3)
     observer = Observer(worker)
+    observer.wait_for("one:3")
     liar = stage.publisher("two", first=0, lies=True)
     worker.announce("two", 0, endpoint(liar))
     worker.wait_for("refused bytes", lambda s: s["failures"] >= 2)
@@ -215,7 +216,7 @@ def test_a_publisher_of_garbage_changes_nothing_and_a_good_one_is_taken_up(stage
     honest = stage.publisher("two", first=1)
     worker.announce("two", 1, endpoint(honest))
     worker.wait_serving("two", 1)
-    time.sleep(0.5)
+    observer.wait_for("two:1")
     assert judge(observer.stop(), stage.model, stage.folder, {"one:3", "two:1"}) == ["one:3", "two:1"]
 
 
@@ -285,6 +286,7 @@ def test_a_worker_whose_publisher_trickles_serves_on_and_takes_the_next_lineage_
     worker.announce("old", 0, link.endpoint)
     worker.wait_serving("old", 0)
     observer = Observer(worker)
+    observer.wait_for("old:0")
     old.publish()
     link.rate = 1.0
     worker.announce("old", 1, link.endpoint)
@@ -295,5 +297,5 @@ def test_a_worker_whose_publisher_trickles_serves_on_and_takes_the_next_lineage_
     started = time.monotonic()
     worker.wait_serving("new", 0)
     assert time.monotonic() - started < 10, "it waited for a pull that can no longer matter"
-    time.sleep(0.3)
+    observer.wait_for("new:0")
     assert judge(observer.stop(), stage.model, stage.folder, {"old:0", "new:0"}) == ["old:0", "new:0"]

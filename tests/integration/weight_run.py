@@ -236,6 +236,14 @@ class Observer:
                 if found is not None:
                     self.seen.append(Seen(*found, worker_said=said if said == self.worker.serving else "?"))
 
+    def wait_for(self, tag: str, timeout_s: float = START_S) -> None:
+        """Until an answer made by the weights of that tag was seen: on a busy machine one question can take longer than a version lasts."""
+        deadline = time.monotonic() + timeout_s
+        while not any(s.tag == tag for s in list(self.seen)):
+            seen = list(dict.fromkeys(s.tag for s in self.seen))
+            assert time.monotonic() < deadline, f"no answer of {tag} within {timeout_s:.0f} s; seen: {seen}"
+            time.sleep(0.01)
+
     def stop(self) -> list[Seen]:
         self._stop.set()
         self._thread.join(30)
