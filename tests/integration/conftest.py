@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parent))  # the tests here import live_run and raw_cast
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ Publishers, workers and engines are processes. Somebody who knows the true weigh
 
 import contextlib
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "slimebus" / "weights"))
 from live_run import Run, slow_hook
 from slow_link import SlowLink
 from weight_run import Child, Engine, Observer, judge

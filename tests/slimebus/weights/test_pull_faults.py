@@ -1,16 +1,15 @@
 """Networks that break, crawl and trickle, publishers that rush, and peers that say anything but what was asked."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
+from slow_link import SlowLink
 
 from slimebus import envelope, protocol
 from slimebus.errors import WeightsError
@@ -23,9 +22,6 @@ from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import Weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from slow_link import SlowLink
 
 MIB = 1 << 20
 
