@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_broker import ROOT, LiveBroker
+from live_broker import LiveBroker
 from raw_cast import begin, put, sample, train
+from slimebus_command import ROOT
 
 from slimebus.consumer import Consumer
 from slimebus.errors import SlimebusError

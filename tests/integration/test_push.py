@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from live_broker import LiveBroker, slimebus
+from live_broker import LiveBroker
 from raw_cast import begin
+from slimebus_command import slimebus
 from waiting import wait_until
 
 from slimebus.errors import DataError, SlimebusError

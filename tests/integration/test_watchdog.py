@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from live_broker import LiveBroker, slimebus
+from live_broker import LiveBroker
 from raw_cast import begin, train
+from slimebus_command import slimebus
 from waiting import wait_until
 
 from slimebus.commands.status import ask_status

@@ -1,27 +1,17 @@
 """`slimebus broker` for tests that are its trainers and workers: started, killed, started again at the same address, swept away."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+from slimebus_command import ENVIRONMENT, ROOT
 
 from slimebus.commands.status import ask_status
 from slimebus.launch import free_port
 from slimebus.transport.client import Client
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "OMP_NUM_THREADS": "1"}
-
-
-def slimebus(*words: object, stdin: bytes = b"", timeout_s: float = 60.0) -> "subprocess.CompletedProcess[str]":
-    """What a `slimebus` command says, and the code it ends with."""
-    command = [sys.executable, "-m", "slimebus", *map(str, words)]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=timeout_s, env=ENVIRONMENT, cwd=ROOT, check=False)
-    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 class LiveBroker:

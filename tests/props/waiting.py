@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 Found = TypeVar("Found")
 
 
@@ -14,3 +16,11 @@ def wait_until(what: str, is_true: Callable[[], Found], timeout_s: float = 30.0,
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
         time.sleep(every_s)
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """True for a process that is gone, or that its parent has yet to take leave of."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
