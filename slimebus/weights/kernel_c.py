@@ -10,8 +10,6 @@ import numpy as np
 
 from slimebus.weights.kernel import Bytes, Changes, Values
 
-LEVELS = {0: "portable", 2: "avx2", 3: "avx512"}
-
 
 class _Streams(ctypes.Structure):
     _fields_ = [
@@ -48,9 +46,9 @@ class CKernel:
     """See slimebus.weights.kernel.Kernel. pack and densify share one output."""
 
     def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
-        self._library = library
+        self.library = library
         self.level: int = library.slimebus_vector_level() if level is None else level
-        self.name = f"c ({LEVELS[self.level]})"
+        self.name = "c (avx2)" if self.level else "c (portable)"
         self._scratch = _Scratch()
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         library.slimebus_scan.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer]
@@ -65,7 +63,7 @@ class CKernel:
         out = self._scratch
         out.reserve(len(base))
         streams = _Streams(_address(out.gaps), _address(out.codes), _address(out.wides), _address(out.escapes))
-        self._library.slimebus_scan(_address(base), _address(target), len(base), update, self.level, ctypes.byref(streams))
+        self.library.slimebus_scan(_address(base), _address(target), len(base), update, self.level, ctypes.byref(streams))
         return Changes(
             out.gaps[: streams.num_gaps],
             out.codes[: streams.num_codes],
@@ -76,36 +74,36 @@ class CKernel:
     def pack(self, codes: Bytes) -> Bytes:
         self._scratch.reserve(len(codes))
         nibbles = self._scratch.nibbles[: (len(codes) + 1) // 2]
-        self._library.slimebus_pack(_address(codes), len(codes), _address(nibbles))
+        self.library.slimebus_pack(_address(codes), len(codes), _address(nibbles))
         return nibbles
 
     def densify(self, num_values: int, changes: Changes) -> Bytes:
         self._scratch.reserve(num_values)
         nibbles, gaps = self._scratch.nibbles[: (num_values + 1) // 2], changes.gaps
-        self._library.slimebus_densify(num_values, _address(gaps), len(gaps), _address(changes.codes), _address(nibbles))
+        self.library.slimebus_densify(num_values, _address(gaps), len(gaps), _address(changes.codes), _address(nibbles))
         return nibbles
 
     def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
         if len(escapes) % 2:
             return False
         streams = (_address(gaps), len(gaps), _address(nibbles), len(nibbles), _address(wides), len(wides))
-        failed = self._library.slimebus_apply_sparse(_address(values), len(values), *streams, _address(escapes), len(escapes) // 2)
+        failed = self.library.slimebus_apply_sparse(_address(values), len(values), *streams, _address(escapes), len(escapes) // 2)
         return not failed
 
     def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
         if len(nibbles) != (len(values) + 1) // 2 or len(escapes) % 2:
             return False
         streams = (_address(nibbles), _address(wides), len(wides), _address(escapes), len(escapes) // 2)
-        return not self._library.slimebus_apply_dense(_address(values), len(values), *streams)
+        return not self.library.slimebus_apply_dense(_address(values), len(values), *streams)
 
 
-def load(level: int | None = None) -> CKernel | None:
+def load() -> CKernel | None:
     """The compiled kernel, or None where the package was built without a compiler or the machine is big-endian."""
     spec = importlib.util.find_spec("slimebus.weights._kernel")
     if spec is None or spec.origin is None or sys.byteorder != "little":
         return None
     try:
-        return CKernel(ctypes.CDLL(spec.origin), level)
+        return CKernel(ctypes.CDLL(spec.origin))
     except OSError:  # built for another machine
         return None
 
