@@ -157,9 +157,11 @@ class WeightSync:
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
+        from slimebus.weights.codec import codec_path
         from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
         from slimebus.weights.puller import WeightPuller
 
+        log.info("weights from %s, codec %s", ", ".join(publishers), codec_path())
         host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:
