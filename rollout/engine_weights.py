@@ -83,6 +83,10 @@ class EngineWeights:
             await self.calls.flush()
         if (served := await self.client.weight_version()) != tag:
             raise WeightsError(f"engine at {self.client.url} reports weights {served!r} after an update to {tag!r}", code="unverified")
+        if await self.client.is_ready():
+            raise WeightsError(
+                f"engine at {self.client.url} was resumed by somebody else while it was updated to {tag!r}", code="unverified"
+            )
         await self.client.resume()
 
     async def _send(self, changed: list[SharedTensor], route: WeightRoute, tag: str) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollout import handoff, partials
+from rollout.engine_claim import claim
 from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.engine_weights import EngineWeights
 from rollout.model_shapes import check_shapes, shapes_of
@@ -138,6 +140,7 @@ class Engines:
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._newest: SharedVersion | None = None
         self._mending: dict[Engine, asyncio.Task[None]] = {}
+        self._claims: list[socket.socket] = []
         self._ids = itertools.count()
         self._running: dict[str, Engine] = {}
         self.is_leaving = False
@@ -148,6 +151,7 @@ class Engines:
         """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
         handoff.sweep()
         for url in self.config.engine_url:
+            self._claims.append(await claim(url))
             self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size, self.config))
         if not self.engines:
             self.engines.append(self._launch())
@@ -325,6 +329,8 @@ class Engines:
         await asyncio.gather(*mending, return_exceptions=True)
         for engine in self.engines:
             await engine.close()
+        for claimed in self._claims:
+            claimed.close()
         processes = [engine.process for engine in self.engines if engine.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop, STOP_S) for process in processes))
 

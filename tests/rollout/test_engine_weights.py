@@ -42,7 +42,7 @@ class FakeSGLang:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, await request.json() if request.can_read_body else {}
-        if path not in ("/server_info", "/model_info", "/generate", "/abort_request"):
+        if path not in ("/server_info", "/model_info", "/generate", "/abort_request", "/ready"):
             self.asked.append(path)
         if self.fails.get(path, 0) > 0:
             self.fails[path] -= 1
@@ -57,6 +57,9 @@ class FakeSGLang:
 
     def on_model_info(self, body: Any) -> Any:
         return {"weight_version": self.lies or self.weight_version}
+
+    def on_ready(self, body: Any) -> Any:
+        return {"success": not self.is_paused}
 
     def on_pause_generation(self, body: Any) -> Any:
         self.is_paused = True
@@ -231,6 +234,24 @@ def test_an_engine_that_reports_another_version_than_it_was_given_stays_paused(t
             await engine.update(version(1, tmp_path, a=b"12"))
         assert engine.weights.is_out_of_service
         assert fake.is_paused
+
+    talk(fake, session)
+
+
+def test_an_engine_that_somebody_resumed_in_the_middle_is_out_of_service_and_what_it_made_is_not_taken(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12"))
+        running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
+        while not fake.keys:
+            await asyncio.sleep(0.01)
+        begin = fake.on_begin_weight_update
+        fake.on_begin_weight_update = lambda body: begin(fake.on_continue_generation(body))  # type: ignore[method-assign]
+        with pytest.raises(WeightsError, match="was resumed by somebody else while it was updated to 'L:2'"):
+            await engine.update(version(2, tmp_path, a=b"13"))
+        with pytest.raises(WeightsError, match="out of service"):
+            await asyncio.wait_for(running, 5)
 
     talk(fake, session)
 
