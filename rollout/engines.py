@@ -84,7 +84,7 @@ class Engine:
             return self.weights.is_out_of_service
         async with self._updating:
             try:
-                served = await self.client.weight_version()
+                served = await self.client.weight_version(retry_s=0.0)
             except SlimebusError as bad:
                 served = bad.text
             if served == self.weights.tag:
