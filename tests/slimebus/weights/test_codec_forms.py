@@ -65,7 +65,7 @@ def led(base: Weights, target: Weights) -> Weights:
     """Base brought to target through a manifest and its payloads."""
     manifest, payloads = delta_file.between(base, target)
     names = [entry.name for entry in manifest.tensors if entry.kind != SAME]
-    return delta_file.apply(DeltaFile(manifest, {name: memoryview(p) for name, p in zip(names, payloads, strict=True)}), base)
+    return delta_file.apply(DeltaFile(manifest, {name: [p] for name, p in zip(names, payloads, strict=True)}), base)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
