@@ -67,6 +67,7 @@ class WeightSync:
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
         sweep_turns(root)
         self._folder = SharedFolder(root)
+        engines.on_lost = self.invalidate
 
     def announce(self, lineage: str, version: int, publishers: list[str], digest: str = "") -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing.
