@@ -68,6 +68,7 @@ class WeightSync:
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
         sweep_turns(root)
         self._folder = SharedFolder(root)
+        engines.on_lost = self.invalidate
 
     def announce(self, lineage: str, version: int, publishers: list[str], digest: str = "") -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing.
@@ -158,9 +159,11 @@ class WeightSync:
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
+        from slimebus.weights.codec import codec_path
         from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
         from slimebus.weights.puller import WeightPuller
 
+        log.info("weights from %s, codec %s", ", ".join(publishers), codec_path())
         host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:

@@ -98,7 +98,7 @@ def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None
 @click.option("--trainer", multiple=True, help="[address] Of the trainer's weight server, tcp://HOST:PORT; once for each publishing rank.")
 @click.option("--broker", help="[address] Of the broker, which knows the trainer's; default with --run: broker.bind of that config.")
 @click.option("--run", type=Place, help="[path] A RUN.yaml, for its broker and keys.")
-@click.option("--timeout-s", default=120.0, show_default=True, help="[seconds] For each of: the broker's answer, the pull, the checksums.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="[seconds] Each for the pull and the checksums; 5 to answer at all.")
 @as_json_option
 @click.pass_context
 def check(

@@ -87,14 +87,15 @@ def test_float32_checkpoints_are_compared_as_they_are_published(tmp_path: Path) 
 def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) -> None:
     store, chain = VersionStore(lineage="L"), DiskChain(tmp_path, "L")
     for seed in range(4):
-        store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
-        chain.publish(store)
+        newest = store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
+        chain.write(store)
+        chain.announce(newest.version, newest.digest)
     rows = json.loads(run("ls", chain.folder, "--json").stdout)
     assert [(row["version"], row["kind"]) for row in rows] == [(0, "full"), (1, "delta"), (2, "delta"), (3, "delta")]
     assert rows[1]["changed"] == 64
     assert store.newest.digest in run("verify", chain.folder).stdout
-    (chain.folder / "000002.delta").unlink()
-    assert "000002.delta is missing" in run("verify", chain.folder, code=1).stderr
+    (chain.folder / "000002-0.delta").unlink()
+    assert "000002-0.delta is missing" in run("verify", chain.folder, code=1).stderr
 
 
 def test_tensors_are_listed_with_form_size_and_hash(pair: tuple[Path, Path]) -> None:
@@ -251,12 +252,13 @@ def test_a_delta_of_another_lineage_on_the_same_bytes_is_judged_by_its_hashes(tm
     """The chain's own delta leads from a model directory too, whatever that is called; from other bytes it does not."""
     store, chain = VersionStore(lineage="L"), DiskChain(tmp_path / "chain", "L")
     for seed in range(2):
-        store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
-        chain.publish(store)
+        newest = store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
+        chain.write(store)
+        chain.announce(newest.version, newest.digest)
     write_model(tmp_path / "v0", model(0))
     write_model(tmp_path / "other", model(5))
-    run("apply", tmp_path / "v0", chain.folder / "000001.delta", tmp_path / "v1")
+    run("apply", tmp_path / "v0", chain.folder / "000001-0.delta", tmp_path / "v1")
     assert store.newest is not None
     assert store.newest.digest in run("verify", tmp_path / "v1").stdout
-    result = CliRunner().invoke(weights, ["apply", str(tmp_path / "other"), str(chain.folder / "000001.delta"), str(tmp_path / "no")])
+    result = CliRunner().invoke(weights, ["apply", str(tmp_path / "other"), str(chain.folder / "000001-0.delta"), str(tmp_path / "no")])
     assert "of the base is not what the delta starts from" in str(result.exception)

@@ -313,14 +313,16 @@ def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(
 
 def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path, store: VersionStore) -> None:
     chain = DiskChain(tmp_path / "chain", "one")
-    store.publish(values(1))
-    chain.publish(store)
+    newest = store.publish(values(1))
+    chain.write(store)
+    chain.announce(newest.version, newest.digest)
     folders = [SharedFolder(tmp_path) for _ in range(2)]
     pullers = [DiskPuller(chain.folder, host=HostShare(folder, "chain")) for folder in folders]
     have = [puller.pull(deadline_s=30) for puller in pullers]
     for seed in (2, 3):
         newest = store.publish(values(seed))
-        chain.publish(store)
+        chain.write(store)
+        chain.announce(newest.version, newest.digest)
     newer = [puller.pull(weights, deadline_s=30) for puller, weights in zip(pullers, have, strict=True)]
     assert {weights.digest for weights in newer} == {newest.digest}
     assert pullers[1].counts.received_bytes == 0
