@@ -16,6 +16,7 @@ from slimebus.security.exposure import is_local
 from slimebus.security.pullers import Pullers
 from slimebus.spans import Spans
 from slimebus.transport.client import Client
+from slimebus.weights.codec import codec_path
 from slimebus.weights.cores import num_threads
 from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.store import VersionStore
@@ -73,7 +74,8 @@ class Publishing:
             threads=num_threads(weights.weights_threads, shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
         self.publisher = Publisher(weights, store, self.pullers, self._tell, place=place, broker=self.broker, chain=chain, spans=self.spans)
-        log.info("weights at %s%s", self.publisher.address, f", part {place + 1} of {len(owners)}" if len(owners) > 1 else "")
+        part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
+        log.info("weights at %s%s, codec %s", self.publisher.address, part, codec_path())
 
     def publish(self, version: int) -> None:
         """The current weights as this version. Returns when this rank's part is copied out of the model."""

@@ -4,11 +4,13 @@ import ctypes
 import importlib.util
 import sys
 import threading
-from typing import cast
+from typing import Any
 
 import numpy as np
 
-from slimebus.weights.kernel import Bytes, Changes, Values
+from slimebus.weights.kernel import Bytes, Changes, Stream, Values
+
+_Place = ctypes.c_char * 0
 
 
 class _Streams(ctypes.Structure):
@@ -39,6 +41,7 @@ class _Scratch(threading.local):
         self.wides = np.empty(num_values, np.uint8)
         self.escapes = np.empty(2 * num_values, np.uint8)
         self.nibbles = np.empty((num_values + 1) // 2, np.uint8)
+        self.streams = _Streams(*(array.ctypes.data for array in (self.gaps, self.codes, self.wides, self.escapes)))
         self.capacity = num_values
 
 
@@ -62,8 +65,8 @@ class CKernel:
     def scan(self, base: Values, target: Values, update: bool) -> Changes:
         out = self._scratch
         out.reserve(len(base))
-        streams = _Streams(_address(out.gaps), _address(out.codes), _address(out.wides), _address(out.escapes))
-        self.library.slimebus_scan(_address(base), _address(target), len(base), update, self.level, ctypes.byref(streams))
+        streams = out.streams
+        self.library.slimebus_scan(_pointer(base), _pointer(target), len(base), update, self.level, ctypes.byref(streams))
         return Changes(
             out.gaps[: streams.num_gaps],
             out.codes[: streams.num_codes],
@@ -74,27 +77,26 @@ class CKernel:
     def pack(self, codes: Bytes) -> Bytes:
         self._scratch.reserve(len(codes))
         nibbles = self._scratch.nibbles[: (len(codes) + 1) // 2]
-        self.library.slimebus_pack(_address(codes), len(codes), _address(nibbles))
+        self.library.slimebus_pack(_pointer(codes), len(codes), _pointer(nibbles))
         return nibbles
 
     def densify(self, num_values: int, changes: Changes) -> Bytes:
         self._scratch.reserve(num_values)
         nibbles, gaps = self._scratch.nibbles[: (num_values + 1) // 2], changes.gaps
-        self.library.slimebus_densify(num_values, _address(gaps), len(gaps), _address(changes.codes), _address(nibbles))
+        self.library.slimebus_densify(num_values, _pointer(gaps), len(gaps), _pointer(changes.codes), _pointer(nibbles))
         return nibbles
 
-    def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    def apply_sparse(self, values: Values, gaps: Stream, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         if len(escapes) % 2:
             return False
-        streams = (_address(gaps), len(gaps), _address(nibbles), len(nibbles), _address(wides), len(wides))
-        failed = self.library.slimebus_apply_sparse(_address(values), len(values), *streams, _address(escapes), len(escapes) // 2)
-        return not failed
+        streams = (_pointer(gaps), len(gaps), _pointer(nibbles), len(nibbles), _pointer(wides), len(wides))
+        return not self.library.slimebus_apply_sparse(_pointer(values), len(values), *streams, _pointer(escapes), len(escapes) // 2)
 
-    def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    def apply_dense(self, values: Values, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         if len(nibbles) != (len(values) + 1) // 2 or len(escapes) % 2:
             return False
-        streams = (_address(nibbles), _address(wides), len(wides), _address(escapes), len(escapes) // 2)
-        return not self.library.slimebus_apply_dense(_address(values), len(values), *streams)
+        streams = (_pointer(nibbles), _pointer(wides), len(wides), _pointer(escapes), len(escapes) // 2)
+        return not self.library.slimebus_apply_dense(_pointer(values), len(values), *streams)
 
 
 def load() -> CKernel | None:
@@ -108,5 +110,8 @@ def load() -> CKernel | None:
         return None
 
 
-def _address(array: Bytes | Values) -> int:
-    return cast(int, array.__array_interface__["data"][0])
+def _pointer(memory: Stream | Values) -> Any:
+    """What ctypes takes for a pointer, in the way that costs least: a model may have many thousand small tensors."""
+    if isinstance(memory, bytes):
+        return memory
+    return _Place.from_buffer(memory.data) if memory.flags.writeable else memory.ctypes.data
