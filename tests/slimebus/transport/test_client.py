@@ -242,3 +242,9 @@ def test_a_request_made_while_its_client_is_closed_ends(answering: Callable[...,
         client.close(goodbye=False)
         with pytest.raises(CancelledError):
             asked.result(10).result(5)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://h:1", "tcp://host", "tcp://:1", "tcp://h:x"])
+def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+    with pytest.raises(UsageError, match=r"is no address of a broker; expected tcp://HOST:PORT"):
+        Client(address, name="c1")
