@@ -246,17 +246,17 @@ class EngineClient:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, *, retry_s: float | None = None) -> dict[str, Any]:
         """`/model_info`: model_path and weight_version among others."""
-        return self._object(await self._call("GET", "/model_info"), "/model_info")
+        return self._object(await self._call("GET", "/model_info", retry_s=retry_s), "/model_info")
 
     async def server_info(self) -> dict[str, Any]:
         """`/server_info`: how the engine was started, and its load in `internal_states`."""
         return self._object(await self._call("GET", "/server_info"), "/server_info")
 
-    async def weight_version(self) -> str:
-        """The version name that the engine serves."""
-        return str((await self.model_info()).get("weight_version", "default"))
+    async def weight_version(self, *, retry_s: float | None = None) -> str:
+        """The version name that the engine serves; retry_s: for how long a lost connection is tried again, if not as usual."""
+        return str((await self.model_info(retry_s=retry_s)).get("weight_version", "default"))
 
     async def is_ready(self, timeout_s: float = 2.0) -> bool:
         """Whether `/ready` answers 200 within `timeout_s`: it is up and not paused. Never raises."""
@@ -317,7 +317,7 @@ class EngineClient:
             except TimeoutError:
                 raise Unreachable(f"engine {self.url} did not answer {path} within {timeout_s:.0f} s") from None
             except aiohttp.ClientError as error:
-                status, reply = 0, repr(error).encode()
+                status, reply = 0, (str(error) or type(error).__name__).encode()
             if status == 200:
                 return reply
             if status == UNPROCESSABLE and isinstance(body, dict) and isinstance(body.get("rid"), list):
@@ -327,7 +327,9 @@ class EngineClient:
             # Counted from the first failure: how long a request ran before it was lost is not part of the outage.
             failing_since_s = failing_since_s or time.monotonic()
             if time.monotonic() + pause_s > failing_since_s + retry_s:
-                raise Unreachable(f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {status or ''} {_text(reply)}")
+                raise Unreachable(
+                    f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {f'{status} ' if status else ''}{_text(reply)}"
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 

@@ -7,6 +7,7 @@
 
 import asyncio
 import logging
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -67,6 +68,7 @@ class WeightSync:
         root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
         sweep_turns(root)
         self._folder = SharedFolder(root)
+        engines.on_lost = self.invalidate
 
     def announce(self, lineage: str, version: int, publishers: list[str], digest: str = "") -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing.
@@ -103,7 +105,7 @@ class WeightSync:
                         break
                     self.failures += 1
                     log.warning("weights: %s; trying again in %.0f s", bad.text, RETRY_S)
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(RETRY_S * random.uniform(0.75, 1.25))  # what failed for all does not come back to all at once
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()

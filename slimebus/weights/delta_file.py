@@ -175,6 +175,7 @@ def apply(delta: DeltaFile, base: Weights | None, *, spare: Weights | None = Non
         judged_by_hashes = Weights(manifest.lineage, manifest.base, base.digest, base.tensors, base.hashes)
         plan = Plan(judged_by_hashes, spare, memory=memory)
     check_names(manifest.tensors)
+    plan.check_room(manifest.tensors)
     for job in plan.missing([manifest]):
         if job.entry.kind == SAME or (job.entry.kind == DELTA and job.base is None):
             start = "an empty base" if manifest.base == NO_BASE else f"version {manifest.base}"

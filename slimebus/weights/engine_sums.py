@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from slimebus.errors import SlimebusError, Unreachable
 from slimebus.weights.gpu_sum import gpu_sum
+from slimebus.weights.rounding import rounded
 from slimebus.weights.tensors import Tensor, Weights
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -178,11 +179,15 @@ def _forms(name: str, tensors: list[Tensor]) -> Iterator[tuple[str, NDArray[np.u
 
 def _dtypes(dtype: str, plain: NDArray[np.uint8]) -> Iterator[tuple[str, NDArray[np.uint8]]]:
     yield dtype, plain
-    if dtype == "bfloat16":
-        wide = (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype not in ("bfloat16", "float32"):
+        return
+    wide = plain.view(np.float32) if dtype == "float32" else (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float32":
+        yield "bfloat16", rounded(Tensor(dtype, wide.shape, plain)).buffer
+    else:
         yield "float32", wide.view(np.uint8)
-        with np.errstate(over="ignore"):
-            yield "float16", wide.astype(np.float16).view(np.uint8)
+    with np.errstate(over="ignore"):
+        yield "float16", wide.astype(np.float16).view(np.uint8)
 
 
 def sum_on(device: str) -> Callable[[NDArray[np.uint8]], str]:

@@ -121,8 +121,9 @@ class SharedFolder:
 
     def check_room(self, size: int) -> None:
         """Raises WeightsError when `size` bytes are not free."""
-        if size > shutil.disk_usage(self.root).free:
-            raise self._no_room(size)
+        with self._problems():
+            if size > shutil.disk_usage(self.root).free:
+                raise self._no_room(size)
 
     @contextlib.contextmanager
     def _problems(self, size: int = 0) -> Iterator[None]:

@@ -86,6 +86,14 @@ class Stream:
             self._send(chunk)
         return bool(self.pending or self._later)
 
+    @property
+    def lack(self) -> str:
+        """For people: what has not come, and from whom."""
+        sizes = [job.entry.size if job.base else job.form.size for job in self.jobs]
+        missing, quiet_s = sum(job.missing_bytes for job in self.jobs), time.monotonic() - self._useful_at
+        problem = f": {self.link.refusal}" if self.link.refusal else ""
+        return f"{self.link.endpoint} had not sent {missing} of {sum(sizes)} bytes, and nothing for {quiet_s:.1f} s{problem}"
+
     def _send(self, chunk: Chunk) -> None:
         self.pending[self.link.send(chunk.request)] = chunk
 

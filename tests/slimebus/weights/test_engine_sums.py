@@ -18,6 +18,7 @@ from slimebus.commands.weights import weights
 from slimebus.errors import SlimebusError, Unreachable
 from slimebus.weights.engine_sums import EngineSums, Verdict, compare, sums_of
 from slimebus.weights.gpu_sum import gpu_sum
+from slimebus.weights.rounding import rounded
 from slimebus.weights.safetensors_file import as_weights, write_model
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionStore
@@ -75,8 +76,16 @@ def test_a_fused_parameter_that_differs_names_all_its_tensors() -> None:
 def test_an_engine_of_another_dtype_has_the_same_values_converted(dtype: str) -> None:
     of = {name: as_tensor(name, t.array() & 0xBFFF) for name, t in tensors().items()}  # no NaN: conversions keep no bits of it
     wide = {name: (t.steps.astype(np.uint32) << 16).view(np.float32).reshape(t.shape) for name, t in of.items()}
-    found = verdict(sglang({name: as_tensor(name, values.astype(dtype)) for name, values in wide.items()}), of)
+    held = sglang({name: as_tensor(name, values.astype(dtype)) for name, values in wide.items()})
+    found = verdict(held, of)
     assert (found.is_same, found.held_as) == (True, (dtype,))
+    assert verdict(held, {name: as_tensor(name, values) for name, values in wide.items()}).held_as == (dtype,)  # of a float32 directory
+
+
+def test_a_directory_in_float32_is_compared_as_the_trainer_would_publish_it() -> None:
+    rng = np.random.default_rng(0)
+    of = {name: as_tensor(name, rng.normal(size=t.shape).astype(np.float32)) for name, t in tensors().items()}
+    assert verdict(sglang({name: rounded(tensor) for name, tensor in of.items()}), of).held_as == ("bfloat16",)
 
 
 def test_a_vocabulary_is_padded_and_a_tied_head_is_the_embedding() -> None:

@@ -47,8 +47,8 @@ class Fault:
     def __init__(self, store, on_read=lambda reads, name, base, payload: payload, on_manifest=lambda manifest: manifest):
         self.store, self.on_read, self.on_manifest, self.reads = store, on_read, on_manifest, 0
 
-    def manifest(self, lineage, version):
-        return self.on_manifest(self.store.manifest(lineage, version))
+    def manifest(self, lineage, version, want=-1):
+        return self.on_manifest(self.store.manifest(lineage, version, want))
 
     def read(self, lineage, version, name, base):
         self.reads += 1
@@ -145,10 +145,15 @@ def test_parts_of_a_model_come_from_their_publishers_and_must_be_of_one_version(
     assert weights.digest == VersionStore().publish(model).digest
     newer = after(model, 1)
     publish(newer, only=[0, 1])
-    with pytest.raises(WeightsError, match="different versions"):
-        puller.pull(weights, deadline_s=0.3)
-    threading.Timer(0.1, publish, (newer, [2])).start()
+    assert puller.pull(weights, deadline_s=10) is weights, "the newest that all have"
+    fresh = closing(WeightPuller([server.endpoint for server in servers]))
+    with pytest.raises(WeightsError, match=f"different versions: {servers[0].endpoint} at 1 of l, .*, {servers[2].endpoint} at 0 of l"):
+        fresh.pull(deadline_s=0.3)
+    publish(newer, only=[2])
     check(puller.pull(weights, deadline_s=10), newer)
+    before = fresh.counts.received_bytes
+    check(fresh.pull(deadline_s=10), newer)
+    assert fresh.counts.received_bytes - before < parts[2].newest.total_bytes, "what the others had was kept"
 
 
 def test_a_server_that_dies_in_the_middle_of_a_tensor_is_resumed(model, check, closing):
