@@ -1,12 +1,13 @@
 """Every `slimebus buffer` command beside a live run, then without a broker."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_run import Run
-from slimebus_command import slimebus
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +30,8 @@ def test_a_live_run_is_listed_shown_saved_changed_and_brought_back(tmp_path: Pat
     with Run(tmp_path, task, rollout__custom_generate_function_path="flaky.py:generate", **changes) as run:
 
         def buffer(*words: str, code: int = 0) -> str:
-            done = slimebus("buffer", *words)
+            command = [sys.executable, "-m", "slimebus", "buffer", *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
             assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
             assert "Traceback" not in done.stderr
             return done.stdout + done.stderr

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from slimebus_command import slimebus
 
 from broker.buffer.backup import back_up, restore
 from broker.buffer.export import export_jsonl, export_safetensors
@@ -83,7 +82,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return slimebus("buffer", *words)
+    line = [sys.executable, "-m", "slimebus", "buffer", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "safetensors"])
