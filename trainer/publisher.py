@@ -97,6 +97,8 @@ class Publisher:
 
     def close(self) -> None:
         """Stop serving. A version that is not told of yet is not waited for; `wait` does that."""
+        if self.chain is not None:
+            self.chain.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.server is not None:
             self.server.close()

@@ -12,13 +12,15 @@ verified as in a pull. A lineage has a folder of its own, so nothing of another 
 """
 
 import contextlib
+import logging
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,12 +33,18 @@ from slimebus.weights.stages import Stages
 from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, hash_bytes
 
+log = logging.getLogger("slimebus.weights")
+
+Result = TypeVar("Result")
+
 SCHEME = "file://"
 LATEST = "latest.json"
 PART_FILE = re.compile(r"([0-9]+)-([0-9]+)\.(full|delta)")
 CHAIN_FILE = re.compile(rf"latest\.json|{PART_FILE.pattern}|\.({PART_FILE.pattern}|latest\.json)\.[0-9]+\.unfinished")
 LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,128}")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_WRITE_PAUSE_S = 0.02, 1.0, 10.0
+PATIENCE_S = 300.0
+"""So long a publisher tries again where the directory is full or cannot be reached."""
 
 
 class Latest(msgspec.Struct, kw_only=True):
@@ -93,11 +101,13 @@ def read_latest(folder: Path) -> Latest | None:
 class DiskChain:
     """A publisher's side: writes its part of each version; on one of them, when all have, announces it and deletes what is old.
 
-    part, parts: which publisher this is, from 0, and how many there are. Used by one thread.
+    part, parts: which publisher this is, from 0, and how many there are. Used by one thread. What fails is tried again for patience_s
+    seconds, and each step may be repeated: the same is written again.
     """
 
-    def __init__(self, root: Path, lineage: str, *, keep: int = 8, part: int = 0, parts: int = 1) -> None:
+    def __init__(self, root: Path, lineage: str, *, keep: int = 8, part: int = 0, parts: int = 1, patience_s: float = PATIENCE_S) -> None:
         self.folder, self.keep, self.part, self.parts = chain_dir(root, lineage), keep, part, parts
+        self._patience_s, self._closing = patience_s, threading.Event()
         self._written = self._full = NO_BASE
         self._has_announced = False
         try:
@@ -113,7 +123,7 @@ class DiskChain:
     def write(self, store: VersionStore) -> None:
         """Write this part of the store's newest version: a delta where one leads here, and a full copy where it is time.
 
-        All publishers write the same kinds. A repeat after a failure writes the same again. Raises WeightsError.
+        All publishers write the same kinds. Raises WeightsError.
         """
         newest = store.newest
         if newest is None:
@@ -121,14 +131,18 @@ class DiskChain:
         version = newest.version
         if version == self._written:
             return
+        self._full = self._retried(version, lambda: self._write(store, version))
+        self._written = version
+
+    def _write(self, store: VersionStore, version: int) -> int:
+        """The version of the newest full copy."""
         has_delta = self._written != NO_BASE and version == self._written + 1
-        full = self._full if has_delta and version - self._full < self.keep else version
-        with self._failing(version):
-            if has_delta:
-                self._write_file("delta", store, store.manifest(store.lineage, self._written))
-            if full == version:
-                self._write_file("full", store, store.manifest("", NO_BASE))
-        self._written, self._full = version, full
+        if has_delta:
+            self._write_file("delta", store, store.manifest(store.lineage, self._written))
+            if version - self._full < self.keep:
+                return self._full
+        self._write_file("full", store, store.manifest("", NO_BASE))
+        return version
 
     def _write_file(self, kind: str, store: VersionStore, manifest: Manifest) -> None:
         base = {"delta": manifest.base}
@@ -140,7 +154,15 @@ class DiskChain:
         delta_file.write(self.folder / part_file(manifest.version, self.part, kind), manifest, payloads)
 
     def announce(self, version: int, digest: str) -> None:
-        """Let readers see the version that this part and all others are written of. A repeat changes nothing. Raises WeightsError."""
+        """Let readers see the version, of which this part and all others are written. Raises WeightsError."""
+        self._retried(version, lambda: self._announce(version, digest))
+        with contextlib.suppress(OSError):  # what is not deleted now is with a later version, and is in nobody's way
+            self._collect(version)
+            if not self._has_announced:  # later it may be that a successor has deleted this lineage, and not the other way round
+                self._forget_older_lineages()
+        self._has_announced = True
+
+    def _announce(self, version: int, digest: str) -> None:
         latest = read_latest(self.folder)
         if latest is not None and (latest.version, latest.digest) == (version, digest):
             return
@@ -150,20 +172,25 @@ class DiskChain:
                 "two trainers write there",
                 retryable=False,
             )
-        with self._failing(version):
-            self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest))
-        with contextlib.suppress(OSError):  # what is not deleted now is with a later version, and is in nobody's way
-            self._collect(version)
-            if not self._has_announced:  # later it may be that a successor has deleted this lineage, and not the other way round
-                self._forget_older_lineages()
-        self._has_announced = True
+        self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest))
 
-    @contextlib.contextmanager
-    def _failing(self, version: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as bad:
-            raise WeightsError(f"version {version} was not written under {self.folder}: {bad.strerror}") from None
+    def close(self) -> None:
+        """What fails from now on, also in another thread, is not tried again."""
+        self._closing.set()
+
+    def _retried(self, version: int, work: Callable[[], Result]) -> Result:
+        deadline, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return work()
+            except OSError as bad:
+                problem = f"version {version} was not written under {self.folder}: {bad.strerror}"
+                is_deleted = isinstance(bad, FileNotFoundError)  # by a successor, or by hand
+                if is_deleted or time.monotonic() + pause_s > deadline or self._closing.wait(pause_s):
+                    raise WeightsError(problem) from None
+            if pause_s > LONGEST_PAUSE_S:
+                log.warning("%s; trying again", problem)
+            pause_s = min(2 * pause_s, LONGEST_WRITE_PAUSE_S)
 
     def _replace_latest(self, latest: Latest) -> None:
         latest.check = latest.expected_check()

@@ -1,6 +1,6 @@
 """What lies at a path: the tensors of a model or of a delta file, the versions of a chain; and whether every byte is right."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +8,39 @@ import xxhash
 
 from slimebus.errors import WeightsError
 from slimebus.weights import delta_file, disk_chain
+from slimebus.weights.comparison import natural
 from slimebus.weights.messages import DELTA, FULL
 from slimebus.weights.safetensors_file import read_model, read_weights
-from slimebus.weights.tensors import Weights, hash_bytes
+from slimebus.weights.tensors import NO_BASE, Tensor, Weights, hash_bytes
 
 FILE_SUFFIXES = (".delta", ".full")
 
 
 def is_chain(path: Path) -> bool:
     """True for the folder of a lineage."""
-    return path.is_dir() and (path / disk_chain.LATEST).is_file()
+    return path.is_dir() and ((path / disk_chain.LATEST).is_file() or bool(disk_chain.part_files(path)))
+
+
+def _is_file(path: Path) -> bool:
+    """True for what leads to a version, or is one: by its name or by how it begins."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix in FILE_SUFFIXES or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
+
+
+def read(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a model, of a .full file, or of the newest version of a chain. Raises WeightsError and OSError."""
+    if is_chain(path):
+        return disk_chain.DiskPuller(path).pull(None, 1.0).tensors
+    return delta_file.apply(delta_file.read(path), None).tensors if _is_file(path) else read_model(path)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
     if is_chain(path):
         return [_version_row(file) for file in disk_chain.part_files(path)]
-    if path.suffix in FILE_SUFFIXES:
+    if _is_file(path):
         entries = delta_file.read(path).manifest.tensors
         return [
             {
@@ -41,7 +57,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     tensors = read_model(path)
     return [
         {"name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": len(t.buffer), "hash": hash_bytes(t.buffer)}
-        for name, t in sorted(tensors.items())
+        for name, t in sorted(tensors.items(), key=lambda item: natural(item[0]))
     ]
 
 
@@ -67,7 +83,7 @@ def line_of(row: dict[str, Any]) -> str:
         return f"{row['file']:<16} {row['bytes']:>12} bytes  {what:<25}  digest {row['digest']}"
     shape = "x".join(map(str, row["shape"])) or "scalar"
     kind = f"{row['kind']:<6}" if "kind" in row else ""
-    return f"{row['name']:<56} {row['dtype']:<9} {shape:<14} {kind}{row['bytes']:>12} bytes  {row['hash']}"
+    return f"{row['name']:<56} {row['dtype']:<13} {shape:<14} {kind}{row['bytes']:>12} bytes  {row['hash']}"
 
 
 def verify(path: Path, base: Weights | None) -> tuple[str, list[str]]:
@@ -75,7 +91,7 @@ def verify(path: Path, base: Weights | None) -> tuple[str, list[str]]:
     try:
         if is_chain(path):
             return _verify_chain(path)
-        if path.suffix in FILE_SUFFIXES:
+        if _is_file(path):
             return _verify_file(path, base)
         return read_weights(path).digest, []
     except WeightsError as bad:
@@ -84,7 +100,7 @@ def verify(path: Path, base: Weights | None) -> tuple[str, list[str]]:
 
 def _verify_file(path: Path, base: Weights | None) -> tuple[str, list[str]]:
     found = delta_file.read(path)
-    if base is not None or path.suffix == ".full":
+    if base is not None or found.manifest.base == NO_BASE:
         return delta_file.apply(found, base).digest, []
     wanted = {e.name: e.payload_hash if e.kind == DELTA else e.hash for e in found.manifest.tensors if e.kind in (DELTA, FULL)}
     wrong = [name for name, pieces in found.payloads.items() if _hash(pieces) != wanted[name]]

@@ -20,7 +20,7 @@ class Trainer:
     """A store and the chain it is written to; `models` is what each version must be."""
 
     def __init__(self, root: Path, model: Any, after: Any, lineage: str = "L") -> None:
-        self.store, self.chain = VersionStore(keep=KEEP, lineage=lineage), DiskChain(root, lineage, keep=KEEP)
+        self.store, self.chain = VersionStore(keep=KEEP, lineage=lineage), DiskChain(root, lineage, keep=KEEP, patience_s=0)
         self.next, self.after, self.models = model, after, []
 
     def publish(self, count: int = 1) -> None:
@@ -269,6 +269,28 @@ def test_a_full_disk_leaves_the_version_before_and_the_retry_succeeds(
     failing.clear()
     trainer.write()
     assert DiskPuller(trainer.chain.folder).pull(None, 1.0).digest == trainer.store.newest.digest
+
+
+def test_a_directory_that_cannot_be_reached_for_a_while_is_written_to_later(
+    trainer: Trainer, tmp_path: Path, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.chain = DiskChain(tmp_path, "L")
+    replace, failures = os.replace, [OSError(5, "Input/output error"), OSError(28, "No space left on device")]
+
+    def unlucky(source: Any, target: Any) -> None:
+        if failures:
+            raise failures.pop()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", unlucky)
+    trainer.publish()
+    failures += [OSError(5, "Input/output error")]
+    trainer.publish()
+    check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[1])
+    failures += [OSError(30, "Read-only file system")] * 100
+    trainer.chain.close()
+    with pytest.raises(WeightsError, match="Read-only file system"):
+        trainer.publish()
 
 
 def test_two_slow_readers_reach_a_newer_version_although_files_go_meanwhile(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
