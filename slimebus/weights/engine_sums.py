@@ -93,7 +93,7 @@ def _ask(url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> 
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as refused:
-        text = refused.read()[:300].decode(errors="replace").strip()
+        text = refused.read()[:300].decode(errors="replace").strip() or "is this an engine, and no router?"
         raise SlimebusError(f"engine {url}: {path} answered {refused.code}: {text}", code="engine") from None
     except (OSError, ValueError) as bad:
         raise Unreachable(
