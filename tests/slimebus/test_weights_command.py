@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from slimebus_command import slimebus
 
 from slimebus.commands.weights import weights
 from slimebus.errors import UsageError, WeightsError
@@ -126,8 +125,7 @@ def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> 
 
 def shell(*words: Any) -> tuple[int, str]:
     """Exit code and output of the real command."""
-    command = [sys.executable, "-m", "slimebus", "weights", *map(str, words)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = slimebus("weights", *words)
     return ended.returncode, ended.stdout + ended.stderr
 
 
