@@ -114,7 +114,7 @@ class VersionStore:
     """Publish from one thread, serve from others. keep: how many versions back a worker may be and still get a delta.
 
     lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors, and units of a large one,
-    diffed at once.
+    diffed at once, and tensors merged.
     """
 
     def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, zstd: bool = True, threads: int = 1) -> None:
@@ -126,7 +126,7 @@ class VersionStore:
         self._former: dict[str, _Former] = {}
         self._sweeper: threading.Timer | None = None
         self._seen: _Seen | None = None
-        self._merges = Merges(zstd)
+        self._merges = Merges(zstd, threads)
         self._lock = threading.Lock()  # short: the maps above
         self._publishing = threading.Lock()
         self._stages = Stages()
