@@ -12,6 +12,7 @@ verified as in a pull. A lineage has a folder of its own, so nothing of another 
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import random
@@ -290,26 +291,27 @@ class DiskPuller:
         is_ours = have is not None and have.lineage == self.folder.name
         if have is not None and is_ours and self._has_deltas(latest, have.version):
             try:
-                return self._checked(latest, self._step(have, latest, spare))
+                return self._checked(latest, self._step(have, latest, spare, have))
             except WeightsError:
                 self.counts.wrong_bytes += 1  # damaged on the way: the full copy and its deltas may be whole
         self.counts.full_tensors += 1
-        whole = self._load(latest, latest.full, "full", have, spare)
-        return self._step(whole, latest, None)
+        return self._step(self._load(latest, latest.full, "full", have, spare), latest, None, have)
 
     def _has_deltas(self, latest: Latest, have: int) -> bool:
         """From the version `have` to the newest."""
         names = [name for version in range(have + 1, latest.version + 1) for name in latest.files(version, "delta")]
         return all((self.folder / name).is_file() for name in names)
 
-    def _step(self, weights: Weights, latest: Latest, spare: Weights | None) -> Weights:
-        """Delta after delta; the versions between are passed on as memory for the next."""
-        start = weights
+    def _step(self, weights: Weights, latest: Latest, spare: Weights | None, have: Weights | None) -> Weights:
+        """Delta after delta; the versions between are memory for the next, but for tensors that they share with `have`, which is in use."""
+        in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have is not None else set()
         for version in range(weights.version + 1, latest.version + 1):
-            before = weights
-            weights = self._load(latest, version, "delta", before, spare)
-            spare = before if before is not start else spare
-        self.counts.pulls += weights is not start
+            if version == latest.version and self._host is not None:
+                spare = None  # the last comes to be in shared memory; this is freed before
+            elif spare is not None:
+                spare = dataclasses.replace(spare, tensors={n: t for n, t in spare.tensors.items() if id(t.buffer) not in in_use})
+            weights, spare = self._load(latest, version, "delta", weights, spare), weights
+        self.counts.pulls += weights is not have
         return weights
 
     def _load(self, latest: Latest, version: int, kind: str, base: Weights | None, spare: Weights | None) -> Weights:

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parent))  # the tests here import live_run and raw_cast
 
 
 @pytest.fixture(scope="session")

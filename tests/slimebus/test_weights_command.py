@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from slimebus_command import slimebus
 
 from slimebus.commands.weights import weights
 from slimebus.errors import UsageError, WeightsError
@@ -97,8 +96,12 @@ def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) ->
     assert store.newest.digest in run("verify", chain.folder).stdout
     write_model(tmp_path / "newest", model(3))
     assert json.loads(run("diff", chain.folder, tmp_path / "newest", "--json").stdout)["changed"] == 0
+    newest_delta = chain.folder / "000003-0.delta"
+    newest_delta.write_bytes(newest_delta.read_bytes()[:-1] + b"!")
     (chain.folder / "000002-0.delta").unlink()
-    assert "000002-0.delta is missing" in run("verify", chain.folder, code=1).stderr
+    said = run("verify", chain.folder, code=1).stderr
+    assert "000002-0.delta is missing" in said
+    assert "000003-0.delta: tensor" in said, "one problem does not hide the next"
     (chain.folder / "latest.json").unlink()
     assert "no latest.json" in run("verify", chain.folder, code=1).stderr
 
@@ -122,8 +125,7 @@ def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> 
 
 def shell(*words: Any) -> tuple[int, str]:
     """Exit code and output of the real command."""
-    command = [sys.executable, "-m", "slimebus", "weights", *map(str, words)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = slimebus("weights", *words)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from waiting import wait_until
 
 from slimebus import envelope
 from slimebus.errors import Fenced, SlimebusError, Unreachable, UsageError
@@ -115,9 +115,7 @@ def test_a_request_outlives_a_server_that_restarts(answering: Callable[..., Answ
     address = first.server.endpoint
     client = connect(address, resend_s=0.2)
     future = client.submit(Status(), timeout_s=10)
-    deadline = time.monotonic() + 5
-    while not first.seen and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until("request", lambda: first.seen)
     first.close()
     first.close = lambda: None  # type: ignore[method-assign]
     answering(polite, bind=address)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from waiting import wait_until
 
 from slimebus import envelope
 from slimebus import messages as m
@@ -76,13 +77,6 @@ def connect() -> Iterator[Callable[..., Client]]:
     yield make
     for one in made:
         one.close(goodbye=False)
-
-
-def _wait_until(is_true: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert is_true()
 
 
 def test_an_allowed_key_is_let_in_and_its_name_comes_with_each_message(folder: Path, serve: Any, connect: Any) -> None:
@@ -188,7 +182,7 @@ def test_a_revoked_key_is_cut_off_at_its_next_message_without_a_restart(folder: 
     client = connect(server.server.endpoint, folder / "rollout.key")
     client.join("rollout", timeout_s=5)
     key_folder.revoke(folder, "rollout")
-    _wait_until(lambda: "rollout" not in {held.name for held in server.keyring.grants.values()}, 5)
+    wait_until("key to go", lambda: "rollout" not in {held.name for held in server.keyring.grants.values()}, 5)
     with pytest.raises(SlimebusError, match="the key of this connection is revoked") as refused:
         client.call(m.Lease(want=1, wait_s=0), timeout_s=5)
     assert refused.value.code == "forbidden"
@@ -206,7 +200,7 @@ def test_a_rotated_key_is_taken_up_by_a_process_that_runs(folder: Path, serve: A
     client.join("rollout", timeout_s=5)
     older = client.credentials.pair.public
     key_folder.rotate(folder, "rollout", grace_s=0)
-    _wait_until(lambda: older not in server.keyring.grants, 5)
+    wait_until("key to go", lambda: older not in server.keyring.grants, 5)
     assert isinstance(client.call(m.Lease(want=1, wait_s=0), timeout_s=10).message, m.Ok)
     assert client.credentials.pair.public != older
 
@@ -219,7 +213,7 @@ def test_a_rotated_key_is_let_in_for_its_grace(folder: Path, serve: Any, connect
     server = serve(folder)
     assert connect(server.server.endpoint, older).join("rollout", timeout_s=5)
     server.keyring._wall = lambda: time.time() + 61
-    _wait_until(lambda: len(server.keyring.grants) == 3, 5)
+    wait_until("new key", lambda: len(server.keyring.grants) == 3, 5)
     with pytest.raises(Unreachable, match="refused our key"):
         connect(server.server.endpoint, older, "w2").join("rollout", timeout_s=1)
 
@@ -233,9 +227,9 @@ def test_the_servers_key_is_rotated_while_connections_stay_and_new_ones_come(fol
     prepared.join("trainer", timeout_s=5)
     key_folder.switch_broker(folder)
     older = server.keyring.pair
-    _wait_until(lambda: server.keyring.pair != older, 5)
+    wait_until("new pair", lambda: server.keyring.pair != older, 5)
     server.todo.append(server.server.renew_key)
-    _wait_until(lambda: not server.todo)
+    wait_until("rest", lambda: not server.todo)
     for open_connection in (client, prepared):
         assert isinstance(open_connection.call(m.Status(), timeout_s=5).message, m.Ok), "an open connection stays"
     assert connect(server.server.endpoint, folder / "client.key", "c").call(m.Status(), timeout_s=5)
@@ -244,7 +238,7 @@ def test_the_servers_key_is_rotated_while_connections_stay_and_new_ones_come(fol
 def test_a_list_that_does_not_parse_changes_nothing_and_is_named(folder: Path, serve: Any, connect: Any) -> None:
     server = serve(folder)
     (folder / "allowed.json").write_text('{"clients": {')
-    _wait_until(lambda: server.keyring.problem, 5)
+    wait_until("problem", lambda: server.keyring.problem, 5)
     assert "allowed.json: not an allow-list" in server.keyring.problem
     assert connect(server.server.endpoint, folder / "rollout.key").join("rollout", timeout_s=5)
 
@@ -260,7 +254,7 @@ def test_connections_beyond_the_bound_are_refused_and_those_inside_still_work(se
             socket.connect(server.server.endpoint)
             socket.send(envelope.encode(m.Status(), id=1))
             assert i >= 7 or socket.poll(5000), "the first seven have room"
-        _wait_until(lambda: server.server.refused["max_connections"] >= 30)
+        wait_until("refusal of 30", lambda: server.server.refused["max_connections"] >= 30)
         late = connect(server.server.endpoint, None, "late")
         with pytest.raises(Unreachable, match=r"no room for another connection \(broker.max_connections\)"):
             late.call(m.Status(), timeout_s=1.0)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slimebus.errors import WeightsError
@@ -54,6 +55,26 @@ def test_readers_near_and_far_behind_get_the_newest_version(trainer: Trainer, ch
             check(behind, trainer.models[number])
         check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[number])
     assert puller.pull(have, 1.0) is have
+
+
+@pytest.mark.parametrize("spare_of", [None, 0])
+def test_what_a_reader_has_stays_as_it_is_while_it_reads_several_versions(trainer: Trainer, check: Any, spare_of: int | None) -> None:
+    """One tensor changes in each, after it was the same for two; buffers that are used again are never those of the version at hand."""
+    trainer.after = lambda before, number: before if number < 3 else {**before, "fixed": before["fixed"] + np.uint16(1)}
+    puller = DiskPuller(trainer.chain.folder)
+    trainer.publish()
+    spare = puller.pull(None, 1.0)
+    trainer.publish()
+    have = puller.pull(spare, 1.0)
+    trainer.publish(3)
+    newer = puller.pull(have, 1.0, spare=None if spare_of is None else spare)
+    check(newer, trainer.models[-1])
+    check(have, trainer.models[1])
+    other = Trainer(trainer.chain.folder.parent, trainer.models[1], trainer.after, "M")
+    other.models = [trainer.models[1]] * 2
+    other.publish(3)
+    check(DiskPuller(other.chain.folder).pull(have, 1.0), other.models[-1])
+    check(have, trainer.models[1])
 
 
 def test_what_no_reader_needs_is_deleted(trainer: Trainer) -> None:

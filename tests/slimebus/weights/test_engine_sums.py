@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from slimebus_command import slimebus
 
 from slimebus.commands.weights import weights
 from slimebus.errors import SlimebusError, Unreachable
@@ -207,7 +206,10 @@ def check(*words: Any) -> Result:
     return CliRunner().invoke(weights, ["check", *map(str, words)])
 
 
-def test_check_says_that_an_engine_has_what_a_directory_holds(engine: Engine, tmp_path: Path) -> None:
+def test_check_says_that_an_engine_has_what_a_directory_holds(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # engines are asked directly
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     engine.sums = sglang(tensors())
     write_model(tmp_path / "model", tensors())
     done = check(engine.url, tmp_path / "model")
@@ -269,8 +271,7 @@ def test_an_absent_broker_or_publisher_is_named_long_before_the_timeout(engine: 
 def test_the_exit_code_reaches_the_shell(engine: Engine, tmp_path: Path) -> None:
     engine.sums = sglang(tensors()) | {"model.norm.weight": "0" * 16}
     write_model(tmp_path / "model", tensors())
-    words = [sys.executable, "-m", "slimebus", "weights", "check", engine.url, str(tmp_path / "model")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    done = slimebus("weights", "check", engine.url, tmp_path / "model")
     assert (done.returncode, "different: model.norm.weight" in done.stdout) == (1, True), done.stderr
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from slimebus.errors import WeightsError
 from slimebus.weights import host_share
@@ -122,9 +123,7 @@ WeightPuller([{server.endpoint!r}], host=host).pull(deadline_s=60)
     puller = join()
     with ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(puller.pull, deadline_s=30)
-        until = time.monotonic() + 10
-        while puller.counts.neighbour_tensors < NUM_TENSORS // 2 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until("half of the tensors", lambda: puller.counts.neighbour_tensors >= NUM_TENSORS // 2)
         assert not pulling.done(), "it waits for the other, whose turn it is"
         assert puller.counts.received_bytes == 0
         other.send_signal(signal.SIGKILL)

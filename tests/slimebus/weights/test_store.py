@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from slimebus.errors import WeightsError
 from slimebus.weights import codec, merges
@@ -107,9 +108,7 @@ def test_a_lent_tensor_keeps_its_bytes_while_versions_go_on_and_is_gone_when_nob
     assert bytes(store.read(store.lineage, 0, "embed", NO_BASE)) == model["embed"].tobytes()
     with pytest.raises(VersionGone, match="changed since version 1"):
         store.read(store.lineage, 1, "embed", NO_BASE)
-    until = time.monotonic() + 10
-    while store._former and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until("end of the former version", lambda: not store._former)
     with pytest.raises(VersionGone, match="changed since version 0"):
         store.read(store.lineage, 0, "embed", NO_BASE)
     assert bytes(store.read(store.lineage, 0, "fixed", NO_BASE)) == model["fixed"].tobytes()
