@@ -28,9 +28,7 @@ async def claim(url: str) -> socket.socket:
         except OSError as bad:
             if bad.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 held.close()
-                raise UsageError(
-                    f"the engine at {url} is another worker's of this host ({bad.strerror}); give each worker engines of its own"
-                ) from None
+                raise UsageError(f"the engine at {url} is another worker's of this host; give each worker engines of its own") from None
         await asyncio.sleep(POLL_S)
 
 

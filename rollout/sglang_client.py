@@ -260,16 +260,21 @@ class EngineClient:
 
     async def is_ready(self, timeout_s: float = 2.0) -> bool:
         """Whether `/ready` answers 200 within `timeout_s`: it is up and not paused. Never raises."""
-        return await self._is_200("/ready", timeout_s)
+        return await self._status("/ready", timeout_s) == 200
 
     async def is_healthy(self, timeout_s: float = 25.0) -> bool:
         """Whether `/health` answers 200 within `timeout_s`; a real SGLang generates a token for it."""
-        return await self._is_200("/health", timeout_s)
+        return await self._status("/health", timeout_s) == 200
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
-        """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or as soon as `is_dead()`."""
+        """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or once `is_dead()`. UsageError for a router."""
         deadline_s = time.monotonic() + timeout_s
-        while not (await self.is_ready() or await self._is_200("/ping", 2.0)):
+        while 200 not in (found := [await self._status(path, 2.0) for path in ("/ready", "/ping")]):
+            if found == [404, 404]:
+                raise UsageError(
+                    f"what answers at {self.url} knows neither /ready nor /ping and is no engine; a router does not pass weights on: "
+                    "give the addresses of the engines behind it"
+                )
             if is_dead is not None and is_dead():
                 raise Unreachable(f"engine {self.url}: its process ended before it was ready")
             if time.monotonic() > deadline_s:
@@ -294,15 +299,16 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"})
         return self._session
 
-    async def _is_200(self, path: str, timeout_s: float) -> bool:
+    async def _status(self, path: str, timeout_s: float) -> int:
+        """Of the answer to a GET; 0 when there is none in time. Never raises."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._open().get(self.url + path, timeout=timeout) as response:
-                return response.status == 200
+                return response.status
         except (aiohttp.ClientError, TimeoutError, Unreachable):
-            return False
+            return 0
 
     async def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0, retry_s: float | None = None) -> bytes:
         """The body of a 200; lost connections and busy answers are retried for `retry_s` from the first of them."""

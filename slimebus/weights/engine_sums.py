@@ -90,10 +90,11 @@ def _ask(url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> 
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as a worker asks it, whatever the environment says
+        with direct.open(request, timeout=timeout_s) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as refused:
-        text = refused.read()[:300].decode(errors="replace").strip()
+        text = refused.read()[:300].decode(errors="replace").strip() or "is this an engine, and no router?"
         raise SlimebusError(f"engine {url}: {path} answered {refused.code}: {text}", code="engine") from None
     except (OSError, ValueError) as bad:
         raise Unreachable(

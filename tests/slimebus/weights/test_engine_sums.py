@@ -206,7 +206,10 @@ def check(*words: Any) -> Result:
     return CliRunner().invoke(weights, ["check", *map(str, words)])
 
 
-def test_check_says_that_an_engine_has_what_a_directory_holds(engine: Engine, tmp_path: Path) -> None:
+def test_check_says_that_an_engine_has_what_a_directory_holds(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # engines are asked directly
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     engine.sums = sglang(tensors())
     write_model(tmp_path / "model", tensors())
     done = check(engine.url, tmp_path / "model")
