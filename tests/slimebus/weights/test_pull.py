@@ -21,20 +21,6 @@ from slimebus.weights.tensors import NO_BASE
 
 
 @pytest.fixture
-def closing():
-    """Closes what a test opened, newest first."""
-    opened = []
-
-    def keep(closable):
-        opened.append(closable)
-        return closable
-
-    yield keep
-    for closable in reversed(opened):
-        closable.close()
-
-
-@pytest.fixture
 def store(model):
     store = VersionStore(keep=4)
     store.publish(model)
