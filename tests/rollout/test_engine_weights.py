@@ -431,6 +431,9 @@ def test_an_engine_that_was_started_again_serves_nobody_until_it_was_given_every
         assert problem.value.retryable
         assert (started[0].weights.is_out_of_service, len(lost)) == (True, num_engines == 1)
         if num_engines == 1:
+            with pytest.raises(WeightsError, match="out of service"):
+                await engines.sample([task])
+            assert len(lost) == 2
             await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
         while started[0].weights.is_out_of_service:
             assert (await engines.sample([task]))[0].versions == [(1, 1)]  # of the other
