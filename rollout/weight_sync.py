@@ -16,7 +16,8 @@ from typing import Any
 
 from rollout.engines import Engines
 from rollout.relay import Relay
-from slimebus.errors import SlimebusError, WeightsError
+from slimebus.config.schema import WeightsConfig
+from slimebus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
 from slimebus.spans import Spans
@@ -65,9 +66,7 @@ class WeightSync:
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
         self._served: tuple[SharedVersion, ...] = ()
-        root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
-        sweep_turns(root)
-        self._folder = SharedFolder(root)
+        self._folder = _folder_in(shm)
         engines.on_lost = self.invalidate
 
     def announce(self, lineage: str, version: int, publishers: list[str], digest: str = "") -> None:
@@ -196,3 +195,14 @@ class WeightSync:
         self._is_closed = True
         self._close_puller()
         self._folder.close()
+
+
+def _folder_in(shm: str) -> SharedFolder:
+    """Raises ConfigError when nothing can be written there."""
+    is_missing = shm == WeightsConfig().weights_shm and not Path(shm).is_dir()  # some systems have none
+    root = Path(tempfile.gettempdir() if is_missing else shm)
+    try:
+        sweep_turns(root)
+        return SharedFolder(root)
+    except OSError as bad:
+        raise ConfigError(f"weights.weights_shm {root}: {bad.strerror}; it must be a directory that this worker may write to") from None

@@ -63,7 +63,6 @@ class Feed:
 
     def __init__(self, client: Client, config: RunConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.client, self.config, self.sleep = client, config, sleep
-        self.waited_s = 0.0
         self._trained = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._ahead: dict[int, Future[FetchedBatch]] = {}
@@ -75,9 +74,7 @@ class Feed:
 
     def take(self, step: int) -> FetchedBatch:
         """The groups of `step`; the next step's are asked for meanwhile. Raises SlimebusError for a sample beyond the bound."""
-        started = time.monotonic()
         batch = (self._ahead.pop(step, None) or self._request(step)).result()
-        self.waited_s += time.monotonic() - started
         if step + 1 < self.config.rollout.num_rollout:
             self._ahead[step + 1] = self._request(step + 1)
         return batch

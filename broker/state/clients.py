@@ -261,8 +261,7 @@ def _take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> 
 def goodbye(state: State, event: Event) -> m.Ok:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
-    is_theirs = client is not None and client.epoch == event.epoch and client.key == event.key
-    if isinstance(event.message, m.Goodbye) and client is not None and is_theirs and not client.is_fenced:
+    if client is not None and client.epoch == event.epoch and client.key == event.key and not client.is_fenced:
         leave(state, client, "its worker left")
         _forget(state, client)
         if client.role != "client":

@@ -88,7 +88,7 @@ def apply(a: Path, delta: Path, out: Path, bf16: bool) -> None:
 
 @weights.command()
 @click.argument("path", type=Place)
-@click.option("--digest", help="[hash] What PATH must hash to, as `ls` and the trainer's log say it.")
+@click.option("--digest", help="[hash] What PATH must hash to, as `verify` says it and each published version carries it.")
 @click.option("--base", type=Place, help="[path] The model that a .delta file starts from; without it only the file itself is checked.")
 @click.pass_context
 def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None) -> None:

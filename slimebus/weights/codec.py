@@ -37,8 +37,8 @@ UNIT_VALUES = 1 << 22
 FULL, SPARSE, DENSE = 1, 2, 3
 HEADER = struct.Struct("<BBHIIIIIIIII")
 
-TRY_DENSE_ABOVE = 0.25
-"""From this fraction of changed values on, dense is tried too and the smaller one kept; measured, they meet near 33%."""
+TRY_DENSE_ABOVE = 1 / 3
+"""From this fraction of changed values on, dense is tried too and the smaller one kept. Raw they meet here; with zstd at 36 to 43%."""
 
 MIN_ZSTD_BYTES = 128
 """Below this a zstd frame's own header outweighs what it saves."""

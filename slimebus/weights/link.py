@@ -1,6 +1,7 @@
 """A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop."""
 
 import contextlib
+import logging
 import random
 import socket as host_socket
 import threading
@@ -15,9 +16,12 @@ import zmq
 from slimebus import envelope
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.messages import Message
+from slimebus.security.exposure import is_local
 from slimebus.security.key_file import KeyPair
 from slimebus.transport.curve import connect_curve, end_watch, handshakes, refusal, watch_handshakes
 from slimebus.weights.messages import TYPES
+
+log = logging.getLogger("slimebus.weights")
 
 MAX_BURST = 64
 KEY_MARK = "?key="
@@ -26,6 +30,8 @@ MAX_FRAME_BYTES = 1 << 28
 MAX_PATIENCE = 8
 """How many stall times a link that is slow, or dead, is waited for at most."""
 ANYWHERE = ("0.0.0.0", "*", "[::]")
+OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
+"""Addresses that are nobody's (RFC 5737, 3849): which interface they would be sought through is all that matters."""
 MANIFEST_STALLS = 3
 """A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
 
@@ -38,10 +44,14 @@ def with_key(address: str, public: str) -> str:
 def advertised(endpoint: str, host: str, broker: str = "") -> str:
     """The address others are told: the bound one, with `host` instead of its own where given.
 
-    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given.
+    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
+    on the way out, where the broker is on this machine, which tells nothing of how others see it.
     """
     if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):
         host = own_host(broker)
+        if is_local(f"tcp://{host}:0"):
+            with contextlib.suppress(OSError):  # it has no network
+                host = own_host(OUTSIDE_V6 if host.startswith("[") else OUTSIDE)
     if not host:
         return endpoint
     return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
@@ -140,9 +150,14 @@ class Link:
                 self.reconnect()
                 wanted = self.send(message)
         raise Unreachable(
-            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; "
-            f"{self.refusal or 'is the trainer running?'}"
+            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; {self.refusal or self._advice}"
         )
+
+    @property
+    def _advice(self) -> str:
+        if not is_local(self.endpoint):
+            return "is the trainer running?"
+        return "is the trainer running, on this machine? On another it must have a weights.weights_bind that this one reaches"
 
     def listen(self) -> None:
         """Silence counts from now: nothing was asked before."""
@@ -166,7 +181,9 @@ class Link:
         """A new connection; requests that were under way are lost."""
         self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._open.clear()
+        silent_s = self._silent_s
         self._disconnect()
+        log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, silent_s, self.refusal or self._advice)
         self._socket = self._connect()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What lies at a path: the tensors of a model or of a delta file, the versions of a chain; and whether every byte is right."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def read(path: Path) -> Mapping[str, Tensor]:
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
     if is_chain(path):
-        return [_version_row(file) for file in disk_chain.part_files(path)]
+        return list(_version_rows(path))
     if _is_file(path):
         entries = delta_file.read(path).manifest.tensors
         return [
@@ -61,19 +62,21 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _version_row(file: Path) -> dict[str, Any]:
-    manifest = delta_file.read(file).manifest
-    return {
-        "version": manifest.version,
-        "file": file.name,
-        "kind": file.suffix[1:],
-        "lineage": manifest.lineage,
-        "base": manifest.base,
-        "bytes": file.stat().st_size,
-        "tensors": len(manifest.tensors),
-        "changed": sum(entry.num_changed for entry in manifest.tensors),
-        "digest": manifest.digest,
-    }
+def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in disk_chain.part_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
+            size, manifest = file.stat().st_size, delta_file.read(file).manifest
+            yield {
+                "version": manifest.version,
+                "file": file.name,
+                "kind": file.suffix[1:],
+                "lineage": manifest.lineage,
+                "base": manifest.base,
+                "bytes": size,
+                "tensors": len(manifest.tensors),
+                "changed": sum(entry.num_changed for entry in manifest.tensors),
+                "digest": manifest.digest,
+            }
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -121,10 +124,16 @@ def _verify_chain(folder: Path) -> tuple[str, list[str]]:
         return "", [f"no {disk_chain.LATEST}"]
     problems = []
     for file, version in disk_chain.part_files(folder).items():
-        if version <= latest.version:
-            _, wrong = _verify_file(file, None)
-            problems += [f"{file.name}: {text}" for text in wrong]
+        try:
+            wrong = _verify_file(file, None)[1] if version <= latest.version else []
+        except FileNotFoundError:  # its trainer deletes what is old meanwhile
+            continue
+        except WeightsError as bad:
+            wrong = [bad.text]
+        problems += [f"{file.name}: {text}" for text in wrong]
+    latest = disk_chain.read_latest(folder) or latest
     needed = latest.files(latest.full, "full")
     needed += [name for version in range(latest.full + 1, latest.version + 1) for name in latest.files(version, "delta")]
-    problems += [f"{name} is missing" for name in needed if not (folder / name).is_file()]
+    missing = [f"{name} is missing" for name in needed if not (folder / name).is_file()]
+    problems += missing if disk_chain.read_latest(folder) == latest else []
     return ("", problems) if problems else (disk_chain.DiskPuller(folder).pull(None, 1.0).digest, [])

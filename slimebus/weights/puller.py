@@ -8,6 +8,7 @@ A tensor counts when its bytes hash to what the publisher says, whichever way th
 do. Until then nobody sees any of it.
 """
 
+import logging
 import random
 import threading
 import time
@@ -28,9 +29,12 @@ from slimebus.weights.stages import Stages
 from slimebus.weights.stream import LATER_PAUSE_S, Again, BadSource, Stream, chunks
 from slimebus.weights.tensors import NO_BASE, Weights
 
+log = logging.getLogger("slimebus.weights")
+
 CHUNK_BYTES = 1 << 20
 """Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
 
+SAY_S = 10.0
 MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
@@ -116,7 +120,8 @@ class WeightPuller:
                     self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
-        deadline = time.monotonic() + deadline_s
+        said_at = time.monotonic()
+        deadline = said_at + deadline_s
         reason = ""
         in_vain = 0
         while not self._cancelled.is_set():
@@ -131,8 +136,12 @@ class WeightPuller:
                 reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
             self.counts.rounds += 1
             in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 break
+            if now - said_at > SAY_S:
+                said_at = now
+                log.info("no verified version so far: %s", reason)
             self._cancelled.wait(_pause_s(in_vain))
         if self._cancelled.is_set():
             raise WeightsError("the pull was cancelled")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout.weight_sync import WeightSync
-from slimebus.errors import SlimebusError, WeightsError
+from slimebus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.weights.safetensors_file import read_model
 from slimebus.weights.server import WeightServer
@@ -200,3 +200,10 @@ def test_a_pull_that_begins_while_its_worker_leaves_does_not_keep_it(tmp_path: P
         may_go_on.set()
         with pytest.raises(SlimebusError, match="cancelled"):
             pulling.result(timeout=10)
+
+
+def test_shared_memory_that_cannot_be_written_to_is_a_mistake_in_the_config(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for shm, why in ((tmp_path / "none", "No such file or directory"), (tmp_path / "file", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"weights_shm {shm}: {why}"):
+            WeightSync(Engines(), tmp_path, shm=str(shm), pull_timeout_s=1.0, on_change=lambda: None)  # type: ignore[arg-type]

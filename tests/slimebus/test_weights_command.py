@@ -96,8 +96,12 @@ def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) ->
     assert store.newest.digest in run("verify", chain.folder).stdout
     write_model(tmp_path / "newest", model(3))
     assert json.loads(run("diff", chain.folder, tmp_path / "newest", "--json").stdout)["changed"] == 0
+    newest_delta = chain.folder / "000003-0.delta"
+    newest_delta.write_bytes(newest_delta.read_bytes()[:-1] + b"!")
     (chain.folder / "000002-0.delta").unlink()
-    assert "000002-0.delta is missing" in run("verify", chain.folder, code=1).stderr
+    said = run("verify", chain.folder, code=1).stderr
+    assert "000002-0.delta is missing" in said
+    assert "000003-0.delta: tensor" in said, "one problem does not hide the next"
     (chain.folder / "latest.json").unlink()
     assert "no latest.json" in run("verify", chain.folder, code=1).stderr
 

@@ -21,20 +21,6 @@ from slimebus.weights.tensors import NO_BASE
 
 
 @pytest.fixture
-def closing():
-    """Closes what a test opened, newest first."""
-    opened = []
-
-    def keep(closable):
-        opened.append(closable)
-        return closable
-
-    yield keep
-    for closable in reversed(opened):
-        closable.close()
-
-
-@pytest.fixture
 def store(model):
     store = VersionStore(keep=4)
     store.publish(model)
@@ -288,10 +274,12 @@ def test_a_new_lineage_replaces_the_old_one_and_reuses_equal_tensors(store, mode
     assert new.tensors["fixed"].buffer is old.tensors["fixed"].buffer
 
 
-def test_the_deadline_names_the_server_that_does_not_answer(closing):
-    puller = closing(WeightPuller(["tcp://127.0.0.1:9"]))
+def test_the_deadline_names_the_server_that_does_not_answer(closing, caplog):
+    caplog.set_level("INFO", "slimebus.weights")
+    puller = closing(WeightPuller(["tcp://127.0.0.1:9"], stall_s=0.02))
     with pytest.raises(WeightsError, match=r"within 0 s from tcp://127.0.0.1:9.*trainer running"):
-        puller.pull(deadline_s=0.3)
+        puller.pull(deadline_s=0.49)
+    assert "no word from the weight server at tcp://127.0.0.1:9" in caplog.text, "nor are two minutes spent in silence"
 
 
 def test_nothing_published_yet_is_waited_for(model, check, closing):

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,20 +25,6 @@ from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import Weights
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def closing() -> Iterator[Callable[[Any], Any]]:
-    """Closes what a test opened, newest first."""
-    opened: list[Any] = []
-
-    def keep(closable: Any) -> Any:
-        opened.append(closable)
-        return closable
-
-    yield keep
-    for closable in reversed(opened):
-        closable.close()
 
 
 def noise(size_mib: float, seed: int = 0) -> np.ndarray:
