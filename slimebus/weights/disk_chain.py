@@ -19,7 +19,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -288,43 +288,51 @@ class DiskPuller:
         return plan.finish([found], target)
 
     def _follow(self, latest: Latest, have: Weights | None, spare: Weights | None) -> Weights:
-        is_ours = have is not None and have.lineage == self.folder.name
-        if have is not None and is_ours and self._has_deltas(latest, have.version):
+        """All files are opened before the first is read, so that what is deleted meanwhile stays readable where the disk allows it."""
+        if have is not None and have.lineage == self.folder.name and self._has_deltas(latest, have.version):
             try:
-                return self._checked(latest, self._step(have, latest, spare, have))
+                return self._checked(latest, self._step(self._deltas(latest, have.version), have, spare))
             except WeightsError:
                 self.counts.wrong_bytes += 1  # damaged on the way: the full copy and its deltas may be whole
         self.counts.full_tensors += 1
-        return self._step(self._load(latest, latest.full, "full", have, spare), latest, None, have)
+        return self._step([self._read(latest, latest.full, "full"), *self._deltas(latest, latest.full)], have, spare)
 
     def _has_deltas(self, latest: Latest, have: int) -> bool:
         """From the version `have` to the newest."""
         names = [name for version in range(have + 1, latest.version + 1) for name in latest.files(version, "delta")]
         return all((self.folder / name).is_file() for name in names)
 
-    def _step(self, weights: Weights, latest: Latest, spare: Weights | None, have: Weights | None) -> Weights:
-        """Delta after delta; the versions between are memory for the next, but for tensors that they share with `have`, which is in use."""
-        in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have is not None else set()
-        for version in range(weights.version + 1, latest.version + 1):
-            if version == latest.version and self._host is not None:
-                spare = None  # the last comes to be in shared memory; this is freed before
+    def _deltas(self, latest: Latest, have: int) -> list[delta_file.DeltaFile]:
+        return [self._read(latest, version, "delta") for version in range(have + 1, latest.version + 1)]
+
+    def _step(self, files: Sequence[delta_file.DeltaFile], have: Weights | None, spare: Weights | None) -> Weights:
+        """File after file; the versions between are memory for the next, but for tensors that they share with `have`, which is in use.
+
+        Only the last comes to be in shared memory.
+        """
+        in_use, weights = {id(tensor.buffer) for tensor in have.tensors.values()} if have is not None else set(), have
+        memory: Memory | None = None
+        for found in files:
+            if found is files[-1] and self._host is not None:
+                spare, memory = None, self._host.folder  # what was spare is freed before
             elif spare is not None:
                 spare = dataclasses.replace(spare, tensors={n: t for n, t in spare.tensors.items() if id(t.buffer) not in in_use})
-            weights, spare = self._load(latest, version, "delta", weights, spare), weights
-        self.counts.pulls += weights is not have
+            watched = found._replace(payloads={name: self._watched(pieces) for name, pieces in found.payloads.items()})
+            with self.stages("verify"):
+                weights, spare = delta_file.apply(watched, weights, spare=spare, memory=memory), weights
+        self.counts.pulls += bool(files)
+        assert weights is not None, "there are files, or there is nothing newer than `have`"
         return weights
 
-    def _load(self, latest: Latest, version: int, kind: str, base: Weights | None, spare: Weights | None) -> Weights:
-        """Only the last version of a chain is put into shared memory."""
-        found = self._read(latest, version, kind)
-        memory: Memory | None = None
-        if self._host is not None:
-            self._host.tell()
-            memory = self._host.folder if version == latest.version else None
-        with self.stages("verify"):
-            loaded = delta_file.apply(found, base, spare=spare, memory=memory)
-        self.counts.received_bytes += sum((self.folder / name).stat().st_size for name in latest.files(version, kind))
-        return loaded
+    def _watched(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """The pieces of a payload; neighbours hear that they are being read, and a pull that is cancelled ends between two."""
+        for piece in pieces:
+            if self._cancelled.is_set():
+                raise WeightsError("the pull was cancelled")
+            if self._host is not None:
+                self._host.tell()
+            self.counts.received_bytes += len(piece)
+            yield piece
 
     def _read(self, latest: Latest, version: int, kind: str) -> delta_file.DeltaFile:
         with self.stages("wire"):

@@ -1,5 +1,6 @@
 """Versions through a shared directory."""
 
+import contextlib
 import os
 import threading
 import time
@@ -252,6 +253,47 @@ def test_files_that_a_killed_writer_left_are_read_by_nobody_and_deleted_by_its_s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["M", "notes"]
 
 
+class Killed(BaseException):
+    """As by kill -9: from then on nothing is written or deleted."""
+
+
+def deadly(original: Any, steps_left: list[int]) -> Any:
+    """Kills before or after the call with which the steps are used up."""
+
+    def call(*args: Any, **options: Any) -> None:
+        for work in (lambda: original(*args, **options), lambda: None):
+            steps_left[0] -= 1
+            if steps_left[0] <= 0:
+                raise Killed
+            work()
+
+    return call
+
+
+def test_a_trainer_killed_at_any_step_of_a_publish_leaves_a_whole_version(
+    tmp_path: Path, model: Any, after: Any, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that it publishes has a delta and a full copy, and makes older files useless."""
+    for step in range(1, 100):
+        trainer = Trainer(tmp_path / f"{step}", model, after)
+        trainer.publish(KEEP)
+        have, steps_left = DiskPuller(trainer.chain.folder).pull(None, 1.0), [step]
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            for place, name in ((os, "replace"), (os, "fsync"), (Path, "unlink")):
+                patch.setattr(place, name, deadly(getattr(place, name), steps_left))
+            trainer.publish()
+        models = [*trainer.models, trainer.next]
+        for base in (None, have):
+            got = DiskPuller(trainer.chain.folder).pull(base, 0.1)
+            assert got.version in (KEEP - 1, KEEP)
+            check(got, models[got.version])
+        Trainer(tmp_path / f"{step}", model, after, "M").publish()
+        assert [path.name for path in (tmp_path / f"{step}").iterdir()] == ["M"]
+        if steps_left[0] > 0:
+            break
+    assert step > 12
+
+
 def test_a_trainer_that_was_replaced_cannot_delete_its_successors_versions(
     trainer: Trainer, tmp_path: Path, model: Any, after: Any
 ) -> None:
@@ -312,6 +354,21 @@ def test_a_directory_that_cannot_be_reached_for_a_while_is_written_to_later(
     trainer.chain.close()
     with pytest.raises(WeightsError, match="Read-only file system"):
         trainer.publish()
+
+
+def test_a_slow_reader_reads_to_its_end_what_is_deleted_meanwhile(trainer: Trainer, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.publish(KEEP)
+    apply, late = delta_file.apply, [2 * KEEP]
+
+    def slow(*args: Any, **options: Any) -> Any:
+        if late:
+            trainer.publish(late.pop())
+        return apply(*args, **options)
+
+    monkeypatch.setattr(delta_file, "apply", slow)
+    puller = DiskPuller(trainer.chain.folder)
+    check(puller.pull(None, 5.0), trainer.models[KEEP - 1])
+    assert puller.counts.full_tensors == 1
 
 
 def test_two_slow_readers_reach_a_newer_version_although_files_go_meanwhile(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
