@@ -252,6 +252,8 @@ class Engines:
         """One completion of each prompt, from one engine. is_kept: `leave` may end them, and what they have comes back."""
         n = len(prompts)
         engine = min(self.engines, key=lambda e: (e.weights.is_out_of_service, e.running))
+        if engine.weights.is_out_of_service:
+            self.on_lost()  # again, should it have been lost just when its last update was done
         rids = [f"{self.name}-{next(self._ids):012d}" for _ in range(n)]  # equal length: SGLang aborts by prefix
         self._running |= dict.fromkeys(rids, engine) if is_kept else {}
         try:

@@ -85,9 +85,10 @@ class WeightSync:
                 self._puller.cancel()  # its trainer has been replaced: what it waits for may never come
 
     def invalidate(self) -> None:
-        """An engine lost its weights: serve nothing until they are loaded again."""
-        self.serving = ("", NO_VERSION)
-        self._news.set()
+        """The engines lost their weights: serve nothing until they are loaded again, which is being done where nothing is served."""
+        if self.serving[1] != NO_VERSION:
+            self.serving = ("", NO_VERSION)
+            self._news.set()
 
     async def run(self) -> None:
         """Follow announcements until cancelled."""

@@ -38,7 +38,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class EngineSums:
-    """sums: by the engine's own names. device: SGLang hashes in another way on `cuda`. num_ranks: that split the parameters."""
+    """sums: by the engine's own names. device: SGLang hashes in another way on `cuda`. num_ranks: that have different parts."""
 
     url: str
     version: str
@@ -74,7 +74,8 @@ def sums_of(url: str, timeout_s: float) -> EngineSums:
     for _ in range(TRIES):
         version, ranks = version_of(url, timeout_s), _ranks(url, timeout_s)
         if version_of(url, timeout_s) == version:
-            return EngineSums(url, version, ranks[0], str(about.get("device") or "cpu"), len(ranks))
+            num_parts = len({tuple(sorted(sums.items())) for sums in ranks})  # replicas all have the same
+            return EngineSums(url, version, ranks[0], str(about.get("device") or "cpu"), num_parts)
     raise SlimebusError(f"engine {url} was updated each of the {TRIES} times that it was asked", code="engine", retryable=True)
 
 

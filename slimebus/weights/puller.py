@@ -25,6 +25,7 @@ from slimebus.weights.link import Link, wait_for_any
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest, check_names
+from slimebus.weights.server import LATER_S
 from slimebus.weights.stages import Stages
 from slimebus.weights.stream import LATER_PAUSE_S, Again, BadSource, Stream, chunks
 from slimebus.weights.tensors import NO_BASE, Weights
@@ -84,6 +85,7 @@ class WeightPuller:
         self._onward, self._own_address, self._host = onward, serves, host
         self._sources: dict[str, Link] = {}
         self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
+        self._past: deque[str] = deque(maxlen=MAX_AVOIDED)  # in this pull
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
@@ -106,6 +108,7 @@ class WeightPuller:
             if plan is None or plan.have is not have:
                 memory = self._host.folder if self._host else None
                 plan = Plan(have, None if self._host else spare, memory=memory, counts=self.counts)
+            self._past.clear()
             if self._host is not None:
                 self._host.begin()
             try:
@@ -129,7 +132,7 @@ class WeightPuller:
             try:
                 return self._round(plan, deadline)
             except BadSource as bad:
-                self._give_up_source(bad.source)
+                self._give_up_source(bad)
                 reason = str(bad)
                 continue
             except Again as again:
@@ -230,9 +233,8 @@ class WeightPuller:
 
     def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
         """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
-        source = (
-            next((name for name in part[0].sources if name not in self._avoid and name != self._own_address), "") if len(part) == 1 else ""
-        )
+        unwanted = (*self._avoid, *self._past, self._own_address)
+        source = next((name for name in part[0].sources if name not in unwanted), "") if len(part) == 1 else ""
         if not source:
             return publisher
         if source not in self._sources:
@@ -245,10 +247,10 @@ class WeightPuller:
         self.counts.from_workers += 1
         return self._sources[source]
 
-    def _give_up_source(self, source: str) -> None:
+    def _give_up_source(self, bad: BadSource) -> None:
         self.counts.bad_sources += 1
-        self._avoid.append(source)
-        if link := self._sources.pop(source, None):
+        (self._past if bad.is_past else self._avoid).append(bad.source)
+        if link := self._sources.pop(bad.source, None):
             link.close()
 
     def _aligned(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
@@ -262,7 +264,7 @@ class WeightPuller:
 
     def _ask(self, plan: Plan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE) -> list[list[Manifest]]:
         """For each part, its manifest relative to each of its bases."""
-        about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=self._serves, avoid=list(self._avoid))
+        about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=self._serves, avoid=[*self._avoid, *self._past])
         wanted = [[msgspec.structs.replace(about, have_version=base) for base in of_part] for of_part in bases]
         if self._askers is None:
             return [self._manifests_of(self._links[0], wanted[0], deadline)]
@@ -332,7 +334,8 @@ class WeightPuller:
             self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
             if stream.gone and stream.source:
-                raise BadSource(stream.source, f"no longer has {stream.gone!r} of version {target.version}")
+                is_past = stream.quiet_s < LATER_S / 2  # one that has not begun is waited for
+                raise BadSource(stream.source, f"does not have {stream.gone!r} of version {target.version}", is_past=is_past)
             if stream.gone:
                 raise Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 

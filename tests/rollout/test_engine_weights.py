@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from rollout import handoff
 from rollout.engines import Engine, Engines
-from rollout.handoff import SHM
+from rollout.handoff import SHM, handed_off
 from rollout.model_shapes import check_shapes
 from rollout.response import Task
 from rollout.torch_payload import PlacedTensor, payload
@@ -161,6 +162,20 @@ def test_only_tensors_that_changed_are_sent_between_begin_and_end(tmp_path: Path
 
     talk(fake, session)
     assert not list(SHM.glob(f"slimebus-handoff-{os.getpid()}-*"))
+
+
+def test_files_of_those_that_were_killed_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.handoff.SHM", tmp_path)
+    (tmp_path / f"slimebus-handoff-{os.getpid()}-00").write_bytes(b"1")
+    (tmp_path / "slimebus-weights").write_bytes(b"2")
+
+    async def session() -> None:
+        async with handed_off([*version(1, tmp_path, a=b"12").tensors.values()], 1):
+            handoff.sweep()
+            assert len(list(tmp_path.glob("slimebus-handoff-*"))) == 1
+
+    asyncio.run(session())
+    assert [file.name for file in tmp_path.glob("slimebus-*")] == ["slimebus-weights"]
 
 
 def test_a_new_version_of_the_same_tensors_is_only_renamed(tmp_path: Path) -> None:
@@ -431,6 +446,9 @@ def test_an_engine_that_was_started_again_serves_nobody_until_it_was_given_every
         assert problem.value.retryable
         assert (started[0].weights.is_out_of_service, len(lost)) == (True, num_engines == 1)
         if num_engines == 1:
+            with pytest.raises(WeightsError, match="out of service"):
+                await engines.sample([task])
+            assert len(lost) == 2
             await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
         while started[0].weights.is_out_of_service:
             assert (await engines.sample([task]))[0].versions == [(1, 1)]  # of the other

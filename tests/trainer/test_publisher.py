@@ -211,19 +211,20 @@ def test_files_of_the_timeline_before_stay_until_the_broker_knows_of_the_next(tm
             raise WeightsError("superseded")
 
     old, chain = DiskChain(tmp_path, "old"), DiskChain(tmp_path, "l")
-    announcer = Announcer(Gone(), "l", Board(HashStore(), "l"), [], chain)  # type: ignore[arg-type]
-    publisher = Publisher(WeightsConfig(), VersionStore(lineage="l"), None, announcer.announce, chain=chain)
-    publisher.publish(0, random_model(1).items())
-    with pytest.raises(WeightsError, match="superseded"):
+
+    def publish(broker: Broker) -> None:
+        announcer = Announcer(broker, "l", Board(HashStore(), "l"), [], chain)  # type: ignore[arg-type]
+        publisher = Publisher(WeightsConfig(), VersionStore(lineage="l"), None, announcer.announce, chain=chain)
+        publisher.publish(0, random_model(1).items())
         publisher.wait()
+
+    with pytest.raises(WeightsError, match="superseded"):
+        publish(Gone())
     assert old.folder.exists()
-    announcer.client = broker = Broker()  # type: ignore[assignment]
-    publisher.publish(1, random_model(2).items())
-    publisher.wait()
-    publisher.close()
+    publish(broker := Broker())
     assert not old.folder.exists()
     assert broker.told[0].publishers == [chain.address]
-    assert DiskPuller(chain.folder).pull(None, 1.0).digest == broker.told[0].digest == whole(random_model(2)).digest
+    assert DiskPuller(chain.folder).pull(None, 1.0).digest == broker.told[0].digest == whole(random_model(1)).digest
 
 
 def test_publishers_of_one_host_bind_ports_in_a_row() -> None:

@@ -160,9 +160,10 @@ def test_sums_made_on_a_gpu_are_made_here_too_but_experts_may_be_in_an_order_of_
 
 
 class Engine(ThreadingHTTPServer):
-    """Answers with `sums`, of each of `versions` in turn and then of the last."""
+    """Answers with `sums` and those of `others`, of each of `versions` in turn and then of the last."""
 
     sums: dict[str, str]
+    others: tuple[dict[str, str], ...] = ()
     versions: tuple[str, ...] = ("L:0",)
     asked = 0
 
@@ -179,7 +180,11 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         assert isinstance(self.server, Engine)
-        body: dict[str, Any] = {"device": "cpu"} if self.path == "/server_info" else {"ranks": [{"checksums": self.server.sums}]}
+        body: dict[str, Any] = (
+            {"device": "cpu"}
+            if self.path == "/server_info"
+            else {"ranks": [{"checksums": sums} for sums in (self.server.sums, *self.server.others)]}
+        )
         if self.path == "/model_info":
             body = {"weight_version": self.server.version()}
         self.send_response(200)
@@ -273,6 +278,13 @@ def test_the_exit_code_reaches_the_shell(engine: Engine, tmp_path: Path) -> None
     write_model(tmp_path / "model", tensors())
     done = slimebus("weights", "check", engine.url, tmp_path / "model")
     assert (done.returncode, "different: model.norm.weight" in done.stdout) == (1, True), done.stderr
+
+
+def test_replicas_count_as_one_and_parts_do_not(engine: Engine) -> None:
+    engine.sums, engine.others = {"a": "1"}, ({"a": "1"}, {"a": "1"})
+    assert sums_of(engine.url, 10.0).num_ranks == 1
+    engine.others = ({"a": "1"}, {"a": "2"})
+    assert sums_of(engine.url, 10.0).num_ranks == 2
 
 
 def test_an_engine_that_is_not_there_or_has_no_checksums_is_an_error(engine: Engine) -> None:

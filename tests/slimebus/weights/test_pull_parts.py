@@ -11,6 +11,7 @@ import pytest
 from slimebus.errors import WeightsError
 from slimebus.weights.messages import Manifest, ManifestRequest
 from slimebus.weights.onward import Onward
+from slimebus.weights.plan import Target
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionStore
@@ -131,6 +132,23 @@ def test_a_worker_that_never_begins_is_gone_around(make, model, check) -> None:
     started = time.monotonic()
     check(second.pull(deadline_s=20), model)
     assert time.monotonic() - started < 10
+    assert second.counts.bad_sources == 1
+
+
+def test_a_worker_that_has_gone_on_is_asked_again_for_the_next_version(make, model, after, check) -> None:
+    parts = make(model, 1, degree=1)
+    (first, passing), (second, _) = parts.worker(), parts.worker()
+    weights, others = first.pull(deadline_s=20), second.pull(deadline_s=20)
+    parts.publish(after(model, 1))
+    first.pull(weights, deadline_s=20)
+    passing._store.begin(Target("l", 7), [])  # before the second has asked
+    check(second.pull(others, deadline_s=20), after(model, 1))
+    assert second.counts.bad_sources == 1
+    parts.publish(newest := after(model, 2))
+    first.pull(weights, deadline_s=20)
+    before = passing.sent_bytes
+    check(second.pull(others, deadline_s=20), newest)
+    assert passing.sent_bytes > before
     assert second.counts.bad_sources == 1
 
 
