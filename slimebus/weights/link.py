@@ -6,6 +6,7 @@ import random
 import socket as host_socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -97,7 +98,11 @@ class Link:
         self.refused: Counter[str] = Counter()
         self._context = zmq.Context()
         self._next_id = 0
+        self._open_sockets: list[Any] = []
         self._socket = self._connect()
+        # Left to the collector, a context would wait for its sockets for ever, in whichever thread that happens to be.
+        self._end = weakref.finalize(self, _end, self._context, self._open_sockets)
+        self._end.atexit = False
 
     def send(self, message: Message) -> int:
         """Send a request and return its id."""
@@ -188,16 +193,13 @@ class Link:
 
     def close(self) -> None:
         """Closing again does nothing."""
-        if not self._socket.closed:
-            self._disconnect()
-        self._context.term()
+        self._end()
 
     def _disconnect(self) -> None:
         for event, value in handshakes(self._monitor):
             key = f"({self._pair.public})" if self._server_key and self._pair else ""
             self.refusal = refusal(event, value, server="weight server", key=key)
-        end_watch(self._socket, self._monitor)
-        self._socket.close(linger=0)
+        _close(self._open_sockets)
 
     def _connect(self) -> Any:
         socket = self._context.socket(zmq.DEALER)
@@ -218,6 +220,7 @@ class Link:
             socket.close()
             self._context.term()
             raise WeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}", retryable=False) from None
+        self._open_sockets[:] = socket, self._monitor
         self._heard_at = time.monotonic()
         self._jitter = random.uniform(0.8, 1.2)
         return socket
@@ -232,6 +235,19 @@ class Link:
             return Answer(got.header.id, envelope.raise_for_error(got.message, self.endpoint), list(got.bulk))
         except SlimebusError as problem:
             return Answer(got.header.id, problem, [])
+
+
+def _close(sockets: list[Any]) -> None:
+    """A connection and its monitor, if they still are open."""
+    socket, monitor = sockets
+    if not socket.closed:
+        end_watch(socket, monitor)
+        socket.close(linger=0)
+
+
+def _end(context: Any, sockets: list[Any]) -> None:
+    _close(sockets)
+    context.term()
 
 
 def wait_for_any(links: Sequence[Link], timeout_s: float) -> None:
