@@ -42,6 +42,8 @@ class Announcer:
         news = Publish(lineage=self.lineage, version=version, publishers=publishers, digest=digest)
         self.client.call(news, timeout_s=TELL_TIMEOUT_S)
         self._told = news
+        if self.chain is not None:
+            self.chain.collect(version)
         log.debug("version %d published in %d parts, %.1f%% changed", version, len(parts), 100 * self._metrics["changed_fraction"])
 
     def heard(self, lineage: str, version: int) -> None:

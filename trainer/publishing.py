@@ -62,7 +62,7 @@ class Publishing:
         if self._client is not None:
             self.pullers = Pullers(self._client)
             self.announcer = Announcer(self._client, self.lineage, self._board, owners[1:], chain)
-        elif self.resolved.keys_path is not None:
+        elif chain is None and self.resolved.keys_path is not None:
             self._key_client = joining.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
             self.pullers = Pullers(self._key_client)
             self.pullers.follow(self.config.broker.heartbeat_s)

@@ -44,6 +44,7 @@ PART_FILE = re.compile(r"([0-9]+)-([0-9]+)\.(full|delta)")
 CHAIN_FILE = re.compile(rf"latest\.json|{PART_FILE.pattern}|\.({PART_FILE.pattern}|latest\.json)\.[0-9]+\.unfinished")
 LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,128}")
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_WRITE_PAUSE_S = 0.02, 1.0, 10.0
+SAY_S = 10.0
 PATIENCE_S = 300.0
 """So long a publisher tries again where the directory is full or cannot be reached."""
 
@@ -110,7 +111,7 @@ class DiskChain:
         self.folder, self.keep, self.part, self.parts = chain_dir(root, lineage), keep, part, parts
         self._patience_s, self._closing = patience_s, threading.Event()
         self._written = self._full = NO_BASE
-        self._has_announced = False
+        self._has_collected = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as bad:
@@ -156,15 +157,7 @@ class DiskChain:
 
     def announce(self, version: int, digest: str) -> None:
         """Let readers see the version, of which this part and all others are written. Raises WeightsError."""
-        self._retried(version, lambda: self._announce(version, digest))
-        with contextlib.suppress(OSError):  # what is not deleted now is with a later version, and is in nobody's way
-            self._collect(version)
-            if not self._has_announced:  # later it may be that a successor has deleted this lineage, and not the other way round
-                self._forget_older_lineages()
-        self._has_announced = True
-
-    def _announce(self, version: int, digest: str) -> None:
-        latest = read_latest(self.folder)
+        latest = self._retried(version, lambda: read_latest(self.folder))
         if latest is not None and (latest.version, latest.digest) == (version, digest):
             return
         if latest is not None and latest.version >= version:
@@ -173,7 +166,18 @@ class DiskChain:
                 "two trainers write there",
                 retryable=False,
             )
-        self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest))
+        self._retried(version, lambda: self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest)))
+
+    def collect(self, version: int) -> None:
+        """Workers know of the version: delete what none that begins to read now would take. One that has a file open keeps it."""
+        with contextlib.suppress(OSError):  # what is not deleted now is with a later version, and is in nobody's way
+            first_delta = min(self._full, version - self.keep) + 1
+            for path, number in part_files(self.folder).items():
+                if number < (self._full if path.suffix == ".full" else first_delta):
+                    path.unlink(missing_ok=True)
+            if not self._has_collected:  # later it may be that a successor has deleted this lineage, and not the other way round
+                self._forget_older_lineages()
+        self._has_collected = True
 
     def close(self) -> None:
         """What fails from now on, also in another thread, is not tried again."""
@@ -186,8 +190,9 @@ class DiskChain:
                 return work()
             except OSError as bad:
                 problem = f"version {version} was not written under {self.folder}: {bad.strerror}"
-                is_deleted = isinstance(bad, FileNotFoundError)  # by a successor, or by hand
-                if is_deleted or time.monotonic() + pause_s > deadline or self._closing.wait(pause_s):
+                if isinstance(bad, FileNotFoundError):
+                    raise WeightsError(f"{problem}; another trainer of this run deletes the folders of those before it") from None
+                if time.monotonic() + pause_s > deadline or self._closing.wait(pause_s):
                     raise WeightsError(problem) from None
             if pause_s > LONGEST_PAUSE_S:
                 log.warning("%s; trying again", problem)
@@ -201,13 +206,6 @@ class DiskChain:
             out.flush()
             os.fsync(out.fileno())
         os.replace(unfinished, self.folder / LATEST)
-
-    def _collect(self, newest: int) -> None:
-        """Delete what no reader that begins now would take; one that has a file open keeps it."""
-        first_delta = min(self._full, newest - self.keep) + 1
-        for path, version in part_files(self.folder).items():
-            if version < (self._full if path.suffix == ".full" else first_delta):
-                path.unlink(missing_ok=True)
 
     def _forget_older_lineages(self) -> None:
         """Nothing of an abandoned timeline is pulled any more; only files of a chain are deleted, also those that were cut short."""
@@ -244,7 +242,8 @@ class DiskPuller:
             self._host.end()
 
     def _pull(self, have: Weights | None, deadline_s: float, spare: Weights | None) -> Weights:
-        deadline, pause_s, reason = time.monotonic() + deadline_s, FIRST_PAUSE_S, f"no version in {self.folder} yet"
+        began, pause_s, is_said = time.monotonic(), FIRST_PAUSE_S, False
+        deadline, reason = began + deadline_s, f"no version in {self.folder} yet"
         while not self._cancelled.is_set():
             try:
                 latest = read_latest(self.folder)
@@ -253,6 +252,9 @@ class DiskPuller:
                     return self._checked(latest, self._shared(latest, have, deadline) or self._follow(latest, have, spare))
             except (WeightsError, OSError) as problem:  # a version that was collected under our feet, a file not yet visible, a stale mount
                 reason = str(problem)
+            if not is_said and time.monotonic() > began + SAY_S:
+                is_said = True
+                log.warning("waits for a version from %s for %.0f s so far: %s", self.folder, SAY_S, reason)
             if time.monotonic() + pause_s > deadline:
                 raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self.folder}: {reason}")
             self._cancelled.wait(pause_s * random.uniform(0.5, 1.0))

@@ -35,6 +35,7 @@ class Trainer:
     def write(self) -> None:
         self.chain.write(self.store)
         self.chain.announce(self.store.newest.version, self.store.newest.digest)
+        self.chain.collect(self.store.newest.version)
 
     def files(self, suffix: str) -> list[int]:
         return sorted(version for path, version in part_files(self.chain.folder).items() if path.suffix == suffix)
@@ -300,7 +301,7 @@ def test_a_trainer_that_was_replaced_cannot_delete_its_successors_versions(
     trainer.publish()
     successor = Trainer(tmp_path, model, after, "M")
     successor.publish()
-    with pytest.raises(WeightsError, match="was not written"):
+    with pytest.raises(WeightsError, match=r"was not written.*another trainer of this run"):
         trainer.publish()
     trainer.chain.folder.mkdir()
     trainer.publish()
@@ -390,7 +391,8 @@ def test_two_slow_readers_reach_a_newer_version_although_files_go_meanwhile(trai
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert got == [trainer.store.newest.digest] * 2
+    assert len(got) == 2
+    assert set(got) <= {VersionStore().publish(published).digest for published in trainer.models[1:]}
 
 
 def test_parts_of_two_publishers_are_one_version_once_the_last_is_written(tmp_path: Path, model: Any, after: Any, check: Any) -> None:
@@ -414,6 +416,7 @@ def test_parts_of_two_publishers_are_one_version_once_the_last_is_written(tmp_pa
         if have is not None:
             assert puller.pull(have, 1.0) is have, "not announced"
         chains[0].announce(version, VersionStore().publish(models[version]).digest)
+        chains[0].collect(version)
         have = puller.pull(have, 1.0)
         check(have, models[version])
         check(DiskPuller(chains[0].folder).pull(None, 1.0), models[version])
