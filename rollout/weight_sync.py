@@ -124,8 +124,7 @@ class WeightSync:
         except WeightsError:
             self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
             raise
-        self._weights, self._served = weights, (shared,)
-        await asyncio.to_thread(self._folder.retain, shared)
+        await asyncio.to_thread(self._retain, weights, shared)
         self.serving = (weights.lineage, weights.version)
         if (self._target[0], self._target[2]) == (lineage, publishers) and weights.version > self._target[1]:
             self._target = (lineage, weights.version, publishers)
@@ -189,6 +188,11 @@ class WeightSync:
         shared = self._folder.make_version(weights, self.model_dir)
         self._folder.retain(*self._served, shared)
         return weights, shared
+
+    def _retain(self, weights: Any, shared: SharedVersion) -> None:
+        """Only this version from now on; in a thread, for a large one is unmapped page by page."""
+        self._weights, self._served = weights, (shared,)
+        self._folder.retain(shared)
 
     def close(self) -> None:
         """Close the connections and free the shared memory. A pull that is just beginning in its thread ends too."""

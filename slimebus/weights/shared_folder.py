@@ -236,13 +236,10 @@ class SharedFolder:
             for directory in self._versions.iterdir():
                 if directory not in directories:
                     shutil.rmtree(directory, ignore_errors=True)
-            for file in self._tensors.iterdir():
-                if file.name not in needed:
-                    file.rename(self._spare / spare_name(file.name))
-            forms = {spare_name(name) for name in needed}
-            for file in self._spare.iterdir():
-                if file.name not in forms:
-                    file.unlink(missing_ok=True)
+            for name in set(os.listdir(self._tensors)) - needed:
+                (self._tensors / name).rename(self._spare / spare_name(name))
+            for name in set(os.listdir(self._spare)) - set(map(spare_name, needed)):
+                (self._spare / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give everything back."""
