@@ -4,25 +4,22 @@ A real broker process, load from processes of their own; what it is compared wit
 8 samples of 35 kB (bin/bench_load.py).
 """
 
-import json
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import bench_peers
 from bench_load import GROUP_BYTES, SAMPLES
-from bench_process import ROOT, BrokerProcess, load, scratch, write_prompts
+from bench_process import ENVIRONMENT, BrokerProcess, load, measured, scratch, script, write_prompts
 from bench_row import Row, row, within
 
 PUTS = {"kind": "put", "workers": 4, "window": 8}
 """32 puts in flight."""
 WORKERS = 256
-BURST_LEAST = 1
 
 
 def rows(quick: bool) -> list[Row]:
@@ -54,10 +51,10 @@ def median_of(turns: int, measures: dict[str, Callable[[], float]]) -> dict[str,
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rate(measured: dict[str, Any]) -> float:
+def rate(found: dict[str, Any]) -> float:
     """Groups or messages a second."""
-    count = measured.get("groups", measured.get("messages", 0))
-    return float(count / measured["seconds"])
+    count = found.get("groups", found.get("messages", 0))
+    return float(count / found["seconds"])
 
 
 # --- puts ---
@@ -91,13 +88,9 @@ def _bare_put(address: str, groups: int) -> Callable[[], float]:
 
 
 def _bare(kind: str) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(_bare_command(kind), stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(script("bench_bare.py", kind), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
-
-
-def _bare_command(*words: object) -> list[str]:
-    return [sys.executable, str(Path(__file__).with_name("bench_bare.py")), *map(str, words)]
 
 
 def durable_rows(folder: Path, prompts: Path, turns: int, groups: int) -> list[Row]:
@@ -123,16 +116,14 @@ def _durable(folder: Path, prompts: Path, turns: int, groups: int, pages: str) -
 
     def put() -> float:
         before = broker.commits()
-        measured = broker.load(**PUTS, groups=groups)
+        done = broker.load(**PUTS, groups=groups)
         bursts.append(groups / max(1, broker.commits() - before - groups // WORKERS))  # leasing them took commits too
         if pages == "reuse":
             broker.free(groups)
-        return rate(measured)
+        return rate(done)
 
     def append() -> float:
-        command = _bare_command("lmdb", bare, groups, max(BURST_LEAST, round(bursts[-1])), pages)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        return rate(json.loads(done.stdout))
+        return rate(measured("bench_bare.py", "lmdb", bare, groups, max(1, round(bursts[-1])), pages))
 
     try:
         return median_of(turns, {"put": put, "append": append}), statistics.median(bursts)
@@ -178,7 +169,7 @@ def worker_rows(folder: Path, prompts: Path, turns: int, groups: int, seconds: f
         taken = broker.load(kind="paced", workers=WORKERS, period_s=1.0, seconds=seconds)["latencies_s"]
     finally:
         broker.close()
-    p99_ms = {kind: 1000 * _percentile(values, 99) for kind, values in taken.items()}
+    p99_ms = {kind: 1000 * _p99(values) for kind, values in taken.items()}
     scale = {durability: _scale(folder, prompts, turns, groups, durability) for durability in ("fsync", "memory")}
     return [
         within("lease_p99_ms", p99_ms["lease"], "ms", "<=", 20),
@@ -207,9 +198,9 @@ def _scale(folder: Path, prompts: Path, turns: int, groups: int, durability: str
         broker.close()
 
 
-def _percentile(values: Iterable[float], percent: int) -> float:
+def _p99(values: Iterable[float]) -> float:
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+    return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
 
 # --- size ---

@@ -8,12 +8,10 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from bench_process import ROOT, BrokerProcess
+from bench_process import BrokerProcess, measured, private_mib, script
 from bench_redis import RedisProcess
 from bench_row import Row, absent, row
 
@@ -48,9 +46,9 @@ def compare(name: str, turns: int, ours: Callable[[], Round], theirs: Callable[[
     return made
 
 
-def our_round(broker: BrokerProcess, groups: int, workers: int, window: int) -> Round:
-    """Put groups, look at the memory, fetch and commit them."""
-    put = broker.load(kind="put", workers=workers, window=window, groups=groups)
+def our_round(broker: BrokerProcess, groups: int, workers: int) -> Round:
+    """Put groups, 8 in flight of each worker, look at the memory, fetch and commit them."""
+    put = broker.load(kind="put", workers=workers, window=8, groups=groups)
     memory = broker.rss_mib()
     got = broker.free(groups, chunk=CHUNK_GROUPS)
     return {
@@ -68,9 +66,13 @@ class TransferQueue:
     """bin/bench_transferqueue.py as a process. Raises RuntimeError where it cannot be installed or started."""
 
     def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("bench_transferqueue.py")), "8"]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            script("bench_transferqueue.py", 8),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
         )
         if self._line() != "ready":
             self.close()
@@ -105,7 +107,7 @@ def transferqueue_rows(folder: Path, prompts: Path, turns: int, groups: int) -> 
         return [absent("vs_transferqueue", str(why))]
     broker = BrokerProcess(folder / "transferqueue", "memory", prompts=prompts).train()
     try:
-        return compare("vs_transferqueue", turns, lambda: our_round(broker, groups, 1, 8), lambda: peer.round(groups))
+        return compare("vs_transferqueue", turns, lambda: our_round(broker, groups, 1), lambda: peer.round(groups))
     finally:
         broker.close()
         peer.close()
@@ -124,20 +126,14 @@ def redis_rows(folder: Path, prompts: Path, turns: int, groups: int, durability:
         return [absent(name, f"{why}: apt-get install redis-server")]
     broker = BrokerProcess(folder / f"beside-redis-{durability}", durability, prompts=prompts).train()
     try:
-        return compare(name, turns, lambda: our_round(broker, groups, 4, 8), lambda: _redis_round(peer, groups))
+        return compare(name, turns, lambda: our_round(broker, groups, 4), lambda: _redis_round(peer, groups))
     finally:
         broker.close()
         peer.close()
 
 
 def _redis_round(peer: RedisProcess, groups: int) -> Round:
-    put = _redis({"kind": "put", "port": peer.port, "groups": groups, "workers": 4, "window": 8})
-    memory = peer.rss_mib()
-    return {**put, **_redis({"kind": "get", "port": peer.port, "groups": groups}), "memory_mib": memory}
-
-
-def _redis(spec: dict[str, Any]) -> Round:
-    command = [sys.executable, str(Path(__file__).with_name("bench_redis.py")), json.dumps(spec)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    found: Round = json.loads(done.stdout.splitlines()[-1])
-    return found
+    put = measured("bench_redis.py", json.dumps({"kind": "put", "port": peer.port, "groups": groups, "workers": 4, "window": 8}))
+    memory = private_mib(peer.process.pid)
+    got = measured("bench_redis.py", json.dumps({"kind": "get", "port": peer.port, "groups": groups}))
+    return {**put, **got, "memory_mib": memory}

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,22 +17,25 @@ import zmq
 from bench_load import LINEAGE, Peer, get
 
 from slimebus import envelope
+from slimebus.launch import free_port
 from slimebus.messages import Publish, Resume, Status
 
 ROOT = Path(__file__).resolve().parent.parent
-LOAD = Path(__file__).with_name("bench_load.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 START_S = 120.0
+BATCH_SIZE = 64
+"""Groups a step."""
 
 
 class BrokerProcess:
     """A broker under `folder`, serving once this returns. `start_s`: seconds from its command to its first answer.
 
-    core: the processor that all of it is bound to, None for any. batch_size: groups a step.
+    core: the processor that all of it is bound to, None for any.
     """
 
-    def __init__(self, folder: Path, durability: str, *, prompts: Path, batch_size: int = 64, core: int | None = None) -> None:
+    def __init__(self, folder: Path, durability: str, *, prompts: Path, core: int | None = None) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self.durability, self.batch_size, self.core = folder, durability, batch_size, core
+        self.folder, self.durability, self.core = folder, durability, core
         self.prompts = prompts
         self.steps, self.serial = itertools.count(), itertools.count()
         self.context = zmq.Context()
@@ -43,16 +45,14 @@ class BrokerProcess:
 
     def start(self) -> None:
         """Run `slimebus broker` and wait for its first answer."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         started = time.perf_counter()
         self.process = subprocess.Popen(
-            command(self.folder, self.prompts, self.address, self.durability, self.batch_size),
+            command(self.folder, self.prompts, self.address, self.durability),
             stdout=subprocess.DEVNULL,
             stderr=(self.folder / "broker.log").open("ab"),
             preexec_fn=_on(self.core),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=ENVIRONMENT,
         )
         self.status()
         self.start_s = time.perf_counter() - started
@@ -82,7 +82,7 @@ class BrokerProcess:
 
     def free(self, groups: int, chunk: int = 0) -> dict[str, Any]:
         """Take the batches of that many groups and commit them, so that their samples are freed; `chunk`: fetch them, so many a request."""
-        steps = groups // self.batch_size
+        steps = groups // BATCH_SIZE
         first = next(self.steps)
         for _ in range(steps - 1):
             next(self.steps)
@@ -90,8 +90,7 @@ class BrokerProcess:
 
     def rss_mib(self) -> float:
         """Resident memory that is the process's own: without the mapped file."""
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines())
-        return int(fields["RssAnon"].split()[0]) / 1024
+        return private_mib(self.process.pid)
 
     def commits(self) -> int:
         """Transactions of its store so far."""
@@ -113,28 +112,38 @@ class BrokerProcess:
 def load(spec: dict[str, Any]) -> dict[str, Any]:
     """What bench_load.py measured with this specification."""
     core = spec.pop("core", None)
-    done = subprocess.run(
-        [sys.executable, str(LOAD), json.dumps(spec)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=_on(core),
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return measured("bench_load.py", json.dumps(spec), core=core)
+
+
+def script(name: str, *words: object) -> list[str]:
+    """The command line of a script beside this one."""
+    return [sys.executable, str(Path(__file__).with_name(name)), *map(str, words)]
+
+
+def measured(name: str, *words: object, core: int | None = None) -> dict[str, Any]:
+    """What such a script says in its last line, which is JSON. core: the processor that it is bound to."""
+    done = subprocess.run(script(name, *words), stdout=subprocess.PIPE, text=True, check=True, env=ENVIRONMENT, preexec_fn=_on(core))
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def private_mib(pid: int) -> float:
+    """Memory of a process that it shares with no file."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) / 1024
 
 
 def _on(core: int | None) -> Callable[[], None] | None:
     return None if core is None else lambda: os.sched_setaffinity(0, {core})
 
 
-def command(folder: Path, prompts: Path, address: str, durability: str, batch_size: int) -> list[str]:
+def command(folder: Path, prompts: Path, address: str, durability: str) -> list[str]:
     """The command line of a broker without a bound on staleness, with room for every group of a measurement."""
     config = folder / "run.yaml"
     if not config.exists():
         config.write_text(
             f"name: bench\nrun_dir: {folder / 'run'}\ndata: {{prompt_data: [{prompts}], rollout_shuffle: false}}\n"
-            f"rollout: {{rollout_batch_size: {batch_size}, n_samples_per_prompt: 8, num_rollout: 1000000}}\n"
+            f"rollout: {{rollout_batch_size: {BATCH_SIZE}, n_samples_per_prompt: 8, num_rollout: 1000000}}\n"
             f"broker: {{max_staleness: .inf, lease_s: 600, heartbeat_s: 30, buffer_capacity: 1000000, durability: {durability}}}\n"
         )
     return [sys.executable, "-m", "slimebus", "broker", str(config), "--bind", address]

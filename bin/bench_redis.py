@@ -17,6 +17,8 @@ from typing import Any
 
 from bench_load import COLUMNS, FRAMES, percentiles
 
+from slimebus.launch import free_port
+
 CHUNK_GROUPS = 16
 APPENDFSYNC = {"fsync": "always", "os": "everysec"}
 """What Redis calls the durability."""
@@ -29,9 +31,7 @@ class RedisProcess:
         program = shutil.which("redis-server")
         if program is None:
             raise FileNotFoundError("redis-server is not installed")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         options = {"port": self.port, "bind": "127.0.0.1", "dir": folder, "save": "", "appendonly": "yes", "auto-aof-rewrite-percentage": 0}
         options |= {"appendfsync": APPENDFSYNC[durability], "maxmemory": 0, "daemonize": "no"}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -49,11 +49,6 @@ class RedisProcess:
                 time.sleep(0.02)
             else:
                 return
-
-    def rss_mib(self) -> float:
-        """Private memory."""
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines())
-        return int(fields["RssAnon"].split()[0]) / 1024
 
     def close(self) -> None:
         """End it."""

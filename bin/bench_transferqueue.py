@@ -8,16 +8,14 @@ stdout says "ready". TransferQueue keeps everything in memory, in processes of R
 
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv-transferqueue"
-REQUIREMENTS = ROOT / "bin" / "requirements-transferqueue.txt"
+from own_environment import enter_environment
+
 SAMPLES, TOKENS = 8, 3888
 FIELDS = ["tokens", "loss_mask", "rollout_logprobs"]
 CHUNK_GROUPS = 16
@@ -25,7 +23,7 @@ CHUNK_GROUPS = 16
 
 def main() -> None:
     """See the head of this file."""
-    enter_environment()
+    enter_environment("transferqueue")
     os.environ.update(RAY_DEDUP_LOGS="0", TQ_LOGGING_LEVEL="ERROR", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray and TransferQueue print to stdout
@@ -36,19 +34,6 @@ def main() -> None:
             print(json.dumps(queue.round(f"round{number}", int(line))), file=answers, flush=True)
     finally:
         queue.close()
-
-
-def enter_environment() -> None:
-    """Go on in .venv-transferqueue, made first where there is none that fits the requirements."""
-    if Path(sys.prefix).resolve() == VENV.resolve():
-        return
-    python, stamp = VENV / "bin" / "python", VENV / REQUIREMENTS.name
-    if not stamp.is_file() or stamp.read_text() != REQUIREMENTS.read_text():
-        print(f"installing TransferQueue into {VENV} (once)", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", VENV], check=True, stdout=sys.stderr)
-        subprocess.run([python, "-m", "pip", "install", "-q", "-r", REQUIREMENTS], check=True, stdout=subprocess.DEVNULL)
-        stamp.write_text(REQUIREMENTS.read_text())
-    os.execv(python, [str(python), *sys.argv])
 
 
 class Queue:

@@ -17,16 +17,15 @@ import contextlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from own_environment import enter_environment
+
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv-trl"
-REQUIREMENTS = ROOT / "bin" / "requirements-trl.txt"
 
 PROMPTS, GROUP = 32, 8
 MAX_NEW_TOKENS = 56
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default 0)")
     args = parser.parse_args()
     check_inputs(parser, args)
-    enter_environment()
+    enter_environment("trl")
     with contextlib.redirect_stdout(sys.stderr):  # TRL prints its own summary
         line = json.dumps(train(args))
     print(line, flush=True)
@@ -61,19 +60,6 @@ def check_inputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     available = len(read_jsonl(args.data / "rl.jsonl"))
     if available < args.steps * PROMPTS:
         parser.error(f"--steps {args.steps} needs {args.steps * PROMPTS} prompts, {args.data / 'rl.jsonl'} has {available}")
-
-
-def enter_environment() -> None:
-    """Go on in .venv-trl, made first where there is none that fits the requirements."""
-    if Path(sys.prefix).resolve() == VENV.resolve():
-        return
-    python, stamp = VENV / "bin" / "python", VENV / "requirements-trl.txt"
-    if not stamp.is_file() or stamp.read_text() != REQUIREMENTS.read_text():
-        say(f"installing TRL into {VENV} (once)")
-        subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "-r", REQUIREMENTS], check=True, stdout=sys.stderr)
-        stamp.write_text(REQUIREMENTS.read_text())
-    os.execv(python, [str(python), *sys.argv])
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +81,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         return [score(ids, wanted) for ids, wanted in zip(completion_ids, label, strict=True)]
 
     config = GRPOConfig(
-        output_dir=str(VENV / "out"),
+        output_dir=str(Path(sys.prefix) / "out"),
         max_steps=args.steps,
         seed=args.seed,
         use_cpu=True,

@@ -15,6 +15,8 @@ from slimebus.launch import free_port
 
 LOG_TAIL_LINES = 30
 STOP_S = 10.0
+REAP_S = 30.0
+"""A killed process first gives its memory back: on a busy machine more than 2 s for 4 GB."""
 
 
 class EngineStartError(SlimebusError):
@@ -86,7 +88,7 @@ class EngineProcess:
             self._process.wait(timeout_s)
         # Also when the leader ended in time: SGLang's scheduler and detokenizer may outlive it.
         _signal_group(group, signal.SIGKILL)
-        self._process.wait(timeout_s)
+        self._process.wait(REAP_S)
         self._process = None
 
 

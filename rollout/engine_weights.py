@@ -46,6 +46,10 @@ class EngineWeights:
         """Whether this is the version that the engine verifiably serves."""
         return self.tag == version_tag(version.lineage, version.version)
 
+    def lose(self) -> None:
+        """What the engine has is not known any more."""
+        self.is_out_of_service, self.tag, self._hashes = True, "", {}
+
     async def update(self, version: SharedVersion) -> None:
         """The engine serves exactly this version; on WeightsError or Unreachable it is paused and out of service until a later update."""
         tag = version_tag(version.lineage, version.version)
@@ -58,7 +62,7 @@ class EngineWeights:
             if not (is_known and before == tag):
                 await self._update(version, tag, self._hashes if is_known else {})
         except BaseException:
-            self.is_out_of_service, self._hashes, self._route = True, {}, None
+            self.lose()
             await self.close()
             raise
         self.is_out_of_service, self.tag = False, tag
@@ -79,6 +83,10 @@ class EngineWeights:
             await self.calls.flush()
         if (served := await self.client.weight_version()) != tag:
             raise WeightsError(f"engine at {self.client.url} reports weights {served!r} after an update to {tag!r}", code="unverified")
+        if route.is_sglang and await self.client.is_ready():  # the embedded one takes a version at one blow
+            raise WeightsError(
+                f"engine at {self.client.url} was resumed by somebody else while it was updated to {tag!r}", code="unverified"
+            )
         await self.client.resume()
 
     async def _send(self, changed: list[SharedTensor], route: WeightRoute, tag: str) -> None:

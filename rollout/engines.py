@@ -7,12 +7,15 @@ import asyncio
 import itertools
 import json
 import logging
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout import handoff, partials
+from rollout.engine_claim import claim
 from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.engine_weights import EngineWeights
 from rollout.model_shapes import check_shapes, shapes_of
@@ -20,7 +23,7 @@ from rollout.response import Response, Task
 from rollout.sglang_client import Completion, EngineClient, EngineError
 from rollout.sglang_server import option_list, sglang_server
 from slimebus.config.schema import EngineConfig
-from slimebus.errors import SlimebusError, UsageError, WeightsError
+from slimebus.errors import SlimebusError, Unreachable, UsageError, WeightsError
 from slimebus.weights.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -30,6 +33,9 @@ LEAVE_POLL_S = 0.05
 MAX_IDLE_ROUNDS = 10
 ABORT_TIMEOUT_S = 5.0
 MEND_RETRY_S = 1.0
+HALF = ("float16", "half")
+HALF_IF_AUTO = (*HALF, "float32", "None")
+"""Dtypes of a model's config for which SGLang's `auto` is float16."""
 OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
 """How long a lost connection is retried: our own engine on this host that does not answer has ended."""
 
@@ -65,9 +71,28 @@ class Engine:
             async with self._updating:
                 await self.weights.update(version)
         except BaseException:
-            for call in self._calls:
-                call.cancel()
+            self._end_calls()
             raise
+
+    def _end_calls(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    async def is_lost(self) -> bool:
+        """Whether it has other weights than it was given, or is gone: started again, say. It is out of service from then on."""
+        if self._updating.locked() or self.weights.is_out_of_service:
+            return self.weights.is_out_of_service
+        async with self._updating:
+            try:
+                served = await self.client.weight_version(retry_s=0.0)
+            except SlimebusError as bad:
+                served = bad.text
+            if served == self.weights.tag:
+                return False
+            log.warning("engine at %s: version %s was expected, found: %s; it is given everything anew", self.url, self.weights.tag, served)
+            self.weights.lose()
+            self._end_calls()
+            return True
 
     async def generate(self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str]) -> list[Completion]:
         """One completion a prompt. Raises WeightsError when the engine lost its weights meanwhile: what it made then is worth nothing."""
@@ -111,18 +136,22 @@ class Engines:
         self.engines: list[Engine] = []
         self.lineage = ""
         self.tokens_made = 0
-        self.vocab_size = vocab_size(model_dir)
+        self.vocab_size, self._config_dtype = vocab_size(model_dir), dtype_of(model_dir)
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._newest: SharedVersion | None = None
         self._mending: dict[Engine, asyncio.Task[None]] = {}
+        self._claims: list[socket.socket] = []
         self._ids = itertools.count()
         self._running: dict[str, Engine] = {}
         self.is_leaving = False
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when no engine has its weights any more."""
 
     async def start(self) -> None:
         """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
         handoff.sweep()
         for url in self.config.engine_url:
+            self._claims.append(await claim(url))
             self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size, self.config))
         if not self.engines:
             self.engines.append(self._launch())
@@ -150,6 +179,19 @@ class Engines:
             await engine.process.wait_ready(self.config.engine_start_timeout_s)
         else:
             await engine.client.wait_ready(self.config.engine_start_timeout_s)
+            await self._note_dtype(engine)
+
+    async def _note_dtype(self, engine: Engine) -> None:
+        """Say so when an engine that others started computes in a dtype with a smaller range than published weights have."""
+        try:
+            dtype = str((await engine.client.server_info()).get("dtype"))
+        except SlimebusError:  # an update asks it again, and says what is wrong
+            return
+        if dtype in HALF or (dtype == "auto" and self._config_dtype in HALF_IF_AUTO):
+            log.warning(
+                "engine at %s computes in float16, and what the trainer publishes is bfloat16: large values become infinite, small ones 0; "
+                "start it with --dtype bfloat16", engine.url
+            )  # fmt: skip
 
     async def restart_dead(self) -> bool:
         """Start again each engine that ended; True if there was one (its weights must be updated before use)."""
@@ -179,6 +221,9 @@ class Engines:
                 raise failure
             log.warning("weights: %s; this engine is out of service, the others serve version %d", failure.text, version.version)
         self.lineage = version.lineage
+        self._begin_mending()
+
+    def _begin_mending(self) -> None:
         for engine in self.engines:
             if engine.weights.is_out_of_service and engine not in self._mending:
                 self._mending[engine] = asyncio.create_task(self._mend(engine))
@@ -207,15 +252,31 @@ class Engines:
         """One completion of each prompt, from one engine. is_kept: `leave` may end them, and what they have comes back."""
         n = len(prompts)
         engine = min(self.engines, key=lambda e: (e.weights.is_out_of_service, e.running))
+        if engine.weights.is_out_of_service:
+            self.on_lost()  # again, should it have been lost just when its last update was done
         rids = [f"{self.name}-{next(self._ids):012d}" for _ in range(n)]  # equal length: SGLang aborts by prefix
         self._running |= dict.fromkeys(rids, engine) if is_kept else {}
         try:
             completions = await engine.generate([ids.tolist() for ids in prompts], samplings, rids)
+        except Unreachable:
+            await self._doubt(engine)
+            raise
         finally:
             for rid in rids:
                 self._running.pop(rid, None)
+        if any(tag.rpartition(":")[0] != self.lineage for completion in completions for tag, _, _ in completion.versions):
+            await self._doubt(engine)
         self.tokens_made += sum(len(c.output_ids) for c in completions)
         return completions
+
+    async def _doubt(self, engine: Engine) -> None:
+        """An engine that was lost gets its weights again: beside the others, or, when it was the last, before anything is sampled."""
+        if not await engine.is_lost():
+            return
+        if all(other.weights.is_out_of_service for other in self.engines):
+            self.on_lost()
+        else:
+            self._begin_mending()
 
     async def leave(self) -> None:
         """End every sample being made by `sample`, whose callers get Unfinished with what there is; nothing new is begun."""
@@ -270,15 +331,28 @@ class Engines:
         await asyncio.gather(*mending, return_exceptions=True)
         for engine in self.engines:
             await engine.close()
+        for claimed in self._claims:
+            claimed.close()
         processes = [engine.process for engine in self.engines if engine.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop, STOP_S) for process in processes))
 
 
 def vocab_size(model_dir: Path) -> int | None:
     """Of the model's config; None when it does not say."""
-    try:
-        config = json.loads((model_dir / "config.json").read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{model_dir}: no config.json; model.hf_checkpoint must be a Hugging Face directory") from None
+    config = _config_of(model_dir)
     found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(found) if found else None
+
+
+def dtype_of(model_dir: Path) -> str:
+    """Of the model's config; "None" when it does not say, which SGLang takes for float32."""
+    config = _config_of(model_dir)
+    return str(config.get("dtype") or config.get("torch_dtype"))
+
+
+def _config_of(model_dir: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{model_dir}: no config.json; model.hf_checkpoint must be a Hugging Face directory") from None
+    return found

@@ -7,11 +7,12 @@ The version's own files are not given away: torch writes its count of users into
 """
 
 import asyncio
-import itertools
+import contextlib
+import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,6 @@ SHM = Path("/dev/shm")
 PREFIX = "slimebus-handoff-"
 BUCKET_BYTES = 512 << 20
 ALIGNMENT = 64
-
-_numbers = itertools.count()
 
 
 def size_of(tensor: SharedTensor) -> int:
@@ -49,33 +48,34 @@ def buckets(tensors: Iterable[SharedTensor], limit_bytes: int = BUCKET_BYTES) ->
         yield bucket
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def handed_off(tensors: Sequence[SharedTensor], num_readers: int) -> AsyncIterator[str]:
     """A file with copies of these tensors while the block runs, as the payload that names it; what maps it may keep it longer.
 
     num_readers: processes that will map it. Raises WeightsError when there is no room for it in /dev/shm.
     """
     placed, size = _placed(tensors)
-    file = SHM / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
-    try:
+    file = SHM / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"  # process ids repeat: each container has its own
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), "r+b", buffering=0) as out:
         try:
-            await asyncio.to_thread(_write, file, tensors, placed, size, num_readers)
-        except OSError as bad:
-            raise WeightsError(f"{file}: {size} bytes of weights for an engine could not be put there: {bad.strerror}") from None
-        yield payload(f"/{file.name}", size, placed)
-    finally:
-        file.unlink(missing_ok=True)
+            fcntl.flock(out, fcntl.LOCK_EX)  # until its owner has closed it, or has ended
+            try:
+                await asyncio.to_thread(_write, out.fileno(), tensors, placed, size, num_readers)
+            except OSError as bad:
+                raise WeightsError(f"{file}: {size} bytes of weights for an engine could not be put there: {bad.strerror}") from None
+            yield payload(f"/{file.name}", size, placed)
+        finally:
+            file.unlink(missing_ok=True)
 
 
-def _write(file: Path, tensors: Sequence[SharedTensor], placed: Sequence[PlacedTensor], size: int, num_readers: int) -> None:
-    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), "r+b") as out:
-        # Reserved first: writing to a full /dev/shm through a mapping would end this process.
-        os.posix_fallocate(out.fileno(), 0, HEADER_BYTES + size)
-        with mmap.mmap(out.fileno(), HEADER_BYTES + size) as mapped:
-            mapped[:4] = num_readers.to_bytes(4, "little")
-            for tensor, place in zip(tensors, placed, strict=True):
-                start = HEADER_BYTES + place.offset
-                mapped[start : start + size_of(tensor)] = _bytes_of(tensor)
+def _write(file: int, tensors: Sequence[SharedTensor], placed: Sequence[PlacedTensor], size: int, num_readers: int) -> None:
+    # Reserved first: writing to a full /dev/shm through a mapping would end this process.
+    os.posix_fallocate(file, 0, HEADER_BYTES + size)
+    with mmap.mmap(file, HEADER_BYTES + size) as mapped:
+        mapped[:4] = num_readers.to_bytes(4, "little")
+        for tensor, place in zip(tensors, placed, strict=True):
+            start = HEADER_BYTES + place.offset
+            mapped[start : start + size_of(tensor)] = _bytes_of(tensor)
 
 
 def _placed(tensors: Sequence[SharedTensor]) -> tuple[list[PlacedTensor], int]:
@@ -104,7 +104,8 @@ def flat(tensors: Sequence[SharedTensor]) -> np.ndarray:
 
 def sweep() -> None:
     """Remove the files of processes that were killed before they could do it."""
-    for file in SHM.glob(f"{PREFIX}*-*"):
-        owner = file.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            file.unlink(missing_ok=True)
+    for path in SHM.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # in use, of another user, or just removed
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:  # else its owner is about to lock it
+                path.unlink()

@@ -246,30 +246,35 @@ class EngineClient:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, *, retry_s: float | None = None) -> dict[str, Any]:
         """`/model_info`: model_path and weight_version among others."""
-        return self._object(await self._call("GET", "/model_info"), "/model_info")
+        return self._object(await self._call("GET", "/model_info", retry_s=retry_s), "/model_info")
 
     async def server_info(self) -> dict[str, Any]:
         """`/server_info`: how the engine was started, and its load in `internal_states`."""
         return self._object(await self._call("GET", "/server_info"), "/server_info")
 
-    async def weight_version(self) -> str:
-        """The version name that the engine serves."""
-        return str((await self.model_info()).get("weight_version", "default"))
+    async def weight_version(self, *, retry_s: float | None = None) -> str:
+        """The version name that the engine serves; retry_s: for how long a lost connection is tried again, if not as usual."""
+        return str((await self.model_info(retry_s=retry_s)).get("weight_version", "default"))
 
     async def is_ready(self, timeout_s: float = 2.0) -> bool:
         """Whether `/ready` answers 200 within `timeout_s`: it is up and not paused. Never raises."""
-        return await self._is_200("/ready", timeout_s)
+        return await self._status("/ready", timeout_s) == 200
 
     async def is_healthy(self, timeout_s: float = 25.0) -> bool:
         """Whether `/health` answers 200 within `timeout_s`; a real SGLang generates a token for it."""
-        return await self._is_200("/health", timeout_s)
+        return await self._status("/health", timeout_s) == 200
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
-        """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or as soon as `is_dead()`."""
+        """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or once `is_dead()`. UsageError for a router."""
         deadline_s = time.monotonic() + timeout_s
-        while not (await self.is_ready() or await self._is_200("/ping", 2.0)):
+        while 200 not in (found := [await self._status(path, 2.0) for path in ("/ready", "/ping")]):
+            if found == [404, 404]:
+                raise UsageError(
+                    f"what answers at {self.url} knows neither /ready nor /ping and is no engine; a router does not pass weights on: "
+                    "give the addresses of the engines behind it"
+                )
             if is_dead is not None and is_dead():
                 raise Unreachable(f"engine {self.url}: its process ended before it was ready")
             if time.monotonic() > deadline_s:
@@ -294,15 +299,16 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"})
         return self._session
 
-    async def _is_200(self, path: str, timeout_s: float) -> bool:
+    async def _status(self, path: str, timeout_s: float) -> int:
+        """Of the answer to a GET; 0 when there is none in time. Never raises."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._open().get(self.url + path, timeout=timeout) as response:
-                return response.status == 200
+                return response.status
         except (aiohttp.ClientError, TimeoutError, Unreachable):
-            return False
+            return 0
 
     async def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0, retry_s: float | None = None) -> bytes:
         """The body of a 200; lost connections and busy answers are retried for `retry_s` from the first of them."""
@@ -317,7 +323,7 @@ class EngineClient:
             except TimeoutError:
                 raise Unreachable(f"engine {self.url} did not answer {path} within {timeout_s:.0f} s") from None
             except aiohttp.ClientError as error:
-                status, reply = 0, repr(error).encode()
+                status, reply = 0, (str(error) or type(error).__name__).encode()
             if status == 200:
                 return reply
             if status == UNPROCESSABLE and isinstance(body, dict) and isinstance(body.get("rid"), list):
@@ -327,7 +333,9 @@ class EngineClient:
             # Counted from the first failure: how long a request ran before it was lost is not part of the outage.
             failing_since_s = failing_since_s or time.monotonic()
             if time.monotonic() + pause_s > failing_since_s + retry_s:
-                raise Unreachable(f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {status or ''} {_text(reply)}")
+                raise Unreachable(
+                    f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {f'{status} ' if status else ''}{_text(reply)}"
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ SHIM_PATH = Path(__file__).parent / "sglang_cpu"
 
 # Measured on a 2-core machine: ready in 24 s idle, 85 s under load.
 READY_TIMEOUT_S = 600.0
+
+# What the trainer publishes. SGLang's own choice, for a config that says float32, is float16, whose range is smaller.
+DTYPE_ARGUMENTS = ("--dtype", "bfloat16")
 
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 # Without --sleep-on-idle an idle server spins on one core.
@@ -46,20 +48,11 @@ def sglang_server(
     command = [
         *(sys.executable, str(GUARD_PATH), str(os.getpid())),
         *(python or sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)),
-        *("--host", host, "--port", str(port)),
+        *("--host", host, "--port", str(port), *DTYPE_ARGUMENTS),
         *(CPU_ARGUMENTS if is_cpu else ()),
         *arguments,
     ]
     return EngineProcess(command, f"http://{host}:{port}", log_path, env=_cpu_environment() if is_cpu else None)
-
-
-def launch(model_path: Path, *, port: int, log_file: Path, python: str = "", args: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
-    """Start a server as `sglang_server` does, options given as a mapping; terminate or kill the process to end all of it.
-
-    `args` maps option names to values: {"tp-size": 2, "enable-metrics": True}; True gives a bare flag, False and None nothing.
-    """
-    server = sglang_server(model_path, log_file, port=port, python=python, arguments=option_list(args or {}))
-    return server.start()
 
 
 def option_list(args: dict[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@
 
 import asyncio
 import logging
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from typing import Any
 
 from rollout.engines import Engines
 from rollout.relay import Relay
-from slimebus.errors import SlimebusError, WeightsError
+from slimebus.config.schema import WeightsConfig
+from slimebus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.security.key_file import KeyPair
 from slimebus.spans import Spans
@@ -64,9 +66,8 @@ class WeightSync:
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
         self._served: tuple[SharedVersion, ...] = ()
-        root = Path(shm) if Path(shm).is_dir() else Path(tempfile.gettempdir())
-        sweep_turns(root)
-        self._folder = SharedFolder(root)
+        self._folder = _folder_in(shm)
+        engines.on_lost = self.invalidate
 
     def announce(self, lineage: str, version: int, publishers: list[str], digest: str = "") -> None:
         """A version exists; called for every hint, heartbeat reply and welcome. Repeats cost nothing.
@@ -84,9 +85,10 @@ class WeightSync:
                 self._puller.cancel()  # its trainer has been replaced: what it waits for may never come
 
     def invalidate(self) -> None:
-        """An engine lost its weights: serve nothing until they are loaded again."""
-        self.serving = ("", NO_VERSION)
-        self._news.set()
+        """The engines lost their weights: serve nothing until they are loaded again, which is being done where nothing is served."""
+        if self.serving[1] != NO_VERSION:
+            self.serving = ("", NO_VERSION)
+            self._news.set()
 
     async def run(self) -> None:
         """Follow announcements until cancelled."""
@@ -103,7 +105,7 @@ class WeightSync:
                         break
                     self.failures += 1
                     log.warning("weights: %s; trying again in %.0f s", bad.text, RETRY_S)
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(RETRY_S * random.uniform(0.75, 1.25))  # what failed for all does not come back to all at once
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()
@@ -122,8 +124,7 @@ class WeightSync:
         except WeightsError:
             self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
             raise
-        self._weights, self._served = weights, (shared,)
-        await asyncio.to_thread(self._folder.retain, shared)
+        await asyncio.to_thread(self._retain, weights, shared)
         self.serving = (weights.lineage, weights.version)
         if (self._target[0], self._target[2]) == (lineage, publishers) and weights.version > self._target[1]:
             self._target = (lineage, weights.version, publishers)
@@ -157,9 +158,11 @@ class WeightSync:
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> Any:
+        from slimebus.weights.codec import codec_path
         from slimebus.weights.disk_chain import SCHEME, DiskPuller, chain_dir
         from slimebus.weights.puller import WeightPuller
 
+        log.info("weights from %s, codec %s", ", ".join(publishers), codec_path())
         host = HostShare(self._folder, " ".join(publishers))
         if not publishers[0].startswith(SCHEME):
             if self.relay is None:
@@ -186,8 +189,24 @@ class WeightSync:
         self._folder.retain(*self._served, shared)
         return weights, shared
 
+    def _retain(self, weights: Any, shared: SharedVersion) -> None:
+        """Only this version from now on; in a thread, for a large one is unmapped page by page."""
+        self._weights, self._served = weights, (shared,)
+        self._folder.retain(shared)
+
     def close(self) -> None:
         """Close the connections and free the shared memory. A pull that is just beginning in its thread ends too."""
         self._is_closed = True
         self._close_puller()
         self._folder.close()
+
+
+def _folder_in(shm: str) -> SharedFolder:
+    """Raises ConfigError when nothing can be written there."""
+    is_missing = shm == WeightsConfig().weights_shm and not Path(shm).is_dir()  # some systems have none
+    root = Path(tempfile.gettempdir() if is_missing else shm)
+    try:
+        sweep_turns(root)
+        return SharedFolder(root)
+    except OSError as bad:
+        raise ConfigError(f"weights.weights_shm {root}: {bad.strerror}; it must be a directory that this worker may write to") from None

@@ -327,7 +327,7 @@ class Worker:
         assert self.sync is not None
         while True:
             await asyncio.sleep(WATCH_S)
-            if self.sync.serving[1] != NO_VERSION and any(engine.is_dead for engine in self.engines.engines):
+            if any(engine.is_dead for engine in self.engines.engines):
                 self.sync.invalidate()
 
     # --- the bus ---

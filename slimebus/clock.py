@@ -22,20 +22,3 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
-
-
-class ManualClock:
-    """A clock that a test moves."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Let `seconds` pass."""
-        self.now += seconds

@@ -15,8 +15,8 @@ import numpy as np
 
 from slimebus.errors import SlimebusError, Unreachable
 from slimebus.joining import join
-from slimebus.messages import Heartbeat, HeartbeatReply, Put, PutFields, PutFieldsReply, Read, ReadGroup, ReadReply
-from slimebus.samples import Sample, decode_group, encode_field
+from slimebus.messages import Heartbeat, HeartbeatReply, PutFields, PutFieldsReply, Read, ReadGroup, ReadReply
+from slimebus.samples import Sample, decode_stored, encode_field
 from slimebus.security.credentials import credentials_at
 from slimebus.transport.client import Client, Reply
 
@@ -139,11 +139,8 @@ class Consumer:
 
 
 def _decoded(groups: Sequence[ReadGroup], bulk: Sequence[Any]) -> list[ConsumedGroup]:
-    start, found = 0, []
-    for one in groups:
-        frames = bulk[start : start + one.num_frames]
-        start += one.num_frames
-        record = msgspec.msgpack.decode(frames[0], type=Put)
-        samples = decode_group(record.samples, record.fields, frames[1:])
-        found.append(ConsumedGroup(id=one.group, attempt=one.attempt, position=one.position, samples=samples))
-    return found
+    decoded = decode_stored([one.num_frames for one in groups], bulk)
+    return [
+        ConsumedGroup(id=one.group, attempt=one.attempt, position=one.position, samples=samples)
+        for one, samples in zip(groups, decoded, strict=True)
+    ]

@@ -41,10 +41,10 @@ class Child:
         self.process.wait(1.0)
         self._reader.join(1.0)
 
-    def tail(self, count: int = 15) -> str:
-        """The last lines it wrote."""
+    def tail(self) -> str:
+        """The last 15 lines it wrote."""
         self._reader.join(1.0)
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-count:])
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-15:])
 
 
 class Fleet:

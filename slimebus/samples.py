@@ -9,14 +9,14 @@ On the wire a group is columnar: one frame per field, the samples' arrays one be
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from slimebus.errors import ProtocolError
-from slimebus.messages import NO_VERSION, Field, SampleHeader, Scalar
+from slimebus.messages import NO_VERSION, Field, Put, SampleHeader, Scalar
 
 TOKEN_FIELDS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "loss_mask": np.dtype("u1"), "rollout_logprobs": np.dtype("<f4")}
 BITS16 = np.dtype("<u2")
@@ -140,6 +140,19 @@ def decode_group(headers: Sequence[SampleHeader], fields: Sequence[Field], frame
     for sample in samples:
         check(sample)
     return samples
+
+
+def decode_stored(num_frames: Sequence[int], bulk: Sequence[Any]) -> Iterator[list[Sample]]:
+    """The samples of one group after the other. num_frames: how many bulk frames each has, which are a put's message and its own frames.
+
+    Raises ProtocolError as decode_group does.
+    """
+    start = 0
+    for count in num_frames:
+        frames = bulk[start : start + count]
+        start += count
+        record = msgspec.msgpack.decode(frames[0], type=Put)
+        yield decode_group(record.samples, record.fields, frames[1:])
 
 
 def _sample(header: SampleHeader, arrays: Mapping[str, np.ndarray]) -> Sample:

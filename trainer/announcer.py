@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from slimebus.errors import WeightsError
 from slimebus.messages import Publish
 from slimebus.transport.client import Client
+from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.tensors import digest_of
 from trainer.board import Board, Part
 
@@ -17,10 +18,13 @@ TELL_TIMEOUT_S = 600.0
 
 
 class Announcer:
-    """Announces the versions of a lineage. others: the ranks beside rank 0 that have a part, who post it on the board."""
+    """Announces the versions of a lineage. others: the ranks beside rank 0 that have a part, who post it on the board.
 
-    def __init__(self, client: Client, lineage: str, board: Board, others: Sequence[int]) -> None:
-        self.client, self.lineage, self.board, self.others = client, lineage, board, others
+    chain: where all of them write their parts, when workers read those from a shared directory.
+    """
+
+    def __init__(self, client: Client, lineage: str, board: Board, others: Sequence[int], chain: DiskChain | None = None) -> None:
+        self.client, self.lineage, self.board, self.others, self.chain = client, lineage, board, others, chain
         self._told: Publish | None = None
         self._metrics: dict[str, float] = {}
 
@@ -31,9 +35,15 @@ class Announcer:
         if len({tensor.name for tensor in tensors}) != len(tensors):
             raise WeightsError(f"version {version}: two ranks publish a tensor of one name", retryable=False)
         self._metrics = measured(version, parts)
-        news = Publish(lineage=self.lineage, version=version, publishers=[p.address for p in parts], digest=digest_of(tensors))
+        digest, publishers = digest_of(tensors), [part.address for part in parts]
+        if self.chain is not None:
+            self.chain.announce(version, digest)
+            publishers = [own.address]
+        news = Publish(lineage=self.lineage, version=version, publishers=publishers, digest=digest)
         self.client.call(news, timeout_s=TELL_TIMEOUT_S)
         self._told = news
+        if self.chain is not None:
+            self.chain.collect(version)
         log.debug("version %d published in %d parts, %.1f%% changed", version, len(parts), 100 * self._metrics["changed_fraction"])
 
     def heard(self, lineage: str, version: int) -> None:

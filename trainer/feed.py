@@ -24,11 +24,10 @@ from slimebus.messages import (
     Fetch,
     FetchReply,
     Finish,
-    Put,
     Resume,
     has_failed,
 )
-from slimebus.samples import Sample, decode_group, oldest_version
+from slimebus.samples import Sample, decode_stored, oldest_version
 from slimebus.transport.client import Client
 
 log = logging.getLogger("trainer")
@@ -63,7 +62,6 @@ class Feed:
 
     def __init__(self, client: Client, config: RunConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.client, self.config, self.sleep = client, config, sleep
-        self.waited_s = 0.0
         self._trained = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._ahead: dict[int, Future[FetchedBatch]] = {}
@@ -75,9 +73,7 @@ class Feed:
 
     def take(self, step: int) -> FetchedBatch:
         """The groups of `step`; the next step's are asked for meanwhile. Raises SlimebusError for a sample beyond the bound."""
-        started = time.monotonic()
         batch = (self._ahead.pop(step, None) or self._request(step)).result()
-        self.waited_s += time.monotonic() - started
         if step + 1 < self.config.rollout.num_rollout:
             self._ahead[step + 1] = self._request(step + 1)
         return batch
@@ -112,9 +108,8 @@ class Feed:
     def _await_batch(self, step: int) -> BatchReply:
         started = said = time.monotonic()
         while True:
-            reply = self.client.call(Batch(step=step, wait_s=WAIT_S, trained=self._trained), timeout_s=WAIT_S + 600.0).message
-            if not isinstance(reply, BatchReply):
-                raise SlimebusError(f"broker answered batch with {type(reply).__name__}", code="protocol")
+            ask = Batch(step=step, wait_s=WAIT_S, trained=self._trained)
+            reply = self.client.call(ask, timeout_s=WAIT_S + 600.0).expect(BatchReply)
             if reply.groups:
                 return reply
             if time.monotonic() - said > self.config.trainer.batch_timeout_s:
@@ -123,16 +118,11 @@ class Feed:
 
     def _fetch(self, wanted: list[BatchGroup]) -> list[FetchedGroup]:
         reply = self.client.call(Fetch(groups=[g.group for g in wanted]), timeout_s=120.0)
-        answer, start, groups = reply.message, 0, []
-        if not isinstance(answer, FetchReply) or len(answer.num_frames) != len(wanted):
-            raise SlimebusError(f"broker answered fetch of {len(wanted)} groups with {type(answer).__name__}", code="protocol")
-        for one, count in zip(wanted, answer.num_frames, strict=True):
-            frames = reply.bulk[start : start + count]
-            start += count
-            record = msgspec.msgpack.decode(frames[0], type=Put)
-            samples = decode_group(record.samples, record.fields, frames[1:])
-            groups.append(FetchedGroup(one.group, [s for s in samples if not is_failed(s)]))
-        return groups
+        num_frames = reply.expect(FetchReply).num_frames
+        if len(num_frames) != len(wanted):
+            raise SlimebusError(f"broker answered fetch of {len(wanted)} groups with {len(num_frames)}", code="protocol")
+        decoded = zip(wanted, decode_stored(num_frames, reply.bulk), strict=True)
+        return [FetchedGroup(one.group, [s for s in samples if not is_failed(s)]) for one, samples in decoded]
 
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
         """`step` is trained. checkpoint: the step at which the newest durable checkpoint would go on."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimebus.config.schema import WeightsConfig
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """The weight server of a rank in one trainer timeline (`store.lineage`), or the timeline's chain of files under `disk`.
+    """The weight server of a rank in one trainer timeline (`store.lineage`), or its part of the timeline's chain of files.
 
     tell: called with (version, part) in the publishing thread when the part is complete, or has failed (`part.problem`).
     place: which publisher this is, from 0. broker: its address; a server that is bound everywhere is told by this machine's address on
@@ -37,15 +36,14 @@ class Publisher:
         *,
         place: int = 0,
         broker: str = "",
-        disk: Path | None = None,
+        chain: DiskChain | None = None,
         spans: Spans | None = None,
     ) -> None:
         self.store, self.tell, self.spans = store, tell, spans or Spans()
-        self.chain: DiskChain | None = None
+        self.chain = chain
         self.server: WeightServer | None = None
-        if disk is not None:
-            self.chain = DiskChain(disk, store.lineage, keep=config.weights_keep)
-            self.address = self.chain.address
+        if chain is not None:
+            self.address = chain.address
         else:
             keyring, public = (pullers.keyring, pullers.public) if pullers else (None, "")
             self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=config.weights_fanout)
@@ -70,7 +68,7 @@ class Publisher:
                 made = self.store.publish(copied, version=version)
                 work.about["delta_bytes"] = made.delta_bytes
             if self.chain is not None:
-                self.chain.publish(self.store)
+                self.chain.write(self.store)
         except BaseException as problem:  # whatever it is: rank 0 must not wait for a part that never comes
             self.tell(version, Part(problem=f"{type(problem).__name__}: {problem}"))
             raise
@@ -99,6 +97,8 @@ class Publisher:
 
     def close(self) -> None:
         """Stop serving. A version that is not told of yet is not waited for; `wait` does that."""
+        if self.chain is not None:
+            self.chain.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.server is not None:
             self.server.close()

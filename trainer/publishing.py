@@ -16,7 +16,9 @@ from slimebus.security.exposure import is_local
 from slimebus.security.pullers import Pullers
 from slimebus.spans import Spans
 from slimebus.transport.client import Client
+from slimebus.weights.codec import codec_path
 from slimebus.weights.cores import num_threads
+from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.store import VersionStore
 from trainer import parallel
 from trainer.announcer import Announcer
@@ -47,21 +49,23 @@ class Publishing:
         """A new lineage, the same on all ranks, begins at `version`. Raises SlimebusError when this rank cannot serve its part."""
         is_main, disk = self.policy.is_main, self.resolved.weights_dir
         self.lineage = parallel.broadcast_bytes(secrets.token_hex(6).encode() if is_main else None).decode()
-        owners = [0] if disk is not None else self.policy.owners()
-        rank = parallel.rank()
+        owners, rank, weights = self.policy.owners(), parallel.rank(), self.config.weights
         if rank not in owners:
             return
+        place, chain = owners.index(rank), None
+        if disk is not None:
+            chain = DiskChain(disk, self.lineage, keep=weights.weights_keep, part=place, parts=len(owners))
         if len(owners) > 1:
             self._board = Board.among_ranks(self.lineage)
-            check_reach(self.config.weights.weights_bind)
+            if chain is None:
+                check_reach(weights.weights_bind)
         if self._client is not None:
             self.pullers = Pullers(self._client)
-            self.announcer = Announcer(self._client, self.lineage, self._board, owners[1:])
-        elif self.resolved.keys_path is not None:
+            self.announcer = Announcer(self._client, self.lineage, self._board, owners[1:], chain)
+        elif chain is None and self.resolved.keys_path is not None:
             self._key_client = joining.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
             self.pullers = Pullers(self._key_client)
             self.pullers.follow(self.config.broker.heartbeat_s)
-        weights = self.config.weights
         store = VersionStore(
             keep=weights.weights_keep,
             lineage=self.lineage,
@@ -69,13 +73,13 @@ class Publishing:
             zstd=weights.weights_zstd,
             threads=num_threads(weights.weights_threads, shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
-        place = owners.index(rank)
-        self.publisher = Publisher(weights, store, self.pullers, self._tell, place=place, broker=self.broker, disk=disk, spans=self.spans)
-        log.info("weights at %s%s", self.publisher.address, f", part {place + 1} of {len(owners)}" if len(owners) > 1 else "")
+        self.publisher = Publisher(weights, store, self.pullers, self._tell, place=place, broker=self.broker, chain=chain, spans=self.spans)
+        part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
+        log.info("weights at %s%s, codec %s", self.publisher.address, part, codec_path())
 
     def publish(self, version: int) -> None:
         """The current weights as this version. Returns when this rank's part is copied out of the model."""
-        tensors = self.policy.owned_tensors() if self.resolved.weights_dir is None else self.policy.hf_tensors()
+        tensors = self.policy.owned_tensors()
         if self.publisher is not None:
             self.publisher.publish(version, tensors)
         else:

@@ -241,7 +241,7 @@ def leave(state: State, client: Client, reason: str, *, has_failed: bool = False
     """Take back what a client holds and waits for. has_failed: it died, maybe of one of its groups, so each attempt counts."""
     for group in state.groups.leased_by(client.name):
         if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason, counts=has_failed):
-            _take_back(state, group, reason, has_failed=has_failed)
+            take_back(state, group, reason, has_failed=has_failed)
     for key in [key for key in state.parked_leases if key[0] == client.name]:
         del state.parked_leases[key]
         state.timers.cancel(("parked lease", *key))
@@ -249,7 +249,8 @@ def leave(state: State, client: Client, reason: str, *, has_failed: bool = False
         state.timers.cancel(("parked read", client.name))
 
 
-def _take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> None:
+def take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> None:
+    """End the only lease of a group without samples: another attempt. has_failed: this one counts."""
     if group.kind == EVAL:
         evaluation.retry(state, group, reason, counts=has_failed)
     elif has_failed:
@@ -261,8 +262,7 @@ def _take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> 
 def goodbye(state: State, event: Event) -> m.Ok:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
-    is_theirs = client is not None and client.epoch == event.epoch and client.key == event.key
-    if isinstance(event.message, m.Goodbye) and client is not None and is_theirs and not client.is_fenced:
+    if client is not None and client.epoch == event.epoch and client.key == event.key and not client.is_fenced:
         leave(state, client, "its worker left")
         _forget(state, client)
         if client.role != "client":

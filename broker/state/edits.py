@@ -11,7 +11,7 @@ from broker.state.effects import Event
 from broker.state.groups import DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group
 from broker.state.table import State
 from slimebus.errors import DataError, ProtocolError
-from slimebus.messages import NO_VERSION, Edit, EditReply, Import, Put, has_failed
+from slimebus.messages import NO_VERSION, Edit, EditReply, Import, Put
 from slimebus.prompt_record import check_record
 
 IMPORTED = f"{prompts.IMPORT}/"
@@ -103,7 +103,7 @@ def take_in(state: State, event: Event, ask: Import) -> None:
         return
     group = Group(id=ask.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
     state.save("prompts", group.id, bytes(event.bulk[0]))
-    good = [s for s in ask.samples if not has_failed(s.status, s.reward, s.oldest_version)]
+    good = leases.good_of(ask.samples)
     why = _why_without(state, ask) if good else ""
     if good and not why:
         _add_ready(state, event, group, ask)

@@ -29,7 +29,7 @@ def start_if_due(state: State) -> None:
     meta, rules = state.meta, state.rules
     is_first = rules.eval_first and meta.version == meta.base_version and meta.base_step == 0
     is_interval = rules.eval_interval > 0 and meta.version > 0 and meta.version % rules.eval_interval == 0
-    is_last = rules.eval_last and rules.num_steps is not None and meta.version == state.version_of(rules.num_steps)
+    is_last = rules.num_steps is not None and meta.version == state.version_of(rules.num_steps)
     if is_first or is_interval or is_last:
         start_automatic(state)
 

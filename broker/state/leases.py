@@ -5,12 +5,13 @@ dealt one group at a time around the parked requests, the one that waits longest
 """
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from broker.state import admission, bounds, evaluation, hedging, partials, prompts, staleness
 from broker.state.buffer_filter import spread
-from broker.state.clients import is_present
+from broker.state.clients import is_present, take_back
 from broker.state.consumers import TOKEN_FIELDS
 from broker.state.effects import EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
@@ -246,12 +247,8 @@ def expire(state: State, lease_id: int) -> None:
     if group is None:
         return
     state.note(f"lease of group {group.id} by {group.holder_of(lease_id)} expired", is_warning=True)
-    if hedging.end_one(state, group, lease_id, "lease expired", counts=True):
-        return
-    if group.kind == EVAL:
-        evaluation.retry(state, group, "lease expired")
-    else:
-        state.fail(group, "lease expired")
+    if not hedging.end_one(state, group, lease_id, "lease expired", counts=True):
+        take_back(state, group, "lease expired", has_failed=True)
 
 
 # --- put and give back ---
@@ -318,8 +315,13 @@ def _problem_of(sample: SampleHeader) -> str:
     return "" if has_oldest else f"no run of its oldest version {sample.oldest_version}"
 
 
+def good_of(samples: Sequence[SampleHeader]) -> list[SampleHeader]:
+    """Those that have not failed."""
+    return [s for s in samples if not has_failed(s.status, s.reward, s.oldest_version)]
+
+
 def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
-    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
+    good = good_of(done.samples)
     group.put_attempt = done.attempt
     if group.kind == EVAL:
         evaluation.score(state, group, good, num_failed=len(done.samples) - len(good))
@@ -366,7 +368,7 @@ def _steps_behind(state: State, group: Group) -> int:
 
 def describe(group: Group, done: Put) -> None:
     """Note on a group what the broker must know of its samples; failed ones are only counted."""
-    good = [s for s in done.samples if not has_failed(s.status, s.reward, s.oldest_version)]
+    good = good_of(done.samples)
     group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
     group.lengths = [s.num_tokens for s in done.samples]
@@ -406,12 +408,8 @@ def give_back(state: State, event: Event, client: Client, back: GiveBack) -> Non
 
 
 def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
-    if group.kind == EVAL:
-        evaluation.retry(state, group, reason, counts=outcome in ("drop", "fail"))
-    elif outcome in ("requeue", "partial"):
-        state.requeue(group, reason)
-    elif outcome == "drop":
+    if outcome == "drop" and group.kind != EVAL:
         state.filtered()
         state.drop(group, reason)
     else:
-        state.fail(group, reason)
+        take_back(state, group, reason, has_failed=outcome in ("drop", "fail"))

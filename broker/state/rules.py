@@ -67,7 +67,6 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
     eval_first: bool = True
-    eval_last: bool = True
 
     @property
     def is_unbounded(self) -> bool:

@@ -157,8 +157,7 @@ def finish(state: State, event: Event, ask: Finish, now: float) -> None:
     """The last step is trained; workers leave once the last evaluation is done."""
     if not state.meta.finishing:
         state.meta.finishing, state.meta.finisher_born = True, state.clients[event.sender].born
-        if state.rules.eval_last:
-            evaluation.start_automatic(state)
+        evaluation.start_automatic(state)
         state.timers.set(("finish",), now + state.rules.client_timeout_s)
         state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
     state.reply(event.to, Ok())

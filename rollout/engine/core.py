@@ -82,6 +82,7 @@ class EngineCore:
 
     def swap_weights(self, weights: ModelWeights, version: str | None) -> None:
         """Serve `weights` from the next step on, as `version` (None: keep the name). Cached keys and values stay."""
+        weights.take_over()
         self.model.weights = weights
         if version is not None:
             self.rename_version(version)

@@ -265,8 +265,9 @@ class EngineServer:
         body = await _typed(request, CheckWeights)
         if body.action != "checksum":
             return _json({"success": False, "message": f"action {body.action!r}; this engine knows checksum"}, 400)
-        weights, version = await asyncio.wrap_future(self.decode_loop.call(lambda core: (core.model.weights, core.version)))
-        forms = await asyncio.to_thread(weights.served_forms)
+        async with self._update_lock:
+            weights, version = await asyncio.wrap_future(self.decode_loop.call(lambda core: (core.model.weights, core.version)))
+            forms = await asyncio.to_thread(weights.served_forms)
         kept = {form.name: form for form in forms if not any(part in form.name for part in body.skip_tensor_list)}
         digest = version_digest(kept, {name: form.hash for name, form in kept.items()})
         rank = {"checksums": {name: form.hash for name, form in kept.items()}, "per_gpu_checksum": digest, "parallelism_info": _ALONE}

@@ -17,11 +17,24 @@ Place = click.Path(exists=True, path_type=Path)
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 
 
-@click.group(short_help="Compare, apply and verify weights as files.")
+class Files(click.Group):
+    """Says which file cannot be read, instead of where in the code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as bad:
+            raise UsageError(f"{bad.filename or 'a file'}: {bad.strerror}") from bad
+
+
+@click.group(cls=Files, short_help="Compare, apply and verify weights as files.")
 def weights() -> None:
     """Compare, apply and verify weights as files.
 
     A PATH is a model directory or a .safetensors file, a .delta or .full file, or the folder of a lineage under weights.weights_dir.
+    A and B are any of these but a .delta file; of a lineage, its newest version.
     """
 
 
@@ -59,7 +72,7 @@ def diff(a: Path, b: Path, out: Path | None, bf16: bool, as_json: bool) -> None:
 
 @weights.command()
 @click.argument("a", type=Place)
-@click.argument("delta", type=Place)
+@click.argument("delta", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--bf16", is_flag=True, help="Round float32 tensors of A to bfloat16 first, as the delta was made with `diff --bf16`.")
 def apply(a: Path, delta: Path, out: Path, bf16: bool) -> None:
@@ -69,13 +82,13 @@ def apply(a: Path, delta: Path, out: Path, bf16: bool) -> None:
 
     made = delta_file.apply(delta_file.read(delta), _read(a, bf16=bf16))
     with _writing(out):
-        write_model(out, made, config_from=a if a.is_dir() else None)
+        write_model(out, made, config_from=a if (a / "config.json").is_file() else None)
     click.echo(f"{out}: {len(made.tensors)} tensors, {made.size_bytes} bytes, digest {made.digest}")
 
 
 @weights.command()
 @click.argument("path", type=Place)
-@click.option("--digest", help="[hash] What PATH must hash to, as `ls` and the trainer's log say it.")
+@click.option("--digest", help="[hash] What PATH must hash to, as `verify` says it and each published version carries it.")
 @click.option("--base", type=Place, help="[path] The model that a .delta file starts from; without it only the file itself is checked.")
 @click.pass_context
 def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None) -> None:
@@ -86,7 +99,7 @@ def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None
     if digest and digest != found:
         problems.append(f"the digest is {found or 'unknown'}, expected {digest}")
     for problem in problems:
-        click.echo(f"{path}: {problem}", err=True)
+        click.echo(problem if problem.startswith(f"{path}") else f"{path}: {problem}", err=True)
     if problems:
         ctx.exit(EXIT_FAILURE)
     click.echo(f"{path}: good, digest {found}")
@@ -98,7 +111,7 @@ def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None
 @click.option("--trainer", multiple=True, help="[address] Of the trainer's weight server, tcp://HOST:PORT; once for each publishing rank.")
 @click.option("--broker", help="[address] Of the broker, which knows the trainer's; default with --run: broker.bind of that config.")
 @click.option("--run", type=Place, help="[path] A RUN.yaml, for its broker and keys.")
-@click.option("--timeout-s", default=120.0, show_default=True, help="[seconds] For each of: the broker's answer, the pull, the checksums.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="[seconds] Each for the pull and the checksums; 5 to answer at all.")
 @as_json_option
 @click.pass_context
 def check(
@@ -127,10 +140,11 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path, *, bf16: bool = False) -> "Weights":
+    from slimebus.weights import listing
     from slimebus.weights.rounding import rounded
-    from slimebus.weights.safetensors_file import as_weights, read_model
+    from slimebus.weights.safetensors_file import as_weights
 
-    return as_weights({name: rounded(tensor) if bf16 else tensor for name, tensor in read_model(path).items()})
+    return as_weights({name: rounded(tensor) if bf16 else tensor for name, tensor in listing.read(path).items()})
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool, line_of: Callable[[dict[str, Any]], str]) -> None:

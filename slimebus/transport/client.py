@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import random
+import re
 import secrets
 import socket as host_socket
 import threading
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import zmq
 
 from slimebus import envelope, protocol
-from slimebus.errors import ProtocolError, SlimebusError, Unreachable
+from slimebus.errors import ProtocolError, SlimebusError, Unreachable, UsageError
 from slimebus.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
@@ -52,6 +53,7 @@ RETRY_S = 0.5
 PATIENT_CODES = ("disk_full", "store")
 """The server lives and waits for a person to mend its disk: a member that asked waits with it, beyond its deadline."""
 SAY_AGAIN_S = 30.0
+ADDRESS = re.compile(r"tcp://[^/]+:\d{1,5}|(ipc|inproc)://.+")
 M = TypeVar("M", bound=Message)
 
 
@@ -85,7 +87,7 @@ class Client:
     """A connection to the server at `address`. Safe to use from any thread.
 
     `run` stays empty until a welcome names it. Requests that are not answered by their deadline raise Unreachable; error
-    replies raise SlimebusError with the server's code.
+    replies raise SlimebusError with the server's code. UsageError for what is no address.
 
     credentials: the key to connect with, encrypted; None connects in the clear. refusal: why the server did not take us in, when
     the last handshake failed; empty otherwise.
@@ -101,6 +103,8 @@ class Client:
         resend_s: float = 5.0,
         credentials: Credentials | None = None,
     ) -> None:
+        if not ADDRESS.fullmatch(address):
+            raise UsageError(f"{address[:200]!r} is no address of a {peer}; expected tcp://HOST:PORT")
         self.address, self.name, self.peer, self.types, self.resend_s = address, name, peer, types, resend_s
         self.credentials = credentials
         self.refusal = ""

@@ -65,7 +65,7 @@ def apply(payload: Any, tensor: "torch.Tensor") -> None:
     """
     values = _bits(tensor)
     units = codec.split_units(payload, len(values))
-    streams = [codec.load_streams(unit) for unit in units]
+    streams = [kernel_numpy.as_arrays(*codec.load_streams(unit)) for unit in units]
     for unit, loaded in zip(units, streams, strict=True):
         if not _fits(unit.kind, unit.num_values, *loaded):
             raise codec.misfit(unit.start, unit.num_values)

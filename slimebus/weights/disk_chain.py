@@ -1,20 +1,27 @@
 """Versions through a directory that trainer and workers share: a mounted disk or bucket instead of a weight server.
 
-    DIR/LINEAGE/000040.full      all tensors of version 40
-    DIR/LINEAGE/000041.delta     what leads from 40 to 41
-    DIR/LINEAGE/latest.json      {"version", "full", "digest", "check"}: replaced last, so a version is seen when it is complete
+    DIR/LINEAGE/000040-0.full    the tensors of version 40 that publisher 0 owns
+    DIR/LINEAGE/000040-1.full    those of publisher 1
+    DIR/LINEAGE/000041-0.delta   what leads from 40 to 41
+    DIR/LINEAGE/000041-1.delta
+    DIR/LINEAGE/latest.json      {"version", "full", "parts", "digest", "check"}: replaced last, so a version is seen when it is complete
 
-A reader that is at most `keep` versions behind takes deltas, any other the newest full copy and the deltas since. Every byte is
+Each publishing rank writes its own part; rank 0 replaces latest.json when all parts are there, and deletes what is old. A
+reader that is at most `keep` versions behind takes deltas, any other the newest full copy and the deltas since. Every byte is
 verified as in a pull. A lineage has a folder of its own, so nothing of another run can be taken for this one's.
 """
 
 import contextlib
+import dataclasses
+import logging
 import os
 import random
 import re
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,26 +31,53 @@ from slimebus.weights.host_share import HostShare
 from slimebus.weights.messages import Manifest
 from slimebus.weights.plan import Memory, Plan, PullCounts, Target
 from slimebus.weights.stages import Stages
-from slimebus.weights.store import VersionInfo, VersionStore
+from slimebus.weights.store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, hash_bytes
+
+log = logging.getLogger("slimebus.weights")
+
+Result = TypeVar("Result")
 
 SCHEME = "file://"
 LATEST = "latest.json"
-CHAIN_FILE = re.compile(r"latest\.json|[0-9]+\.(full|delta)|\.([0-9]+\.(full|delta)|latest\.json)\.[0-9]+\.unfinished")
+PART_FILE = re.compile(r"([0-9]+)-([0-9]+)\.(full|delta)")
+CHAIN_FILE = re.compile(rf"latest\.json|{PART_FILE.pattern}|\.({PART_FILE.pattern}|latest\.json)\.[0-9]+\.unfinished")
 LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,128}")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_WRITE_PAUSE_S = 0.02, 1.0, 10.0
+SAY_S = 10.0
+PATIENCE_S = 300.0
+"""So long a publisher tries again where the directory is full or cannot be reached."""
 
 
 class Latest(msgspec.Struct, kw_only=True):
-    """The newest complete version and the newest full copy at or before it. check: xxh3_128 of `version full digest`."""
+    """The newest complete version, the newest full copy at or before it, and the number of files of each.
+
+    digest: of the whole version. check: xxh3_128 of `version full parts digest`.
+    """
 
     version: int
     full: int
+    parts: int
     digest: str
     check: str = ""
 
     def expected_check(self) -> str:
-        return hash_bytes(f"{self.version} {self.full} {self.digest}".encode())
+        return hash_bytes(f"{self.version} {self.full} {self.parts} {self.digest}".encode())
+
+    def files(self, version: int, kind: str) -> list[str]:
+        """The names of the parts of a version, `full` or `delta`."""
+        return [part_file(version, part, kind) for part in range(self.parts)]
+
+
+def part_file(version: int, part: int, kind: str) -> str:
+    """The file with a publisher's tensors of a version (`full`), or with what leads to them from the version before (`delta`)."""
+    return f"{version:06d}-{part}.{kind}"
+
+
+def part_files(folder: Path) -> dict[Path, int]:
+    """The files of versions in a chain, each with its version, oldest first."""
+    found = {path: int(match[1]) for path in folder.iterdir() if (match := PART_FILE.fullmatch(path.name))}
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0].suffix, item[0])))
 
 
 def chain_dir(root: Path, lineage: str) -> Path:
@@ -51,16 +85,6 @@ def chain_dir(root: Path, lineage: str) -> Path:
     if not LINEAGE.fullmatch(lineage):
         raise WeightsError(f"lineage {lineage[:64]!r} cannot name a folder; expected letters, digits, - and _", retryable=False)
     return root / lineage
-
-
-def full_path(folder: Path, version: int) -> Path:
-    """The file with all tensors of a version."""
-    return folder / f"{version:06d}.full"
-
-
-def delta_path(folder: Path, version: int) -> Path:
-    """The file with what leads to a version from the one before."""
-    return folder / f"{version:06d}.delta"
 
 
 def read_latest(folder: Path) -> Latest | None:
@@ -77,11 +101,17 @@ def read_latest(folder: Path) -> Latest | None:
 
 
 class DiskChain:
-    """The trainer's side: writes each version of a store, keeps what readers need, deletes the rest. Used by one thread."""
+    """A publisher's side: writes its part of each version; on one of them, when all have, announces it and deletes what is old.
 
-    def __init__(self, root: Path, lineage: str, *, keep: int = 8) -> None:
-        self.folder, self.keep = chain_dir(root, lineage), keep
-        self._has_published = False
+    part, parts: which publisher this is, from 0, and how many there are. Used by one thread. What fails is tried again for patience_s
+    seconds, and each step may be repeated: the same is written again.
+    """
+
+    def __init__(self, root: Path, lineage: str, *, keep: int = 8, part: int = 0, parts: int = 1, patience_s: float = PATIENCE_S) -> None:
+        self.folder, self.keep, self.part, self.parts = chain_dir(root, lineage), keep, part, parts
+        self._patience_s, self._closing = patience_s, threading.Event()
+        self._written = self._full = NO_BASE
+        self._has_collected = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as bad:
@@ -92,50 +122,83 @@ class DiskChain:
         """What workers are told; they look for the lineage under their own weights directory."""
         return f"{SCHEME}{self.folder.absolute()}"
 
-    def publish(self, store: VersionStore) -> VersionInfo:
-        """Write the newest version of the store. A repeat after a failure writes the same again. Raises WeightsError."""
+    def write(self, store: VersionStore) -> None:
+        """Write this part of the store's newest version: a delta where one leads here, and a full copy where it is time.
+
+        All publishers write the same kinds. Raises WeightsError.
+        """
         newest = store.newest
         if newest is None:
             raise WeightsError("the store has no version to publish", retryable=False)
-        latest = read_latest(self.folder)
-        if latest is not None and latest.version == newest.version:
-            if latest.digest != newest.digest:
-                raise WeightsError(f"version {newest.version} in {self.folder} is another one; two trainers write there", retryable=False)
-            return newest
-        if latest is not None and latest.version > newest.version:
-            raise WeightsError(f"{self.folder} is at version {latest.version} already, this is {newest.version}; two trainers write there")
-        try:
-            full = self._write(store, newest, latest)
-            self._announce(newest, full)
-        except OSError as bad:
-            raise WeightsError(f"version {newest.version} was not written under {self.folder}: {bad.strerror}") from None
-        self._collect(newest.version, full)
-        if not self._has_published:  # later it may be that a successor has deleted this lineage, and not the other way round
-            self._forget_older_lineages()
-        self._has_published = True
-        return newest
+        version = newest.version
+        if version == self._written:
+            return
+        self._full = self._retried(version, lambda: self._write(store, version))
+        self._written = version
 
-    def _write(self, store: VersionStore, newest: VersionInfo, latest: Latest | None) -> int:
-        """Write the delta where one leads here, a full copy where it is time; the version of the newest full copy."""
-        if latest is not None and latest.version == newest.version - 1:
-            manifest = store.manifest(store.lineage, latest.version)
-            self._write_file(delta_path(self.folder, newest.version), store, manifest)
-            if newest.version - latest.full < self.keep:
-                return latest.full
-        self._write_file(full_path(self.folder, newest.version), store, store.manifest("", NO_BASE))
-        return newest.version
+    def _write(self, store: VersionStore, version: int) -> int:
+        """The version of the newest full copy."""
+        has_delta = self._written != NO_BASE and version == self._written + 1
+        if has_delta:
+            self._write_file("delta", store, store.manifest(store.lineage, self._written))
+            if version - self._full < self.keep:
+                return self._full
+        self._write_file("full", store, store.manifest("", NO_BASE))
+        return version
 
-    def _write_file(self, path: Path, store: VersionStore, manifest: Manifest) -> None:
+    def _write_file(self, kind: str, store: VersionStore, manifest: Manifest) -> None:
         base = {"delta": manifest.base}
         payloads = (
             store.read(store.lineage, manifest.version, entry.name, base.get(entry.kind, NO_BASE))
             for entry in manifest.tensors
             if entry.kind != "same"
         )
-        delta_file.write(path, manifest, payloads)
+        delta_file.write(self.folder / part_file(manifest.version, self.part, kind), manifest, payloads)
 
-    def _announce(self, newest: VersionInfo, full: int) -> None:
-        latest = Latest(version=newest.version, full=full, digest=newest.digest)
+    def announce(self, version: int, digest: str) -> None:
+        """Let readers see the version, of which this part and all others are written. Raises WeightsError."""
+        latest = self._retried(version, lambda: read_latest(self.folder))
+        if latest is not None and (latest.version, latest.digest) == (version, digest):
+            return
+        if latest is not None and latest.version >= version:
+            raise WeightsError(
+                f"{self.folder} is at version {latest.version}, digest {latest.digest}, already; this is {version}, digest {digest}; "
+                "two trainers write there",
+                retryable=False,
+            )
+        self._retried(version, lambda: self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest)))
+
+    def collect(self, version: int) -> None:
+        """Workers know of the version: delete what none that begins to read now would take. One that has a file open keeps it."""
+        with contextlib.suppress(OSError):  # what is not deleted now is with a later version, and is in nobody's way
+            first_delta = min(self._full, version - self.keep) + 1
+            for path, number in part_files(self.folder).items():
+                if number < (self._full if path.suffix == ".full" else first_delta):
+                    path.unlink(missing_ok=True)
+            if not self._has_collected:  # later it may be that a successor has deleted this lineage, and not the other way round
+                self._forget_older_lineages()
+        self._has_collected = True
+
+    def close(self) -> None:
+        """What fails from now on, also in another thread, is not tried again."""
+        self._closing.set()
+
+    def _retried(self, version: int, work: Callable[[], Result]) -> Result:
+        deadline, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return work()
+            except OSError as bad:
+                problem = f"version {version} was not written under {self.folder}: {bad.strerror}"
+                if isinstance(bad, FileNotFoundError):
+                    raise WeightsError(f"{problem}; another trainer of this run deletes the folders of those before it") from None
+                if time.monotonic() + pause_s > deadline or self._closing.wait(pause_s):
+                    raise WeightsError(problem) from None
+            if pause_s > LONGEST_PAUSE_S:
+                log.warning("%s; trying again", problem)
+            pause_s = min(2 * pause_s, LONGEST_WRITE_PAUSE_S)
+
+    def _replace_latest(self, latest: Latest) -> None:
         latest.check = latest.expected_check()
         unfinished = self.folder / f".{LATEST}.{os.getpid()}.unfinished"
         with unfinished.open("wb") as out:
@@ -144,25 +207,15 @@ class DiskChain:
             os.fsync(out.fileno())
         os.replace(unfinished, self.folder / LATEST)
 
-    def _collect(self, newest: int, full: int) -> None:
-        """Delete what no reader that begins now would take; one that has a file open keeps it."""
-        first_delta = min(full, newest - self.keep) + 1
-        for path in self.folder.iterdir():
-            version = int(path.stem) if path.stem.isdigit() else None
-            is_old = version is not None and version < (full if path.suffix == ".full" else first_delta)
-            if is_old and path.suffix in (".full", ".delta"):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
     def _forget_older_lineages(self) -> None:
         """Nothing of an abandoned timeline is pulled any more; only files of a chain are deleted, also those that were cut short."""
         for folder in self.folder.parent.iterdir():
             if folder == self.folder or not LINEAGE.fullmatch(folder.name) or not folder.is_dir():
                 continue
-            for path in folder.iterdir():
-                if CHAIN_FILE.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
+                for path in folder.iterdir():
+                    if CHAIN_FILE.fullmatch(path.name):
+                        path.unlink(missing_ok=True)
                 folder.rmdir()
 
 
@@ -189,15 +242,19 @@ class DiskPuller:
             self._host.end()
 
     def _pull(self, have: Weights | None, deadline_s: float, spare: Weights | None) -> Weights:
-        deadline, pause_s, reason = time.monotonic() + deadline_s, FIRST_PAUSE_S, f"no version in {self.folder} yet"
+        began, pause_s, is_said = time.monotonic(), FIRST_PAUSE_S, False
+        deadline, reason = began + deadline_s, f"no version in {self.folder} yet"
         while not self._cancelled.is_set():
             try:
                 latest = read_latest(self.folder)
                 if latest is not None:
                     self._check_newer(latest, have)
-                    return self._shared(latest, have, deadline) or self._follow(latest, have, spare)
+                    return self._checked(latest, self._shared(latest, have, deadline) or self._follow(latest, have, spare))
             except (WeightsError, OSError) as problem:  # a version that was collected under our feet, a file not yet visible, a stale mount
                 reason = str(problem)
+            if not is_said and time.monotonic() > began + SAY_S:
+                is_said = True
+                log.warning("waits for a version from %s for %.0f s so far: %s", self.folder, SAY_S, reason)
             if time.monotonic() + pause_s > deadline:
                 raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self.folder}: {reason}")
             self._cancelled.wait(pause_s * random.uniform(0.5, 1.0))
@@ -209,13 +266,18 @@ class DiskPuller:
         if have is not None and have.lineage == self.folder.name and latest.version < have.version:
             raise WeightsError(f"{self.folder / LATEST} says version {latest.version}, and {have.version} was read before; it is stale")
 
+    def _checked(self, latest: Latest, weights: Weights) -> Weights:
+        if weights.digest != latest.digest:
+            raise WeightsError(f"version {latest.version} in {self.folder} has digest {weights.digest}, announced was {latest.digest}")
+        return weights
+
     def _shared(self, latest: Latest, have: Weights | None, deadline: float) -> Weights | None:
         """The version without reading its payloads, when `have` and the neighbours have all of it; None when it is to be read."""
         if self._host is None:
             return None
-        path = delta_path(self.folder, latest.version)
         try:
-            found = self._read(path if path.is_file() else full_path(self.folder, latest.version)).manifest
+            kind = "delta" if self._has_deltas(latest, latest.version - 1) else "full"
+            found = self._read(latest, latest.version, kind).manifest
         except WeightsError:  # damaged; there may be another way to this version
             return None
         plan, target = Plan(have, None, memory=self._host.folder, counts=self.counts), Target(found.lineage, found.version)
@@ -228,48 +290,62 @@ class DiskPuller:
         return plan.finish([found], target)
 
     def _follow(self, latest: Latest, have: Weights | None, spare: Weights | None) -> Weights:
-        is_ours = have is not None and have.lineage == self.folder.name
-        if have is not None and is_ours and self._has_deltas(have.version, latest.version):
+        """All files are opened before the first is read, so that what is deleted meanwhile stays readable where the disk allows it."""
+        if have is not None and have.lineage == self.folder.name and self._has_deltas(latest, have.version):
             try:
-                return self._step(have, latest, spare)
+                return self._checked(latest, self._step(self._deltas(latest, have.version), have, spare))
             except WeightsError:
                 self.counts.wrong_bytes += 1  # damaged on the way: the full copy and its deltas may be whole
         self.counts.full_tensors += 1
-        whole = self._load(full_path(self.folder, latest.full), have, spare, is_last=latest.full == latest.version)
-        return self._step(whole, latest, None)
+        return self._step([self._read(latest, latest.full, "full"), *self._deltas(latest, latest.full)], have, spare)
 
-    def _has_deltas(self, have: int, newest: int) -> bool:
-        return all(delta_path(self.folder, version).is_file() for version in range(have + 1, newest + 1))
+    def _has_deltas(self, latest: Latest, have: int) -> bool:
+        """From the version `have` to the newest."""
+        names = [name for version in range(have + 1, latest.version + 1) for name in latest.files(version, "delta")]
+        return all((self.folder / name).is_file() for name in names)
 
-    def _step(self, weights: Weights, latest: Latest, spare: Weights | None) -> Weights:
-        """Delta after delta; the versions between are passed on as memory for the next."""
-        start = weights
-        for version in range(weights.version + 1, latest.version + 1):
-            before = weights
-            weights = self._load(delta_path(self.folder, version), before, spare, is_last=version == latest.version)
-            spare = before if before is not start else spare
-        if weights.digest != latest.digest:
-            raise WeightsError(f"version {latest.version} in {self.folder} has digest {weights.digest}, announced was {latest.digest}")
-        self.counts.pulls += weights is not start
+    def _deltas(self, latest: Latest, have: int) -> list[delta_file.DeltaFile]:
+        return [self._read(latest, version, "delta") for version in range(have + 1, latest.version + 1)]
+
+    def _step(self, files: Sequence[delta_file.DeltaFile], have: Weights | None, spare: Weights | None) -> Weights:
+        """File after file; the versions between are memory for the next, but for tensors that they share with `have`, which is in use.
+
+        Only the last comes to be in shared memory.
+        """
+        in_use, weights = {id(tensor.buffer) for tensor in have.tensors.values()} if have is not None else set(), have
+        memory: Memory | None = None
+        for found in files:
+            if found is files[-1] and self._host is not None:
+                spare, memory = None, self._host.folder  # what was spare is freed before
+            elif spare is not None:
+                spare = dataclasses.replace(spare, tensors={n: t for n, t in spare.tensors.items() if id(t.buffer) not in in_use})
+            watched = found._replace(payloads={name: self._watched(pieces) for name, pieces in found.payloads.items()})
+            with self.stages("verify"):
+                weights, spare = delta_file.apply(watched, weights, spare=spare, memory=memory), weights
+        self.counts.pulls += bool(files)
+        assert weights is not None, "there are files, or there is nothing newer than `have`"
         return weights
 
-    def _load(self, path: Path, base: Weights | None, spare: Weights | None, *, is_last: bool) -> Weights:
-        """Only the last version of a chain is put into shared memory."""
-        found = self._read(path)
-        memory: Memory | None = None
-        if self._host is not None:
-            self._host.tell()
-            memory = self._host.folder if is_last else None
-        with self.stages("verify"):
-            loaded = delta_file.apply(found, base, spare=spare, memory=memory)
-        self.counts.received_bytes += path.stat().st_size
-        return loaded
+    def _watched(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """The pieces of a payload; neighbours hear that they are being read, and a pull that is cancelled ends between two."""
+        for piece in pieces:
+            if self._cancelled.is_set():
+                raise WeightsError("the pull was cancelled")
+            if self._host is not None:
+                self._host.tell()
+            self.counts.received_bytes += len(piece)
+            yield piece
 
-    def _read(self, path: Path) -> delta_file.DeltaFile:
+    def _read(self, latest: Latest, version: int, kind: str) -> delta_file.DeltaFile:
         with self.stages("wire"):
-            found = delta_file.read(path)
-        if found.manifest.lineage != self.folder.name:
-            raise WeightsError(f"{path} is of lineage {found.manifest.lineage}, its folder of {self.folder.name}", retryable=False)
+            found = delta_file.joined([delta_file.read(self.folder / name) for name in latest.files(version, kind)])
+        says = found.manifest
+        if (says.lineage, says.version) != (self.folder.name, version):
+            raise WeightsError(
+                f"{self.folder / part_file(version, 0, kind)} is of version {says.version} of lineage {says.lineage}; "
+                f"expected was {version} of {self.folder.name}",
+                retryable=False,
+            )
         return found
 
     def cancel(self) -> None:

@@ -10,25 +10,25 @@ many workers there are. Payloads lead from one base, so workers with different b
 from collections.abc import Collection
 
 MAX_WORKERS = 65536
+MAX_TREES = 32
 
 
 class Fanout:
-    """The trees of one publisher for its newest version. Not safe for several threads at once."""
+    """The trees of one publisher for its newest versions. Not safe for several threads at once."""
 
     def __init__(self, degree: int = 2) -> None:
         self.degree = degree
-        self._version: tuple[str, int] = ("", -1)
-        self._trees: dict[int, dict[str, int]] = {}
+        self._trees: dict[tuple[str, int, int], dict[str, int]] = {}
 
     def source(self, version: tuple[str, int], base: int, address: str, avoid: Collection[str] = ()) -> str:
         """Where the worker that serves at `address` shall pull `version` (lineage, number) from; empty: from the publisher.
 
-        The same question gets the same answer until a newer version is asked for. avoid: sources that did not do; whoever stands above
+        The same question gets the same answer for as long as the version is in use. avoid: sources that did not do; whoever stands above
         them is named instead. A worker that serves nobody (empty address) pulls from the last one that has a place for it.
         """
-        if version != self._version:
-            self._version, self._trees = version, {}
-        tree = self._trees.setdefault(base, {})
+        tree = self._trees.setdefault((*version, base), {})
+        if len(self._trees) > MAX_TREES:
+            del self._trees[next(iter(self._trees))]
         if address and address not in tree and len(tree) < MAX_WORKERS:
             tree[address] = len(tree)
         place = tree.get(address, len(tree))

@@ -44,9 +44,12 @@ class Turn:
         return self._locked is not None
 
     def take(self) -> bool:
-        """True when it is mine now; never waits."""
+        """True when it is mine now; never waits. A file that is not ours to open is somebody's turn."""
         if self._locked is None:
-            descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError:
+                return False
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(descriptor).st_nlink:  # else the owner before has just given back, and deleted, what was opened
@@ -80,9 +83,9 @@ class Turn:
 
     def owner(self) -> str:
         """For people."""
-        with contextlib.suppress(OSError):
-            return f"process {self._path.read_text()[:20]}"
-        return "another process"
+        with contextlib.suppress(OSError, ValueError):
+            return f"process {int(self._path.read_text()[:20])}"
+        return f"whoever made {self._path}"
 
 
 class HostShare:
@@ -94,7 +97,7 @@ class HostShare:
     def __init__(self, folder: SharedFolder, place: str) -> None:
         self.folder, self._place = folder, place
         self._turn = Turn(folder.root / f"{PREFIX}{os.geteuid()}-{hash_bytes(place.encode())[:16]}")
-        self._is_waived = False
+        self._hung: tuple[int, int] | None = None
 
     @property
     def is_puller(self) -> bool:
@@ -102,8 +105,8 @@ class HostShare:
         return self._turn.is_mine
 
     def begin(self) -> None:
-        """A pull begins."""
-        self._is_waived = False
+        """A pull begins. Raises WeightsError when the folder is gone."""
+        self.folder.check_room(0)
         self._turn.take()
 
     def tell(self) -> None:
@@ -121,7 +124,7 @@ class HostShare:
         Waits while a neighbour pulls. Raises WeightsError when it still does at the monotonic time `until`.
         """
         self._take(plan, entries, target)
-        if self._turn.is_mine or self._is_waived or not plan.lacks(entries):
+        if self._turn.is_mine or self._turn.stamp() == self._hung or not plan.lacks(entries):
             return True
         stamp, heard_at, look_s, began_at = self._turn.stamp(), time.monotonic(), FIRST_LOOK_S, time.monotonic()
         while not self._turn.take():
@@ -135,7 +138,7 @@ class HostShare:
             if now - heard_at > PATIENCE_S:
                 log.warning("%s on this host, which pulls from %s, was not heard of for %.0f s; not waiting for it",
                             self._turn.owner(), self._place, PATIENCE_S)  # fmt: skip
-                self._is_waived = True
+                self._hung = stamp  # until it shows another sign of life
                 return False
             if cancelled.wait(look_s):
                 raise WeightsError("the pull was cancelled")

@@ -1,6 +1,6 @@
 /* The inner loops of the weight codec over 16-bit values. docs/weights.md draws the streams.
  *
- * Portable C99 for little-endian machines; on x86-64 the scan for changed values also exists for AVX2 and AVX-512,
+ * Portable C99 for little-endian machines; on x86-64 the scan for changed values also exists for AVX2,
  * chosen when it runs, so one build serves every machine. Nothing here allocates, and nothing here trusts a stream:
  * each apply checks all of its input before it writes the first value. No Python API is used: the library is loaded
  * by ctypes, which releases the interpreter lock around each call.
@@ -104,7 +104,6 @@ INLINE uint64_t changed64(const uint16_t *a, const uint16_t *b) {
 
 #ifdef HAS_X86_SCAN
 #define AVX2 __attribute__((target("avx2,bmi,popcnt")))
-#define AVX512 __attribute__((target("avx512bw,avx512f,bmi,popcnt")))
 
 AVX2 static inline uint32_t changed32_avx2(const uint16_t *a, const uint16_t *b) {
     __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i *)a), _mm256_loadu_si256((const __m256i *)b));
@@ -115,12 +114,6 @@ AVX2 static inline uint32_t changed32_avx2(const uint16_t *a, const uint16_t *b)
 
 AVX2 static inline uint64_t changed64_avx2(const uint16_t *a, const uint16_t *b) {
     return changed32_avx2(a, b) | (uint64_t)changed32_avx2(a + 32, b + 32) << 32;
-}
-
-AVX512 static inline uint64_t changed64_avx512(const uint16_t *a, const uint16_t *b) {
-    __mmask32 low = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
-    __mmask32 high = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(a + 32), _mm512_loadu_si512(b + 32));
-    return (uint64_t)low | (uint64_t)high << 32;
 }
 #endif
 
@@ -147,12 +140,12 @@ INLINE size_t list_places(const uint64_t *masks, uint16_t *places) {
 }
 
 /* From the value `from` on, whole blocks; returns where it stopped. */
-INLINE size_t scan_blocks(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, int level, writer *out) {
+INLINE size_t scan_blocks(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, int has_avx2, writer *out) {
     uint64_t masks[BLOCK / 64];
     uint16_t places[BLOCK + AT_ONCE];
     writer w = *out; /* a copy that no store can alias */
     size_t i = from;
-    (void)level;
+    (void)has_avx2;
     for (; i + BLOCK <= n; i += BLOCK) {
         size_t num_changed = 0;
         for (size_t k = 0; k < BLOCK / 64; k++) {
@@ -162,7 +155,7 @@ INLINE size_t scan_blocks(uint16_t *base, const uint16_t *target, size_t from, s
                 PREFETCH(b + BLOCK + line);
             }
 #ifdef HAS_X86_SCAN
-            masks[k] = level == 3 ? changed64_avx512(a, b) : level == 2 ? changed64_avx2(a, b) : changed64(a, b);
+            masks[k] = has_avx2 ? changed64_avx2(a, b) : changed64(a, b);
 #else
             masks[k] = changed64(a, b);
 #endif
@@ -187,11 +180,7 @@ static size_t scan_portable(uint16_t *base, const uint16_t *target, size_t from,
 
 #ifdef HAS_X86_SCAN
 AVX2 static size_t scan_avx2(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, writer *w) {
-    return update ? scan_blocks(base, target, from, n, 1, 2, w) : scan_blocks(base, target, from, n, 0, 2, w);
-}
-
-AVX512 static size_t scan_avx512(uint16_t *base, const uint16_t *target, size_t from, size_t n, int update, writer *w) {
-    return update ? scan_blocks(base, target, from, n, 1, 3, w) : scan_blocks(base, target, from, n, 0, 3, w);
+    return update ? scan_blocks(base, target, from, n, 1, 1, w) : scan_blocks(base, target, from, n, 0, 1, w);
 }
 #endif
 
@@ -201,14 +190,14 @@ static size_t scan_values(uint16_t *base, const uint16_t *target, size_t from, s
     return to;
 }
 
-/* 0 portable, 2 AVX2, 3 AVX-512: what the scan uses on this machine. */
+/* 0 portable, 1 AVX2: what the scan uses on this machine. */
 EXPORT int slimebus_vector_level(void) {
 #ifdef HAS_X86_SCAN
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw")) return 3;
-    if (__builtin_cpu_supports("avx2")) return 2;
-#endif
+    return __builtin_cpu_supports("avx2") != 0;
+#else
     return 0;
+#endif
 }
 
 /* Writes the sparse streams of target - base; with update, base becomes target. level is at most slimebus_vector_level(). */
@@ -217,9 +206,7 @@ EXPORT void slimebus_scan(uint16_t *base, const uint16_t *target, size_t n, int 
     size_t lead = (0 - (size_t)(uintptr_t)base) % LINE_BYTES / sizeof(uint16_t); /* from there on, loads of base lie within cache lines */
     size_t done = scan_values(base, target, 0, lead < n ? lead : n, update, &w);
 #ifdef HAS_X86_SCAN
-    if (level >= 3)
-        done = scan_avx512(base, target, done, n, update, &w);
-    else if (level == 2)
+    if (level)
         done = scan_avx2(base, target, done, n, update, &w);
     else
 #else

@@ -13,6 +13,7 @@ from slimebus.errors import WeightsError
 
 Bytes = NDArray[np.uint8]
 Values = NDArray[np.uint16]
+Stream = bytes | Bytes
 
 
 class Changes(NamedTuple):
@@ -40,10 +41,10 @@ class Kernel(Protocol):
     def densify(self, num_values: int, changes: Changes) -> Bytes:
         """The codes packed with a 0 for every unchanged value."""
 
-    def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    def apply_sparse(self, values: Values, gaps: Stream, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         """Add the steps to values in place; False with values untouched when the streams do not fit."""
 
-    def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    def apply_dense(self, values: Values, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         """As apply_sparse, with a nibble for every value."""
 
 

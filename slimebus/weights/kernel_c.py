@@ -4,13 +4,13 @@ import ctypes
 import importlib.util
 import sys
 import threading
-from typing import cast
+from typing import Any
 
 import numpy as np
 
-from slimebus.weights.kernel import Bytes, Changes, Values
+from slimebus.weights.kernel import Bytes, Changes, Stream, Values
 
-LEVELS = {0: "portable", 2: "avx2", 3: "avx512"}
+_Place = ctypes.c_char * 0
 
 
 class _Streams(ctypes.Structure):
@@ -41,6 +41,7 @@ class _Scratch(threading.local):
         self.wides = np.empty(num_values, np.uint8)
         self.escapes = np.empty(2 * num_values, np.uint8)
         self.nibbles = np.empty((num_values + 1) // 2, np.uint8)
+        self.streams = _Streams(*(array.ctypes.data for array in (self.gaps, self.codes, self.wides, self.escapes)))
         self.capacity = num_values
 
 
@@ -48,9 +49,9 @@ class CKernel:
     """See slimebus.weights.kernel.Kernel. pack and densify share one output."""
 
     def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
-        self._library = library
+        self.library = library
         self.level: int = library.slimebus_vector_level() if level is None else level
-        self.name = f"c ({LEVELS[self.level]})"
+        self.name = "c (avx2)" if self.level else "c (portable)"
         self._scratch = _Scratch()
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         library.slimebus_scan.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer]
@@ -64,8 +65,8 @@ class CKernel:
     def scan(self, base: Values, target: Values, update: bool) -> Changes:
         out = self._scratch
         out.reserve(len(base))
-        streams = _Streams(_address(out.gaps), _address(out.codes), _address(out.wides), _address(out.escapes))
-        self._library.slimebus_scan(_address(base), _address(target), len(base), update, self.level, ctypes.byref(streams))
+        streams = out.streams
+        self.library.slimebus_scan(_pointer(base), _pointer(target), len(base), update, self.level, ctypes.byref(streams))
         return Changes(
             out.gaps[: streams.num_gaps],
             out.codes[: streams.num_codes],
@@ -76,39 +77,41 @@ class CKernel:
     def pack(self, codes: Bytes) -> Bytes:
         self._scratch.reserve(len(codes))
         nibbles = self._scratch.nibbles[: (len(codes) + 1) // 2]
-        self._library.slimebus_pack(_address(codes), len(codes), _address(nibbles))
+        self.library.slimebus_pack(_pointer(codes), len(codes), _pointer(nibbles))
         return nibbles
 
     def densify(self, num_values: int, changes: Changes) -> Bytes:
         self._scratch.reserve(num_values)
         nibbles, gaps = self._scratch.nibbles[: (num_values + 1) // 2], changes.gaps
-        self._library.slimebus_densify(num_values, _address(gaps), len(gaps), _address(changes.codes), _address(nibbles))
+        self.library.slimebus_densify(num_values, _pointer(gaps), len(gaps), _pointer(changes.codes), _pointer(nibbles))
         return nibbles
 
-    def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    def apply_sparse(self, values: Values, gaps: Stream, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         if len(escapes) % 2:
             return False
-        streams = (_address(gaps), len(gaps), _address(nibbles), len(nibbles), _address(wides), len(wides))
-        failed = self._library.slimebus_apply_sparse(_address(values), len(values), *streams, _address(escapes), len(escapes) // 2)
-        return not failed
+        streams = (_pointer(gaps), len(gaps), _pointer(nibbles), len(nibbles), _pointer(wides), len(wides))
+        return not self.library.slimebus_apply_sparse(_pointer(values), len(values), *streams, _pointer(escapes), len(escapes) // 2)
 
-    def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
+    def apply_dense(self, values: Values, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         if len(nibbles) != (len(values) + 1) // 2 or len(escapes) % 2:
             return False
-        streams = (_address(nibbles), _address(wides), len(wides), _address(escapes), len(escapes) // 2)
-        return not self._library.slimebus_apply_dense(_address(values), len(values), *streams)
+        streams = (_pointer(nibbles), _pointer(wides), len(wides), _pointer(escapes), len(escapes) // 2)
+        return not self.library.slimebus_apply_dense(_pointer(values), len(values), *streams)
 
 
-def load(level: int | None = None) -> CKernel | None:
+def load() -> CKernel | None:
     """The compiled kernel, or None where the package was built without a compiler or the machine is big-endian."""
     spec = importlib.util.find_spec("slimebus.weights._kernel")
     if spec is None or spec.origin is None or sys.byteorder != "little":
         return None
     try:
-        return CKernel(ctypes.CDLL(spec.origin), level)
+        return CKernel(ctypes.CDLL(spec.origin))
     except OSError:  # built for another machine
         return None
 
 
-def _address(array: Bytes | Values) -> int:
-    return cast(int, array.__array_interface__["data"][0])
+def _pointer(memory: Stream | Values) -> Any:
+    """What ctypes takes for a pointer, in the way that costs least: a model may have many thousand small tensors."""
+    if isinstance(memory, bytes):
+        return memory
+    return _Place.from_buffer(memory.data) if memory.flags.writeable else memory.ctypes.data

@@ -5,7 +5,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from slimebus.weights.kernel import Bytes, Changes, Values
+from slimebus.weights.kernel import Bytes, Changes, Stream, Values
 
 SKIP = 255  # a gap byte that moves on by 255 values and names none
 WIDE = 15  # a nibble whose step stands in the wide stream, less WIDE
@@ -37,18 +37,25 @@ class NumpyKernel:
         codes[_positions(changes.gaps)] = changes.codes
         return self.pack(codes)
 
-    def apply_sparse(self, values: Values, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
-        if not sparse_fits(len(values), gaps, nibbles, wides, escapes):
+    def apply_sparse(self, values: Values, gaps: Stream, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
+        jumps, *steps = as_arrays(gaps, nibbles, wides, escapes)
+        if not sparse_fits(len(values), jumps, *steps):
             return False
-        positions = _positions(gaps)
-        values[positions] += _differences(len(positions), nibbles, wides, escapes)
+        positions = _positions(jumps)
+        values[positions] += _differences(len(positions), *steps)
         return True
 
-    def apply_dense(self, values: Values, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:
-        if not codes_fit(len(values), nibbles, wides, escapes):
+    def apply_dense(self, values: Values, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
+        steps = as_arrays(nibbles, wides, escapes)
+        if not codes_fit(len(values), *steps):
             return False
-        values += _differences(len(values), nibbles, wides, escapes)
+        values += _differences(len(values), *steps)
         return True
+
+
+def as_arrays(*streams: Stream) -> list[Bytes]:
+    """Views of the streams."""
+    return [np.frombuffer(stream, np.uint8) for stream in streams]
 
 
 def sparse_fits(num_values: int, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:

@@ -1,10 +1,12 @@
 """A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop."""
 
 import contextlib
+import logging
 import random
 import socket as host_socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,9 +17,12 @@ import zmq
 from slimebus import envelope
 from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.messages import Message
+from slimebus.security.exposure import is_local
 from slimebus.security.key_file import KeyPair
 from slimebus.transport.curve import connect_curve, end_watch, handshakes, refusal, watch_handshakes
 from slimebus.weights.messages import TYPES
+
+log = logging.getLogger("slimebus.weights")
 
 MAX_BURST = 64
 KEY_MARK = "?key="
@@ -26,6 +31,8 @@ MAX_FRAME_BYTES = 1 << 28
 MAX_PATIENCE = 8
 """How many stall times a link that is slow, or dead, is waited for at most."""
 ANYWHERE = ("0.0.0.0", "*", "[::]")
+OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
+"""Addresses that are nobody's (RFC 5737, 3849): which interface they would be sought through is all that matters."""
 MANIFEST_STALLS = 3
 """A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
 
@@ -38,10 +45,14 @@ def with_key(address: str, public: str) -> str:
 def advertised(endpoint: str, host: str, broker: str = "") -> str:
     """The address others are told: the bound one, with `host` instead of its own where given.
 
-    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given.
+    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
+    on the way out, where the broker is on this machine, which tells nothing of how others see it.
     """
     if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):
         host = own_host(broker)
+        if is_local(f"tcp://{host}:0"):
+            with contextlib.suppress(OSError):  # it has no network
+                host = own_host(OUTSIDE_V6 if host.startswith("[") else OUTSIDE)
     if not host:
         return endpoint
     return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
@@ -87,7 +98,11 @@ class Link:
         self.refused: Counter[str] = Counter()
         self._context = zmq.Context()
         self._next_id = 0
+        self._open_sockets: list[Any] = []
         self._socket = self._connect()
+        # Left to the collector, a context would wait for its sockets for ever, in whichever thread that happens to be.
+        self._end = weakref.finalize(self, _end, self._context, self._open_sockets)
+        self._end.atexit = False
 
     def send(self, message: Message) -> int:
         """Send a request and return its id."""
@@ -140,9 +155,14 @@ class Link:
                 self.reconnect()
                 wanted = self.send(message)
         raise Unreachable(
-            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; "
-            f"{self.refusal or 'is the trainer running?'}"
+            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; {self.refusal or self._advice}"
         )
+
+    @property
+    def _advice(self) -> str:
+        if not is_local(self.endpoint):
+            return "is the trainer running?"
+        return "is the trainer running, on this machine? On another it must have a weights.weights_bind that this one reaches"
 
     def listen(self) -> None:
         """Silence counts from now: nothing was asked before."""
@@ -166,21 +186,20 @@ class Link:
         """A new connection; requests that were under way are lost."""
         self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._open.clear()
+        silent_s = self._silent_s
         self._disconnect()
+        log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, silent_s, self.refusal or self._advice)
         self._socket = self._connect()
 
     def close(self) -> None:
         """Closing again does nothing."""
-        if not self._socket.closed:
-            self._disconnect()
-        self._context.term()
+        self._end()
 
     def _disconnect(self) -> None:
         for event, value in handshakes(self._monitor):
             key = f"({self._pair.public})" if self._server_key and self._pair else ""
             self.refusal = refusal(event, value, server="weight server", key=key)
-        end_watch(self._socket, self._monitor)
-        self._socket.close(linger=0)
+        _close(self._open_sockets)
 
     def _connect(self) -> Any:
         socket = self._context.socket(zmq.DEALER)
@@ -201,6 +220,7 @@ class Link:
             socket.close()
             self._context.term()
             raise WeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}", retryable=False) from None
+        self._open_sockets[:] = socket, self._monitor
         self._heard_at = time.monotonic()
         self._jitter = random.uniform(0.8, 1.2)
         return socket
@@ -215,6 +235,19 @@ class Link:
             return Answer(got.header.id, envelope.raise_for_error(got.message, self.endpoint), list(got.bulk))
         except SlimebusError as problem:
             return Answer(got.header.id, problem, [])
+
+
+def _close(sockets: list[Any]) -> None:
+    """A connection and its monitor, if they still are open."""
+    socket, monitor = sockets
+    if not socket.closed:
+        end_watch(socket, monitor)
+        socket.close(linger=0)
+
+
+def _end(context: Any, sockets: list[Any]) -> None:
+    _close(sockets)
+    context.term()
 
 
 def wait_for_any(links: Sequence[Link], timeout_s: float) -> None:

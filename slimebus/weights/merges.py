@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from slimebus.weights import codec
@@ -29,10 +30,11 @@ class Step(NamedTuple):
 
 
 class Merges:
-    """The merged deltas of pairs of versions that were asked for lately. One merge is made at a time."""
+    """The merged deltas of pairs of versions that were asked for lately. One merge is made at a time, of so many tensors at once."""
 
-    def __init__(self, zstd: bool) -> None:
+    def __init__(self, zstd: bool, threads: int = 1) -> None:
         self._zstd = zstd
+        self._pool = ThreadPoolExecutor(threads, "weights-merge") if threads > 1 else None
         self._kept: dict[tuple[int, int], Mapping[str, Delta]] = {}
         self._lock = threading.Lock()  # short: the map above
         self._merging = threading.Lock()
@@ -74,16 +76,16 @@ class Merges:
                 room += sizes[kept]
 
     def _merge(self, steps: Sequence[Step], tensors: Mapping[str, Tensor]) -> Mapping[str, Delta]:
-        merged = {}
-        for name, tensor in tensors.items():
-            chain = [step.deltas[name] for step in steps if name in step.deltas]
-            if not chain or any(name in step.whole for step in steps):
-                continue
-            delta = chain[0] if len(chain) == 1 else self._merge_chain(chain, len(tensor.buffer) // 2)
-            if len(delta.payload) < len(tensor.buffer):
-                merged[name] = delta
-        return merged
+        whole = frozenset[str]().union(*(step.whole for step in steps))
+        names = [name for name in tensors if name not in whole and any(name in step.deltas for step in steps)]
 
-    def _merge_chain(self, chain: Sequence[Delta], num_values: int) -> Delta:
-        encoded = codec.merge([delta.payload for delta in chain], num_values, zstd=self._zstd)
-        return Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, chain[0].base_hash)
+        def merge(name: str) -> Delta:
+            chain = [step.deltas[name] for step in steps if name in step.deltas]
+            if len(chain) == 1:
+                return chain[0]
+            encoded = codec.merge([delta.payload for delta in chain], len(tensors[name].buffer) // 2, zstd=self._zstd)
+            return Delta(encoded.payload, hash_bytes(encoded.payload), encoded.num_changed, chain[0].base_hash)
+
+        each = self._pool.map if self._pool else map
+        merged = zip(names, each(merge, names), strict=True)
+        return {name: delta for name, delta in merged if len(delta.payload) < len(tensors[name].buffer)}

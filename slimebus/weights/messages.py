@@ -33,11 +33,13 @@ class VersionGone(WeightsError):
 class ManifestRequest(Message):
     """What leads to your newest version from the one that I have? have_version NO_BASE: I have none.
 
+    want: rather to this version, if you keep what leads there from mine, because another publisher is no further.
     serves: the address at which I pass payloads on to others, empty: nowhere. avoid: sources that did not do.
     """
 
     have_lineage: str = ""
     have_version: int = NO_BASE
+    want: int = NO_BASE
     serves: str = ""
     avoid: list[str] = []
 

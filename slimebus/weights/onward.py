@@ -53,7 +53,7 @@ class Onward:
             self._expected.clear()
         self.when_more()
 
-    def manifest(self, have_lineage: str, have_version: int) -> Manifest:
+    def manifest(self, have_lineage: str, have_version: int, want: int) -> Manifest:
         """Manifests, and with them hashes, come from the publisher only."""
         raise WeightsError("a worker passes payloads on; ask the publisher for the manifest", code="no_manifest", retryable=False)
 

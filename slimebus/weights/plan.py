@@ -151,6 +151,19 @@ class Plan:
         in_use = {id(tensor.buffer) for tensor in have.tensors.values()} if have else set()
         self._spare = {name: t.buffer for name, t in (spare.tensors if spare else {}).items() if id(t.buffer) not in in_use}
 
+    def bases(self, entries: Iterable[TensorEntry] | None = None) -> list[int]:
+        """The versions that tensors are known of, NO_BASE for those that are not; of all that are known, or of these."""
+        if entries is None:
+            versions = {known.version for known in self.known.values()}
+        else:
+            versions = {self.known[entry.name].version if entry.name in self.known else NO_BASE for entry in entries}
+        return sorted(versions) or [NO_BASE]
+
+    def settle(self, entries: Iterable[TensorEntry], target: Target) -> None:
+        """All of these tensors are known, and so are of the target, those that did not change too."""
+        for entry in entries:
+            self.known[entry.name].version = target.version
+
     def lacks(self, entries: Iterable[TensorEntry]) -> list[TensorForm]:
         """The tensors that are not known as an entry says they are."""
         return [form_of(entry) for entry in entries if not self._has(entry)]
@@ -159,18 +172,22 @@ class Plan:
         known = self.known.get(entry.name)
         return known is not None and known.hash == entry.hash and (known.tensor.dtype, known.tensor.shape) == (entry.dtype, entry.shape)
 
-    def check_size(self, entries: Sequence[TensorEntry], target: Target, max_bytes: int) -> None:
+    def check_size(self, entries: Sequence[TensorEntry], version: int, max_bytes: int) -> None:
         """Raises WeightsError for more than max_bytes of tensors."""
         if sum(tensor_bytes(e.name, e.dtype, e.shape) for e in entries) > max_bytes:
-            raise WeightsError(f"version {target.version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
+            raise WeightsError(f"version {version} is larger than the {max_bytes} bytes that this puller accepts", retryable=False)
+
+    def check_room(self, entries: Iterable[TensorEntry]) -> None:
+        """Raises WeightsError when there is no room for those of them that are missing."""
+        if self._memory is not None:
+            self._memory.check_room(sum(form.size for form in self.lacks(entries)))
 
     def missing(self, relative: Sequence[Manifest]) -> Iterator[Job]:
         """The payloads that are still missing of a part; its manifests differ only in their base."""
         deltas = {manifest.base: {entry.name: entry for entry in manifest.tensors} for manifest in relative}
-        entries = [entry for entry in relative[0].tensors if not self._has(entry)]
-        if self._memory is not None:
-            self._memory.check_room(sum(form_of(entry).size for entry in entries))
-        for entry in entries:
+        for entry in relative[0].tensors:
+            if self._has(entry):
+                continue
             known = self.known.get(entry.name)
             delta = deltas.get(known.version, {}).get(entry.name) if known else None
             yield self._delta_job(known, delta) if known and delta and self._can_step(known, delta) else self._full_job(entry)

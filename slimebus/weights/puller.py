@@ -8,6 +8,7 @@ A tensor counts when its bytes hash to what the publisher says, whichever way th
 do. Until then nobody sees any of it.
 """
 
+import logging
 import random
 import threading
 import time
@@ -21,20 +22,20 @@ from slimebus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
 from slimebus.weights.host_share import HostShare
 from slimebus.weights.link import Link, wait_for_any
-from slimebus.weights.messages import (
-    Manifest,
-    ManifestReply,
-    ManifestRequest,
-)
+from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest
 from slimebus.weights.onward import Onward
 from slimebus.weights.plan import Job, Plan, PullCounts, Target, WrongDigest, check_names
+from slimebus.weights.server import LATER_S
 from slimebus.weights.stages import Stages
 from slimebus.weights.stream import LATER_PAUSE_S, Again, BadSource, Stream, chunks
 from slimebus.weights.tensors import NO_BASE, Weights
 
+log = logging.getLogger("slimebus.weights")
+
 CHUNK_BYTES = 1 << 20
 """Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
 
+SAY_S = 10.0
 MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
@@ -84,6 +85,7 @@ class WeightPuller:
         self._onward, self._own_address, self._host = onward, serves, host
         self._sources: dict[str, Link] = {}
         self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
+        self._past: deque[str] = deque(maxlen=MAX_AVOIDED)  # in this pull
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "weights-verify") if threads > 1 else None
@@ -106,6 +108,7 @@ class WeightPuller:
             if plan is None or plan.have is not have:
                 memory = self._host.folder if self._host else None
                 plan = Plan(have, None if self._host else spare, memory=memory, counts=self.counts)
+            self._past.clear()
             if self._host is not None:
                 self._host.begin()
             try:
@@ -120,7 +123,8 @@ class WeightPuller:
                     self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
-        deadline = time.monotonic() + deadline_s
+        said_at = time.monotonic()
+        deadline = said_at + deadline_s
         reason = ""
         in_vain = 0
         while not self._cancelled.is_set():
@@ -128,15 +132,19 @@ class WeightPuller:
             try:
                 return self._round(plan, deadline)
             except BadSource as bad:
-                self._give_up_source(bad.source)
+                self._give_up_source(bad)
                 reason = str(bad)
                 continue
             except Again as again:
                 reason = reason if reason and isinstance(again, _NoAnswer) else str(again)
             self.counts.rounds += 1
             in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 break
+            if now - said_at > SAY_S:
+                said_at = now
+                log.info("no verified version so far: %s", reason)
             self._cancelled.wait(_pause_s(in_vain))
         if self._cancelled.is_set():
             raise WeightsError("the pull was cancelled")
@@ -164,6 +172,10 @@ class WeightPuller:
     def _addresses(self) -> str:
         return ", ".join(link.endpoint for link in self._links)
 
+    def _versions(self, newest: Sequence[Sequence[Manifest]]) -> str:
+        each = zip(self._links, newest, strict=True)
+        return ", ".join(f"{link.endpoint} at {part[0].version} of {part[0].lineage}" for link, part in each)
+
     @property
     def _serves(self) -> str:
         """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
@@ -173,36 +185,56 @@ class WeightPuller:
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
         with self.stages("wire"):
-            manifests = self._manifests(plan, deadline)
-        target = _agree(manifests)
-        if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
-            return plan.have
+            newest = self._ask(plan, [plan.bases()] * len(self._links), deadline)
+            manifests = self._aligned(plan, newest, deadline)
         entries = [entry for part in manifests for entry in part[0].tensors]
         check_names(entries)
-        plan.check_size(entries, target, self._max_bytes)
-        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
-            raise Again("a neighbour has pulled; it is this worker's turn")
-        queues = [list(plan.missing(part)) for part in manifests]
-        if self._onward is not None:
-            self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
+        plan.check_size(entries, manifests[0][0].version, self._max_bytes)
         try:
-            self._fetch(
-                plan, queues, [self._source_of(part, link) for part, link in zip(manifests, self._links, strict=True)], target, deadline
-            )
-        finally:
-            if self._onward is not None:
-                self._onward.end()
+            target = _agree(manifests)
+        except Again:
+            self._bring_apart(plan, newest, deadline)
+            raise Again(f"the publishers are at different versions: {self._versions(newest)}") from None
+        if plan.have is not None and (plan.have.lineage, plan.have.version) == target and _is_same(plan.have, manifests):
+            return plan.have
+        self._bring(plan, manifests, self._links, target, deadline)
         self.counts.pulls += 1
         try:
             return plan.finish([part[0] for part in manifests], target)
         except WrongDigest as wrong:
             raise Again(wrong.text) from None
 
+    def _bring_apart(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> None:
+        """Each part as its publisher has it now, so that all can step on from there; who is ahead of another waits for it."""
+        if len({part[0].lineage for part in newest}) > 1:
+            return
+        slowest = min(part[0].version for part in newest)
+        for part, link in zip(newest, self._links, strict=True):
+            if plan.bases(part[0].tensors)[0] < slowest:
+                target = _agree([part])
+                self._bring(plan, [part], [link], target, deadline)
+                plan.settle(part[0].tensors, target)
+
+    def _bring(self, plan: Plan, manifests: Sequence[list[Manifest]], publishers: Sequence[Link], target: Target, deadline: float) -> None:
+        """Have all tensors of these parts verified. Raises Again."""
+        entries = [entry for part in manifests for entry in part[0].tensors]
+        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
+            raise Again("a neighbour has pulled; it is this worker's turn")
+        plan.check_room(entries)
+        queues = [list(plan.missing(part)) for part in manifests]
+        links = [self._source_of(part, link) for part, link in zip(manifests, publishers, strict=True)]
+        if self._onward is not None:
+            self._onward.begin(target, [(job.entry.name, job.base_version) for jobs in queues for job in jobs])
+        try:
+            self._fetch(plan, queues, links, target, deadline)
+        finally:
+            if self._onward is not None:
+                self._onward.end()
+
     def _source_of(self, part: Sequence[Manifest], publisher: Link) -> Link:
         """Where the payloads of a part come from: the worker that its publisher names, or the publisher."""
-        source = (
-            next((name for name in part[0].sources if name not in self._avoid and name != self._own_address), "") if len(part) == 1 else ""
-        )
+        unwanted = (*self._avoid, *self._past, self._own_address)
+        source = next((name for name in part[0].sources if name not in unwanted), "") if len(part) == 1 else ""
         if not source:
             return publisher
         if source not in self._sources:
@@ -215,25 +247,36 @@ class WeightPuller:
         self.counts.from_workers += 1
         return self._sources[source]
 
-    def _give_up_source(self, source: str) -> None:
+    def _give_up_source(self, bad: BadSource) -> None:
         self.counts.bad_sources += 1
-        self._avoid.append(source)
-        if link := self._sources.pop(source, None):
+        (self._past if bad.is_past else self._avoid).append(bad.source)
+        if link := self._sources.pop(bad.source, None):
             link.close()
 
-    def _manifests(self, plan: Plan, deadline: float) -> list[list[Manifest]]:
-        """For each part, its manifest relative to each version that is known."""
-        bases = sorted({known.version for known in plan.known.values()}) or [NO_BASE]
-        avoid = list(self._avoid)
-        wanted = [ManifestRequest(have_lineage=plan.lineage, have_version=base, serves=self._serves, avoid=avoid) for base in bases]
+    def _aligned(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
+        """The manifests of the slowest publisher's version, if all others keep what leads to it from what is known here."""
+        versions = {part[0].version for part in newest}
+        if len(versions) == 1 or len({part[0].lineage for part in newest}) > 1:
+            return newest
+        older = self._ask(plan, [plan.bases(part[0].tensors) for part in newest], deadline, want=min(versions))
+        ahead = [part for part, now in zip(older, newest, strict=True) if now[0].version > min(versions)]
+        return newest if any(job.base is None for part in ahead for job in plan.missing(part)) else older
+
+    def _ask(self, plan: Plan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE) -> list[list[Manifest]]:
+        """For each part, its manifest relative to each of its bases."""
+        about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=self._serves, avoid=[*self._avoid, *self._past])
+        wanted = [[msgspec.structs.replace(about, have_version=base) for base in of_part] for of_part in bases]
         if self._askers is None:
-            return [self._manifests_of(self._links[0], wanted, deadline)]
-        asked = [self._askers.submit(self._manifests_of, link, wanted, deadline) for link in self._links]
+            return [self._manifests_of(self._links[0], wanted[0], deadline)]
+        asked = [self._askers.submit(self._manifests_of, *part, deadline) for part in zip(self._links, wanted, strict=True)]
         wait(asked)  # also when one fails: a link is used by one thread at a time
         return [part.result() for part in asked]
 
     def _manifests_of(self, link: Link, wanted: Sequence[ManifestRequest], deadline: float) -> list[Manifest]:
-        return [self._manifest(link, request, deadline) for request in wanted]
+        """All of the version that the first is of, where that is kept."""
+        first = self._manifest(link, wanted[0], deadline)
+        of_first = [msgspec.structs.replace(request, want=first.version) for request in wanted[1:]]
+        return [first, *(self._manifest(link, request, deadline) for request in of_first)]
 
     def _manifest(self, link: Link, request: ManifestRequest, deadline: float) -> Manifest:
         try:
@@ -263,6 +306,8 @@ class WeightPuller:
             self._receive(plan, streams, checks, target, deadline)
         finally:
             checks.wait()  # they write to buffers that the next round, or pull, may use
+            if self._host is not None:
+                self._host.folder.discard_unfinished()
 
     def _receive(self, plan: Plan, streams: Sequence[Stream], checks: "_Checks", target: Target, deadline: float) -> None:
         source_of = {id(job): stream.source for stream in streams for job in stream.jobs}
@@ -271,7 +316,7 @@ class WeightPuller:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
-                raise Again("the deadline came in the middle of the transfer")
+                raise Again(f"the deadline came; {'; '.join(stream.lack for stream in waiting)}")
             if self._host:
                 self._host.tell()
             with self.stages("wire"):
@@ -289,7 +334,8 @@ class WeightPuller:
             self._accept(plan, job, target, is_right, source_of[id(job)])
         for stream in streams:
             if stream.gone and stream.source:
-                raise BadSource(stream.source, f"no longer has {stream.gone!r} of version {target.version}")
+                is_past = stream.quiet_s < LATER_S / 2  # one that has not begun is waited for
+                raise BadSource(stream.source, f"does not have {stream.gone!r} of version {target.version}", is_past=is_past)
             if stream.gone:
                 raise Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
@@ -352,5 +398,5 @@ def _agree(manifests: Sequence[Sequence[Manifest]]) -> Target:
     """The one version that all manifests are of."""
     targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
     if len(targets) > 1:
-        raise Again(f"the publishers are at different versions: {', '.join(f'{t.version} of {t.lineage}' for t in sorted(targets))}")
+        raise Again("a newer version appeared")
     return targets.pop()

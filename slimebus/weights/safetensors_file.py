@@ -6,7 +6,9 @@
 import json
 import operator
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from slimebus.weights.tensors import Tensor, Weights, hash_bytes, tensor_bytes, 
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARD = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,9})\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
@@ -79,26 +82,21 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[s
 
 
 def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of a directory with one or with shards and their index. Memory-mapped, not to be written to.
+    """The tensors of a safetensors file or of a directory's: model.safetensors, else the shards of the index, else every .safetensors file.
 
-    Raises WeightsError naming the file where it is missing or malformed.
+    Memory-mapped, not to be written to. Raises WeightsError naming the file where one is missing, malformed or not what the index says.
     """
     tensors: dict[str, Tensor] = {}
-    for file in _files(path):
-        for name, tensor in read_file(file, access):
-            if name in tensors:
-                raise WeightsError(f"{file}: tensor {name!r} is in another file of {path} too", retryable=False)
-            tensors[name] = tensor
-    if lacking := sorted(_indexed(path) - tensors.keys()):
-        raise WeightsError(f"{path}: its index names {len(lacking)} tensors that no shard has, such as {lacking[0]!r}", retryable=False)
+    for file, promised in _files(path).items():
+        found = dict(read_file(file, access))
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise WeightsError(f"{file}: tensor {twice[0]!r} is in another file of {path} too", retryable=False)
+        tensors |= found
+        if lacking := sorted(promised - found.keys()):
+            raise WeightsError(
+                f"{file}: {len(lacking)} tensors that {INDEX_FILE} says are in it are not, such as {lacking[0]!r}", retryable=False
+            )
     return tensors
-
-
-def _indexed(path: Path) -> set[str]:
-    """The tensors that the index of a directory of shards names."""
-    if path.is_file() or (path / WEIGHTS_FILE).is_file():
-        return set()
-    return set(json.loads((path / INDEX_FILE).read_text())["weight_map"])
 
 
 def read_weights(path: Path, *, lineage: str = "", version: int = 0) -> Weights:
@@ -170,22 +168,33 @@ def _tensor(path: Path, name: str, described: Any, data: Any) -> tuple[Tensor, i
     return Tensor(dtype, shape, data[start:end]), start
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
+def _files(path: Path) -> dict[Path, set[str]]:
+    """The files of a model, each with the names that an index says are in it."""
     index, single = path / INDEX_FILE, path / WEIGHTS_FILE
-    if single.is_file():
-        return [single]
+    if path.is_file() or single.is_file():
+        return {path if path.is_file() else single: set()}
     if not index.is_file():
-        raise WeightsError(f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; is it a Hugging Face model directory?", retryable=False)
+        return {file: set() for file in _without_index(path)}
+    files: dict[Path, set[str]] = {}
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            files.setdefault(path / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as bad:
         raise WeightsError(f"{index}: expected a JSON object with a weight_map: {bad!r}", retryable=False) from None
-    files = [path / name for name in names if isinstance(name, str) and Path(name).name == name]
-    missing = [name for name in names if not (path / str(name)).is_file()]
-    if missing or len(files) != len(names):
-        raise WeightsError(f"{index}: shards are missing or outside of {path}: {missing or names}", retryable=False)
+    if missing := sorted(str(file) for file in files if file.parent != path or not file.is_file()):
+        raise WeightsError(f"{index}: shards are missing or outside of {path}: {', '.join(missing)}", retryable=False)
+    return files
+
+
+def _without_index(path: Path) -> list[Path]:
+    """Every .safetensors file of a directory. Raises WeightsError where there is none, or where their names say that some are missing."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{path} has no .safetensors file; is it a Hugging Face model directory?", retryable=False)
+    shards = Counter((found[1], int(found[2])) for file in files if (found := SHARD.fullmatch(file.name)))
+    for (name, total), count in shards.items():
+        if count != total:
+            raise WeightsError(f"{path}: {count} of the {total} shards of {name} are there, and no {INDEX_FILE}", retryable=False)
     return files
 
 

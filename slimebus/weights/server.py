@@ -53,7 +53,7 @@ LATER_S = 1.0
 class Versions(Protocol):
     """What a server serves: a publisher's VersionStore, or whoever holds verified versions of one."""
 
-    def manifest(self, have_lineage: str, have_version: int) -> Manifest: ...
+    def manifest(self, have_lineage: str, have_version: int, want: int) -> Manifest: ...
 
     def read(self, lineage: str, version: int, name: str, base: int) -> memoryview: ...
 
@@ -193,7 +193,7 @@ class WeightServer:
     def _make_manifest(self, message: ManifestRequest) -> Manifest:
         if len(message.serves) > MAX_ADDRESS_BYTES or (message.serves and not message.serves.startswith("tcp://")):
             raise WeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address", retryable=False)
-        manifest = self._store.manifest(message.have_lineage, message.have_version)
+        manifest = self._store.manifest(message.have_lineage, message.have_version, message.want)
         if self._fanout is not None and manifest.base != manifest.version:
             version = (manifest.lineage, manifest.version)
             source = self._fanout.source(version, manifest.base, message.serves, message.avoid)

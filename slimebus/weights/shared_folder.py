@@ -3,7 +3,8 @@
 ROOT/slimebus-weights-PID-xxxx/
     alive            locked for as long as its worker lives
     unfinished/      files that a pull is filling
-    tensors/         verified ones, never written to again; neighbours link them into their own folder
+    tensors/         verified ones; neighbours link them into their own folder
+    spare/           those that no version here needs any more, one for each form: their pages are written again
     versions/N/      a model directory: index, config, links to tensors
 """
 
@@ -29,13 +30,16 @@ from slimebus.errors import WeightsError
 from slimebus.weights import tensor_file
 from slimebus.weights.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.shared_version import SharedTensor, SharedVersion
-from slimebus.weights.tensor_file import TensorForm
+from slimebus.weights.tensor_file import TensorForm, spare_name
 from slimebus.weights.tensors import Tensor, Weights, hash_bytes
 
 PREFIX = "slimebus-weights-"
 ALIVE = "alive"
 BEGINNING_S = 60.0
 """A folder that is not locked and younger than this may be of a worker that is just beginning."""
+
+MIN_REUSED_BYTES = 1 << 16
+"""A smaller file is made sooner than looked after."""
 
 Buffer = NDArray[np.uint8]
 
@@ -48,8 +52,9 @@ class SharedFolder:
         self.root = root
         sweep(root)
         self.path, self._alive = _make_folder(root)
-        self._unfinished, self._tensors, self._versions = (self.path / name for name in ("unfinished", "tensors", "versions"))
-        for folder in (self._unfinished, self._tensors, self._versions):
+        names = ("unfinished", "tensors", "spare", "versions")
+        self._unfinished, self._tensors, self._spare, self._versions = folders = [self.path / name for name in names]
+        for folder in folders:
             folder.mkdir()
         self._filling: dict[int, tuple[Buffer, Path]] = {}
         self._damaged: set[Path] = set()
@@ -63,17 +68,51 @@ class SharedFolder:
         Raises WeightsError where there is no room.
         """
         path = self._new_path()
-        with self._problems(form.size):
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                buffer = tensor_file.create(descriptor, form, content)
-            except (OSError, WeightsError):
-                path.unlink(missing_ok=True)
-                raise
-            finally:
-                os.close(descriptor)
+        try:
+            with self._problems(form.size):
+                buffer = self._reuse(path, form)
+                if buffer is None:
+                    buffer = self._create(path, form, content)
+                elif content is not None:
+                    np.copyto(buffer, content)
+        except WeightsError:
+            path.unlink(missing_ok=True)
+            raise
         self._filling[id(buffer)] = buffer, path
         return buffer
+
+    def _create(self, path: Path, form: TensorForm, content: Buffer | None) -> Buffer:
+        with _opened(path, os.O_CREAT | os.O_RDWR) as descriptor:
+            try:
+                return tensor_file.create(descriptor, form, content)
+            except OSError as bad:
+                spares = self._spares()
+                if bad.errno != errno.ENOSPC or not spares:
+                    raise
+                for spare in spares:
+                    spare.unlink(missing_ok=True)
+                return tensor_file.create(descriptor, form, content)
+
+    def _reuse(self, path: Path, form: TensorForm) -> Buffer | None:
+        """The memory of a spare file, which is at `path` then. One that somebody still has open, mapped or linked is left to them."""
+        if form.size < MIN_REUSED_BYTES:
+            return None
+        for folder in self._spare_folders():
+            with contextlib.suppress(OSError):
+                (folder / spare_name(form.file_name)).rename(path)  # of several workers one can
+                path.chmod(0o600)
+                with _opened(path, os.O_RDWR) as descriptor:
+                    return tensor_file.reuse(descriptor, form)
+            path.unlink(missing_ok=True)
+        return None
+
+    def _spare_folders(self) -> Iterator[Path]:
+        """This worker's, then its neighbours': a file that they shared is with the last of them."""
+        yield self._spare
+        yield from (tensors.parent / self._spare.name for tensors in neighbours(self.root, self.path))
+
+    def _spares(self) -> list[Path]:
+        return [file for folder in self._spare_folders() for file in folder.glob(f"*{tensor_file.SUFFIX}")]
 
     def keep(self, form: TensorForm, buffer: Buffer) -> None:
         """The allocated buffer is filled and verified: from now on it is read-only, and neighbours may take it."""
@@ -120,9 +159,11 @@ class SharedFolder:
         return self._unfinished / f"{next(self._numbers)}{tensor_file.SUFFIX}"
 
     def check_room(self, size: int) -> None:
-        """Raises WeightsError when `size` bytes are not free."""
-        if size > shutil.disk_usage(self.root).free:
-            raise self._no_room(size)
+        """Raises WeightsError when `size` bytes are neither free nor in spare files."""
+        with self._problems():
+            free = shutil.disk_usage(self.root).free
+            if size > free and size > free + sum(_size_of(spare) for spare in self._spares()):
+                raise self._no_room(size)
 
     @contextlib.contextmanager
     def _problems(self, size: int = 0) -> Iterator[None]:
@@ -185,16 +226,20 @@ class SharedFolder:
         return copies
 
     def retain(self, *versions: SharedVersion) -> None:
-        """Give back the memory of all others. Who has a file of them mapped, or linked into its own folder, keeps it."""
+        """Only these are still here. Who has a file of the others mapped, or linked into its own folder, keeps it.
+
+        One file of each form becomes spare: the next version is written into its pages, for fresh ones cost three times a copy.
+        """
         directories = {version.directory for version in versions}
         with self._problems():
             needed = {name for directory in directories for name in os.listdir(directory)}
             for directory in self._versions.iterdir():
                 if directory not in directories:
                     shutil.rmtree(directory, ignore_errors=True)
-            for file in self._tensors.iterdir():
-                if file.name not in needed:
-                    file.unlink(missing_ok=True)
+            for name in set(os.listdir(self._tensors)) - needed:
+                (self._tensors / name).rename(self._spare / spare_name(name))
+            for name in set(os.listdir(self._spare)) - set(map(spare_name, needed)):
+                (self._spare / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give everything back."""
@@ -215,13 +260,25 @@ def _index(weights: Weights, forms: list[TensorForm]) -> dict[str, Any]:
 
 
 def _verified(path: Path, form: TensorForm) -> Buffer | None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
+    with _opened(path, os.O_RDONLY) as descriptor:
         found = os.fstat(descriptor)
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         return tensor_file.read(descriptor, form) if is_ours else None
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _size_of(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 # --- folders of workers ---

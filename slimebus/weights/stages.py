@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 
 class Stages:
@@ -13,19 +12,27 @@ class Stages:
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """What is done inside is of this stage; costs some 2 us."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            with self._lock:
-                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+    def __call__(self, name: str) -> "_Stage":
+        """What is done inside is of this stage."""
+        return _Stage(self, name)
+
+    def _add(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """By stage, so far."""
         with self._lock:
             return dict(self._seconds)
+
+
+class _Stage:
+    def __init__(self, stages: Stages, name: str) -> None:
+        self._stages, self._name = stages, name
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._stages._add(self._name, time.perf_counter() - self._started)

@@ -88,11 +88,17 @@ class _Former:
 
 
 class _Seen(NamedTuple):
-    """What readers are told of: the newest complete version."""
+    """What readers are told of: the newest complete version, and those before it whose tensors have the same names and forms."""
 
     newest: VersionInfo
     tensors: Mapping[str, Tensor]  # buffers are the full copy's; only dtype and shape are read here
     steps: tuple[Step, ...]  # oldest first, without gaps, the last one leads to newest
+    before: tuple[VersionInfo, ...] = ()  # oldest first, without gaps
+
+    def at(self, version: int) -> "_Seen":
+        """As it was when `version` was the newest, where that is known."""
+        age = self.newest.version - version
+        return _Seen(self.before[-age], self.tensors, self.steps[:-age]) if 0 < age <= len(self.before) else self
 
 
 class _Taken(NamedTuple):
@@ -108,7 +114,7 @@ class VersionStore:
     """Publish from one thread, serve from others. keep: how many versions back a worker may be and still get a delta.
 
     lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors, and units of a large one,
-    diffed at once.
+    diffed at once, and tensors merged.
     """
 
     def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, zstd: bool = True, threads: int = 1) -> None:
@@ -120,7 +126,7 @@ class VersionStore:
         self._former: dict[str, _Former] = {}
         self._sweeper: threading.Timer | None = None
         self._seen: _Seen | None = None
-        self._merges = Merges(zstd)
+        self._merges = Merges(zstd, threads)
         self._lock = threading.Lock()  # short: the maps above
         self._publishing = threading.Lock()
         self._stages = Stages()
@@ -268,11 +274,17 @@ class VersionStore:
             stage_s=self._stages.seconds,
         )
         with self._lock:
-            before = self._seen.steps if self._seen else ()
-            self._seen = _Seen(newest, tensors, (*before, step)[-self.keep :] if self._seen else ())
+            self._seen = self._after(self._seen, newest, tensors, step)
             self._next_version = version + 1
         self._merges.forget(before=version - 1)
         return newest
+
+    def _after(self, seen: _Seen | None, newest: VersionInfo, tensors: Mapping[str, Tensor], step: Step) -> _Seen:
+        if seen is None:
+            return _Seen(newest, tensors, ())
+        steps = (*seen.steps, step)[-self.keep :]
+        is_of_one_form = _forms(tensors) == _forms(seen.tensors)
+        return _Seen(newest, tensors, steps, (*seen.before, seen.newest)[-self.keep :] if is_of_one_form else ())
 
     def _forget(self) -> None:
         with self._lock:
@@ -281,9 +293,14 @@ class VersionStore:
 
     # --- serving ---
 
-    def manifest(self, have_lineage: str, have_version: int) -> Manifest:
-        """What leads from a version to the newest. It may take the time of a merge. Raises WeightsError before the first publish."""
+    def manifest(self, have_lineage: str, have_version: int, want: int = NO_BASE) -> Manifest:
+        """What leads from a version to the newest, or to the older one `want` where that is known. It may take the time of a merge.
+
+        Raises WeightsError before the first publish.
+        """
         seen = self._require_seen()
+        if have_lineage == self.lineage and self._oldest_base(seen) <= have_version <= want:
+            seen = seen.at(want)
         newest = seen.newest
         if have_lineage != self.lineage or not self._oldest_base(seen) <= have_version <= newest.version:
             entries = [self._full_entry(seen, name) for name in seen.tensors]
@@ -360,6 +377,10 @@ def slice_payload(payload: memoryview, offset: int, length: int, name: str) -> m
     if offset < 0 or length < 0 or offset + length > len(payload):
         raise WeightsError(f"bytes {offset} to {offset + length} of {name!r}, which has {len(payload)}", code=BAD_CHUNK, retryable=False)
     return payload[offset : offset + length]
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _num_values(tensor: Tensor) -> int:

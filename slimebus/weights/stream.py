@@ -27,11 +27,11 @@ class Again(Exception):
 
 
 class BadSource(Again):
-    """A worker that payloads were to come from did not do; its publisher has them too."""
+    """A worker that payloads were to come from did not do; its publisher has them too. is_past: it does for newer versions."""
 
-    def __init__(self, source: str, why: str) -> None:
+    def __init__(self, source: str, why: str, *, is_past: bool = False) -> None:
         super().__init__(f"worker {source} {why}; its publisher is asked")
-        self.source = source
+        self.source, self.is_past = source, is_past
 
 
 class Chunk(NamedTuple):
@@ -86,15 +86,27 @@ class Stream:
             self._send(chunk)
         return bool(self.pending or self._later)
 
+    @property
+    def quiet_s(self) -> float:
+        """Since something useful came."""
+        return time.monotonic() - self._useful_at
+
+    @property
+    def lack(self) -> str:
+        """For people: what has not come, and from whom."""
+        sizes = [job.entry.size if job.base else job.form.size for job in self.jobs]
+        missing = sum(job.missing_bytes for job in self.jobs)
+        problem = f": {self.link.refusal}" if self.link.refusal else ""
+        return f"{self.link.endpoint} had not sent {missing} of {sum(sizes)} bytes, and nothing for {self.quiet_s:.1f} s{problem}"
+
     def _send(self, chunk: Chunk) -> None:
         self.pending[self.link.send(chunk.request)] = chunk
 
     def _postpone(self, chunk: Chunk) -> None:
         """The source is there, but has nothing yet; that is not believed for ever."""
-        now = time.monotonic()
-        if self.source and now - self._useful_at > LATER_STALLS * self.link.stall_s:
-            raise BadSource(self.source, f"has had nothing for {now - self._useful_at:.0f} s")
-        self._later.append((now + LATER_PAUSE_S, chunk))
+        if self.source and self.quiet_s > LATER_STALLS * self.link.stall_s:
+            raise BadSource(self.source, f"has had nothing for {self.quiet_s:.0f} s")
+        self._later.append((time.monotonic() + LATER_PAUSE_S, chunk))
 
     def receive(self, counts: PullCounts) -> list[Job]:
         """The jobs that the replies which are here complete; reconnects and asks again after a silence."""

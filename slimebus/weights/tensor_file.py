@@ -8,9 +8,12 @@
 The header follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both.
 """
 
+import errno
+import fcntl
 import functools
 import json
 import os
+import signal
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +53,11 @@ class TensorForm(NamedTuple):
         return f"{self.hash}-{_header(self.name, self.dtype, self.shape)[1]}{SUFFIX}"
 
 
+def spare_name(file_name: str) -> str:
+    """The same for all contents of a tensor's name, dtype and shape."""
+    return file_name.partition("-")[2]
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _header(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, str]:
     """A header and what it is called; asked for several times a version, and the same in all of them."""
@@ -64,7 +72,7 @@ def create(descriptor: int, form: TensorForm, content: NDArray[np.uint8] | None 
     """Make an empty open file one of this form; the place of the tensor's bytes, to be changed. content: what they are at first.
 
     Raises OSError, with ENOSPC where there is no memory: written to later, what is not there would end the process. Content is written
-    and not copied through a mapping: pages that the kernel fills are neither cleared nor mapped one by one, which takes half the time.
+    and not copied through a mapping: pages that the kernel fills it need not clear before.
     """
     header = form.header
     size = len(header) + form.size
@@ -73,7 +81,25 @@ def create(descriptor: int, form: TensorForm, content: NDArray[np.uint8] | None 
     else:
         _write(descriptor, len(header), content.data)
     _write(descriptor, 0, memoryview(header))
-    return map_file(descriptor, size, "write", at_once=content is not None)[len(header) :]
+    return map_file(descriptor, size, "write", at_once=True)[len(header) :]
+
+
+def reuse(descriptor: int, form: TensorForm) -> NDArray[np.uint8]:
+    """As `create` in a file that was made for another content of this form: its pages are there already.
+
+    Raises OSError when anybody could see it change: has it linked, open or mapped. The kernel knows, for it gives a lease for writing
+    on no other file (and on no file system without leases).
+    """
+    header = form.header
+    size = len(header) + form.size
+    found = os.fstat(descriptor)
+    if (found.st_nlink, found.st_size) != (1, size):
+        raise OSError(errno.EBUSY, "it is linked elsewhere, or was cut off")
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; the usual one, if another opens it now, ends a process
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    _write(descriptor, 0, memoryview(header))
+    return map_file(descriptor, size, "write", at_once=True)[len(header) :]
 
 
 def _write(descriptor: int, offset: int, content: memoryview) -> None:

@@ -1,23 +1,18 @@
 """The arithmetic of `bin/bench broker`: rows, goals, medians, what the load is made of."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import bench_broker
+import bench_load
+import bench_peers
+import bench_redis
 import pytest
+from bench import markdown_table, table
+from bench_row import absent, row, within
+from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bin"))
-
-import bench_broker  # noqa: E402
-import bench_load  # noqa: E402
-import bench_peers  # noqa: E402
-import bench_redis  # noqa: E402
-from bench import markdown_table, table  # noqa: E402
-from bench_row import absent, row, within  # noqa: E402
-from rich.console import Console  # noqa: E402
-
-from slimebus import envelope  # noqa: E402
+from slimebus import envelope
 
 
 def test_a_group_is_eight_samples_of_35_kilobytes() -> None:

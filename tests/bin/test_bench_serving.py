@@ -1,15 +1,10 @@
 """`bench_serving`: what it publishes, and that a version gets to an engine."""
 
-import sys
 from pathlib import Path
 
+import bench_serving
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bin"))
-
-import bench_serving  # noqa: E402
 
 
 def test_the_small_model_is_as_large_as_the_quick_starts(tmp_path: Path) -> None:

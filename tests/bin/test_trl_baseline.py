@@ -1,26 +1,11 @@
 """The parts of bin/trl_baseline.py that need no TRL: what it refuses, what it rewards, what it reports."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "bin" / "trl_baseline.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trl_baseline", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-baseline = load()
+import trl_baseline as baseline
 
 
 class Letters:
@@ -46,7 +31,10 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def run(model: Path, data: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "--model", str(model), "--data", str(data), *options], capture_output=True, text=True, timeout=30
+        [sys.executable, baseline.__file__, "--model", str(model), "--data", str(data), *options],
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
 
 

@@ -1,7 +1,8 @@
 """The time that the broker was awake."""
 
+from manual_clock import ManualClock
+
 from broker.awake_clock import LONGEST_TURN_S, MAX_UNJUDGED_S, AwakeClock
-from slimebus.clock import ManualClock
 
 
 def test_time_goes_on_while_turns_follow_each_other() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from manual_clock import ManualClock
 
 from broker.shell import Broker
 from broker.state.rules import Rules
@@ -12,7 +13,6 @@ from broker.state.table import Prompt
 from broker.store import MemoryStore, StoreError, Write
 from slimebus import envelope
 from slimebus import messages as m
-from slimebus.clock import ManualClock
 from slimebus.transport.server import Request
 
 

@@ -27,7 +27,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration"), str(ROOT)]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "props"), str(ROOT)]
 
 from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402

@@ -19,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "props"), str(ROOT)]
 
 from live_run import Process  # noqa: E402
 

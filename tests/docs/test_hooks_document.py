@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from letters import Letters
 
 from broker.filter_plugin import load_buffer_filter
 from broker.source import load_source
@@ -25,23 +26,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 
 
-class Letters:
-    """A tokenizer of one token a character."""
-
-    eos_token_id = None
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([ord(c) for c in text], np.int32)
-
-    encode_prompt = encode
-
-    def decode(self, ids: np.ndarray) -> str:
-        return "".join(map(chr, ids))
-
-    def decode_batch(self, rows: list[np.ndarray]) -> list[str]:
-        return [self.decode(row) for row in rows]
-
-
 class Scripted:
     """Engines that answer one task after another with these texts."""
 
@@ -53,7 +37,7 @@ class Scripted:
 
     def _response(self, task: Task, text: str) -> Response:
         self.asked.append("".join(map(chr, task.prompt_ids)))
-        ids = Letters().encode(text)
+        ids = Letters(end=None).encode(text)
         return Response(task=task, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), versions=[(3, len(ids))], text="")
 
 
@@ -62,7 +46,7 @@ def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: in
     (tmp_path / "hook.py").write_text(EXAMPLES[example])
     flag = {f"rollout.{field}": f"hook.py:{example}", "engine.engine": "cpu"}
     resolved = resolve(None, flag, {})
-    maker = GroupMaker(resolved.config, tmp_path, Letters(), engines)  # type: ignore[arg-type]
+    maker = GroupMaker(resolved.config, tmp_path, Letters(end=None), engines)  # type: ignore[arg-type]
     leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=num_samples, deadline_s=60.0)
     return asyncio.run(maker.make(leased, msgspec.msgpack.encode({"prompt": "2+2=", "label": "4"})))
 
@@ -77,7 +61,7 @@ def test_the_generate_hook_tries_again_and_trains_its_last_try(tmp_path: Path) -
     (sample,) = make(tmp_path, "custom_generate_function_path", "generate", engines, 1)
     assert engines.asked == ["2+2=", "2+2=5 That is wrong. Again: "]
     assert (sample.reward, sample.turn, int(sample.loss_mask.sum())) == (1.0, 1, 1)
-    assert Letters().decode(sample.tokens) == "2+2=5 That is wrong. Again: 4"
+    assert Letters(end=None).decode(sample.tokens) == "2+2=5 That is wrong. Again: 4"
 
 
 def test_the_filter_keeps_mixed_groups_only(tmp_path: Path) -> None:

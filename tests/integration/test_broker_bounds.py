@@ -1,91 +1,44 @@
 """A live broker among clients that take too much or give too much: its memory stays bounded, and those who behave go on."""
 
+import math
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import zmq
+from live_broker import LiveBroker
 
 from slimebus import envelope
 from slimebus import messages as m
-from slimebus.commands.status import ask_status
 from slimebus.errors import SlimebusError
 from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-BROKER = """
-import signal, sys, threading
-from pathlib import Path
-from broker.shell import Broker
-from broker.source import FileRows, FileSource
-from broker.state.rules import Rules
-from broker.store import open_store
-from slimebus.transport.server import Limits
-folder, limits = Path(sys.argv[1]), LIMITS
-stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
-rules = Rules(batch_size=2, max_staleness=float("inf"), buffer_capacity=64, lease_s=600, client_timeout_s=600, max_clients=64)
-broker = Broker(rules, FileSource(FileRows([str(folder / "p.jsonl")])), open_store("os", folder / "broker"), run="r",
-                limits=Limits(**limits), max_message_bytes=64 << 20)
-print(broker.endpoint, flush=True)
-broker.run(stop)
-"""
-
-
-class Live:
-    """A broker process of its own, so that its memory can be looked at."""
-
-    def __init__(self, folder: Path, **limits: int) -> None:
-        (folder / "p.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(2000)))
-        code = BROKER.replace("LIMITS", repr(limits))
-        self.process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-        self.clients: list[Client] = []
-
-    def client(self, name: str, role: str = "") -> Client:
-        self.clients.append(Client(self.address, name=name, resend_s=2.0))
-        if role:
-            self.clients[-1].join(role, timeout_s=20)
-        return self.clients[-1]
-
-    def memory(self) -> int:
-        """Bytes of its own: pages of the mapped store are the system's to take back."""
-        return psutil.Process(self.process.pid).memory_full_info().uss
-
-    def status(self) -> dict[str, Any]:
-        return ask_status(self.client("watcher"), timeout_s=20)
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close(goodbye=False)
-        self.process.kill()
-        self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Callable[..., Live]]:
-    made: list[Live] = []
+def live(tmp_path: Path) -> Iterator[Callable[..., LiveBroker]]:
+    made: list[LiveBroker] = []
 
-    def start(**limits: int) -> Live:
-        made.append(Live(tmp_path, **limits))
+    def start(**bounds: int) -> LiveBroker:
+        broker = {"max_staleness": math.inf, "buffer_capacity": 64, "lease_s": 600, "max_clients": 64, "max_message_mib": 64, **bounds}
+        made.append(LiveBroker(tmp_path, num_prompts=2000, broker=broker, rollout={"rollout_batch_size": 2}))
         return made[-1]
 
     yield start
     for one in made:
         one.close()
+
+
+def memory(broker: LiveBroker) -> int:
+    """Bytes of its own: pages of the mapped store are the system's to take back."""
+    return psutil.Process(broker.process.pid).memory_full_info().uss
 
 
 def _put(worker: Client, size: int) -> str:
@@ -103,22 +56,22 @@ def _put(worker: Client, size: int) -> str:
     return ""
 
 
-def _trainer(live: Live) -> Client:
+def _trainer(live: LiveBroker) -> Client:
     trainer = live.client("t", "trainer")
     trainer.call(m.Resume(step=0, version=0, lineage="L"))
     trainer.call(m.Publish(lineage="L", version=0, publishers=["x"]))
     return trainer
 
 
-def test_a_trainer_that_stops_fetching_stops_the_workers_and_not_the_memory(live: Callable[..., Live]) -> None:
+def test_a_trainer_that_stops_fetching_stops_the_workers_and_not_the_memory(live: Callable[..., LiveBroker]) -> None:
     broker = live()
     _trainer(broker)
     worker = broker.client("w", "rollout")
-    before = broker.memory()
+    before = memory(broker)
     results = [_put(worker, 8 * MIB) for _ in range(70)]
     assert results.count("accepted") == 64
     assert results[-3:] == ["", "", ""], "the buffer is full: no more leases"
-    assert broker.memory() - before < 200 * MIB, "512 MiB were put"
+    assert memory(broker) - before < 200 * MIB, "512 MiB were put"
     waiting = worker.submit(m.Lease(want=1, wait_s=20, needs_weights=False), timeout_s=30)
     status = broker.status()
     waiting.cancel()
@@ -126,9 +79,9 @@ def test_a_trainer_that_stops_fetching_stops_the_workers_and_not_the_memory(live
     assert any("the buffer holds" in line for line in status["waiting"]), status["waiting"]
 
 
-def test_a_fetch_that_nobody_reads_is_put_off_while_another_is_served(live: Callable[..., Live]) -> None:
+def test_a_fetch_that_nobody_reads_is_put_off_while_another_is_served(live: Callable[..., LiveBroker]) -> None:
     """Fifty times 48 MiB are asked for and not read: two of them are held in memory at most."""
-    broker = live(unsent_bytes=64 * MIB)
+    broker = live(unsent_mib=64)
     trainer = _trainer(broker)
     worker = broker.client("w", "rollout")
     for _ in range(2):
@@ -137,26 +90,26 @@ def test_a_fetch_that_nobody_reads_is_put_off_while_another_is_served(live: Call
     assert isinstance(batch, m.BatchReply)
     names = [g.group for g in batch.groups]
     assert len(names) == 2, batch.reason
-    before = broker.memory()
+    before = memory(broker)
     with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
         deaf.linger, deaf.rcvhwm = 0, 1
         deaf.setsockopt(zmq.RCVBUF, 65536)
         deaf.connect(broker.address)
         for i in range(50):
-            deaf.send(envelope.encode(m.Fetch(groups=names), id=i, run="r", sender="t", epoch=trainer.epoch))
+            deaf.send(envelope.encode(m.Fetch(groups=names), id=i, run=trainer.run, sender="t", epoch=trainer.epoch))
         peak = 0
         for _ in range(20):
             fetched = trainer.call(m.Fetch(groups=names), timeout_s=60)
             assert sum(map(len, fetched.bulk)) >= 48 * MIB, "the one who reads is served"
-            peak = max(peak, broker.memory() - before)
+            peak = max(peak, memory(broker) - before)
     assert peak < 400 * MIB, f"{peak / MIB:.0f} MiB held for one who does not read"
     assert broker.status()["bounds"]["unsent_mib"]["hits"] > 0
 
 
-def test_a_flood_of_requests_whose_replies_nobody_reads_leaves_memory_and_others_alone(live: Callable[..., Live]) -> None:
+def test_a_flood_of_requests_whose_replies_nobody_reads_leaves_memory_and_others_alone(live: Callable[..., LiveBroker]) -> None:
     broker = live()
     worker = broker.client("w", "rollout")
-    before = broker.memory()
+    before = memory(broker)
     frame = envelope.encode(m.Status(), id=1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
         deaf.linger, deaf.rcvhwm, deaf.sndhwm = 0, 1, 1000
@@ -170,15 +123,15 @@ def test_a_flood_of_requests_whose_replies_nobody_reads_leaves_memory_and_others
             except zmq.Again:
                 assert isinstance(worker.call(m.Heartbeat(), timeout_s=5).message, m.HeartbeatReply)
     assert sent > 1000
-    assert broker.memory() - before < 100 * MIB
+    assert memory(broker) - before < 100 * MIB
     bounds = broker.status()["bounds"]
     assert bounds["max_replies"]["hits"] > 0, bounds
 
 
-def test_five_thousand_connections_stop_at_the_bound_and_a_client_inside_goes_on(live: Callable[..., Live]) -> None:
+def test_five_thousand_connections_stop_at_the_bound_and_a_client_inside_goes_on(live: Callable[..., LiveBroker]) -> None:
     broker = live(max_connections=500)
     worker = broker.client("w", "rollout")
-    before = broker.memory()
+    before = memory(broker)
     with zmq.Context() as context:
         context.max_sockets = 6000
         crowd = []
@@ -195,13 +148,13 @@ def test_five_thousand_connections_stop_at_the_bound_and_a_client_inside_goes_on
             bounds = msgspec.json.decode(bytes(worker.call(m.Status(), timeout_s=20).bulk[0]))["bounds"]["max_connections"]
         assert bounds["used"] <= 500 == bounds["limit"]
         assert bounds["hits"] > 3000
-        assert broker.memory() - before < 300 * MIB
+        assert memory(broker) - before < 300 * MIB
         for socket in crowd:
             socket.close()
     assert broker.status()["bounds"]["max_connections"]["used"] < 520, "there is room again"
 
 
-def test_names_and_waiting_requests_are_bounded_and_named(live: Callable[..., Live]) -> None:
+def test_names_and_waiting_requests_are_bounded_and_named(live: Callable[..., LiveBroker]) -> None:
     broker = live()
     hog = broker.client("w", "rollout")
     futures = [hog.submit(m.Lease(want=1, wait_s=30), timeout_s=4) for _ in range(200)]
@@ -224,10 +177,10 @@ def test_names_and_waiting_requests_are_bounded_and_named(live: Callable[..., Li
         future.cancel()
 
 
-def test_subscriptions_to_what_is_never_sent_take_no_memory(live: Callable[..., Live]) -> None:
+def test_subscriptions_to_what_is_never_sent_take_no_memory(live: Callable[..., LiveBroker]) -> None:
     broker = live()
     welcome = broker.client("w").join("rollout", timeout_s=20)
-    before = broker.memory()
+    before = memory(broker)
     for _ in range(4):
         with zmq.Context() as context, context.socket(zmq.XSUB) as hostile:
             hostile.linger = 0
@@ -235,7 +188,7 @@ def test_subscriptions_to_what_is_never_sent_take_no_memory(live: Callable[..., 
             for _ in range(60_000):
                 hostile.send(b"\x01" + secrets.token_bytes(200))
             time.sleep(1.0)
-    grown = broker.memory() - before
+    grown = memory(broker) - before
     # As much as libzmq took in before the broker had a look stays with the allocator, and is used again by the next flood.
     assert grown < 300 * MIB, f"{grown / MIB:.0f} MiB; what is kept of 240,000 of them takes 1700"
     heard = []

@@ -1,13 +1,12 @@
 """Every `slimebus buffer` command beside a live run, then without a broker."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_run import Run
+from slimebus_command import slimebus
 
 pytestmark = pytest.mark.integration
 
@@ -30,8 +29,7 @@ def test_a_live_run_is_listed_shown_saved_changed_and_brought_back(tmp_path: Pat
     with Run(tmp_path, task, rollout__custom_generate_function_path="flaky.py:generate", **changes) as run:
 
         def buffer(*words: str, code: int = 0) -> str:
-            command = [sys.executable, "-m", "slimebus", "buffer", *words]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            done = slimebus("buffer", *words)
             assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
             assert "Traceback" not in done.stderr
             return done.stdout + done.stderr

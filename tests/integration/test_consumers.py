@@ -1,67 +1,34 @@
 """Consumers of a live broker: the example of the document, a critic behind it, kill -9 of both sides."""
 
-import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
+from live_broker import LiveBroker
 from raw_cast import begin, put, sample, train
+from slimebus_command import ROOT
 
 from slimebus.consumer import Consumer
 from slimebus.errors import SlimebusError
 from slimebus.launch import free_port
 from slimebus.messages import Commit, Finish, Goodbye, Lease, LeaseReply
-from slimebus.transport.client import Client
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 BATCH = 2
 
 
-class Bench:
+class Bench(LiveBroker):
     """A broker that holds groups until they have `teacher_logprobs`, a trainer and a worker at hand."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.address = folder, f"tcp://127.0.0.1:{free_port()}"
-        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(100)))
-        config = {
-            "name": "consumed",
-            "run_dir": str(folder / "run"),
-            "broker": {"bind": self.address, "heartbeat_s": 0.3, "max_staleness": 4, "required_fields": ["teacher_logprobs"]},
-            "data": {"prompt_data": [str(folder / "prompts.jsonl")]},
-            "rollout": {"rollout_batch_size": BATCH, "n_samples_per_prompt": 2, "num_rollout": 20},
-        }
-        (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        self.log = (folder / "log").open("wb")
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.broker = self.start_broker()
-        self.trainer, self.worker = Client(self.address, name="t", resend_s=0.5), Client(self.address, name="w", resend_s=0.5)
-        self.trainer.join("trainer", timeout_s=60)
-        self.worker.join("rollout", timeout_s=60)
+        broker = {"heartbeat_s": 0.3, "max_staleness": 4, "required_fields": ["teacher_logprobs"]}
+        super().__init__(folder, broker=broker, rollout={"rollout_batch_size": BATCH, "n_samples_per_prompt": 2, "num_rollout": 20})
+        self.trainer, self.worker = self.client("t", "trainer"), self.client("w", "rollout")
         begin(self.trainer)
-
-    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, *command], stdout=self.log, stderr=self.log, cwd=ROOT)
-        self.processes.append(process)
-        return process
-
-    def start_broker(self) -> subprocess.Popen[bytes]:
-        return self.start(["-m", "slimebus", "broker", str(self.folder / "run.yaml")])
-
-    def close(self) -> None:
-        self.trainer.close(goodbye=False)
-        self.worker.close(goodbye=False)
-        for process in self.processes:
-            process.kill()
-            process.wait(10)
-        self.log.close()
 
     def make(self, count: int, version: int) -> list[str]:
         reply = self.worker.call(Lease(want=count, wait_s=20, lineage="L", serving=version), timeout_s=60).message
@@ -73,9 +40,8 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    found = Bench(tmp_path)
-    yield found
-    found.close()
+    with Bench(tmp_path) as found:
+        yield found
 
 
 def example(folder: Path) -> str:
@@ -87,7 +53,7 @@ def example(folder: Path) -> str:
 
 
 def test_the_teacher_of_the_document_gives_every_trained_sample_its_field(bench: Bench, tmp_path: Path) -> None:
-    teacher = bench.start([example(tmp_path), bench.address])
+    teacher = bench.start_beside(example(tmp_path), bench.address)
     for step in range(4):
         bench.make(BATCH, step)
         for samples in train(bench.trainer, step).values():
@@ -96,16 +62,15 @@ def test_the_teacher_of_the_document_gives_every_trained_sample_its_field(bench:
         if step == 1:  # it goes on where it was
             teacher.kill()
             teacher.wait(10)
-            teacher = bench.start([example(tmp_path), bench.address])
+            teacher = bench.start_beside(example(tmp_path), bench.address)
         if step == 2:
-            bench.broker.kill()
-            bench.broker.wait(10)
-            bench.broker = bench.start_broker()
+            bench.kill()
+            bench.start()
     bench.trainer.call(Finish())
     bench.worker.call(Goodbye())
     assert teacher.wait(30) == 0
     bench.trainer.call(Goodbye())
-    assert bench.broker.wait(30) == 0
+    assert bench.process.wait(30) == 0
 
 
 def test_a_critic_stands_behind_a_teacher(bench: Bench) -> None:

@@ -6,7 +6,6 @@ The sglang side needs .venv-sglang (bin/install-sglang), or SLIMEBUS_SGLANG_PYTH
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tiny_model import SERVED, save_served, sglang_python
 
 from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.sglang_client import Completion, EngineClient
@@ -22,42 +22,13 @@ from slimebus.errors import UsageError, WeightsError
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-REPOSITORY = Path(__file__).parents[2]
-VOCAB_SIZE, EOS = 512, 2
-SPECIAL_TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>"]
+VOCAB_SIZE, EOS = SERVED["vocab_size"], SERVED["eos_token_id"]
 LETTER_A = 67  # in the byte-level alphabet, sorted, after the special tokens
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44, 45, 46], [300], [7, 8]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {"temperature": 1.0, "max_new_tokens": 1500, "ignore_eos": True}
 # Both compute in float32 here. In bfloat16 SGLang differs by 4e-3 (6e-3 at temperature 0.5) on this model.
 TOLERANCE = 1e-4
-
-
-def sglang_python() -> str:
-    """The python that has SGLang, or ""."""
-    found = os.environ.get("SLIMEBUS_SGLANG_PYTHON") or str(REPOSITORY / ".venv-sglang/bin/python")
-    return found if Path(found).exists() else ""
-
-
-def save_model(path: Path, seed: int) -> Any:
-    """A tiny Qwen3 and its tokenizer in `path`; the model as loaded back, float32."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=EOS,
-        pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(SPECIAL_TOKENS + letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|endoftext|>").save_pretrained(path)
-    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 class Engine:
@@ -93,16 +64,15 @@ class Engine:
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    if request.param == "sglang" and not sglang_python():
-        pytest.skip("the real SGLang is not installed: run bin/install-sglang, or set SLIMEBUS_SGLANG_PYTHON")
+    python = sglang_python() if request.param == "sglang" else ""
     path = tmp_path_factory.mktemp(request.param)
-    model = save_model(path / "model", seed=0)
-    save_model(path / "other", seed=1)
-    if request.param == "embedded":
+    model = save_served(path / "model", seed=0)
+    save_served(path / "other", seed=1)
+    if not python:
         process, timeout_s = embedded_engine(path / "model", path / "engine.log"), 60.0
     else:
         arguments = ("--dtype", "float32")
-        process = sglang_server(path / "model", path / "engine.log", python=sglang_python(), arguments=arguments, on_cpu=True)
+        process = sglang_server(path / "model", path / "engine.log", python=python, arguments=arguments, on_cpu=True)
         timeout_s = READY_TIMEOUT_S
     process.start()
     try:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from live_run import Run
 
-from slimebus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Put, Resume
-from slimebus.samples import Sample, decode_group
+from slimebus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Resume
+from slimebus.samples import Sample, decode_stored
 from slimebus.transport.client import Client
 from slimebus.weights.rounding import to_bf16
 from slimebus.weights.server import WeightServer
@@ -45,13 +44,7 @@ class HandTrainer:
         assert reply.groups, reply.reason
         assert reply.version == step
         fetched = self.client.call(Fetch(groups=[g.group for g in reply.groups]))
-        assert isinstance(fetched.message, FetchReply)
-        frames, samples = list(fetched.bulk), []
-        for count in fetched.message.num_frames:
-            record = msgspec.msgpack.decode(frames[0], type=Put)
-            samples += decode_group(record.samples, record.fields, frames[1:count])
-            frames = frames[count:]
-        return samples
+        return [sample for group in decode_stored(fetched.expect(FetchReply).num_frames, fetched.bulk) for sample in group]
 
     def close(self) -> None:
         self.client.close()

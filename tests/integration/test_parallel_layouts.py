@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_model import save_model
 
 pytestmark = pytest.mark.integration
 
@@ -33,24 +34,9 @@ def run_ranks(model: Path, out: Path, ranks: int, layout: dict) -> dict:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, tied embeddings, and a vocabulary that two ranks share evenly."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=38,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
     folder = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape = {"vocab_size": 38, "num_hidden_layers": 4, "head_dim": 8, "initializer_range": 0.2, "pad_token_id": None}
+    save_model(folder, seed=5, dtype="float32", tie_word_embeddings=True, **shape)
     return folder
 
 

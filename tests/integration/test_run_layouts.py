@@ -1,14 +1,11 @@
 """A trainer of several ranks on the bus."""
 
-import json
-import shutil
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 from live_run import Run
-from safetensors.numpy import load_file, save_file
 
 from slimebus.security import key_folder
 from slimebus.security.credentials import Credentials
@@ -23,20 +20,6 @@ pytestmark = pytest.mark.integration
 
 TWO_RANKS = ("--nproc-per-node", "2", "--tensor-model-parallel-size", "2")
 TWO_STAGES = ("--nproc-per-node", "2", "--pipeline-model-parallel-size", "2")
-
-
-@pytest.fixture(scope="module")
-def even_task(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The task with a model that two stages share: without its last layer."""
-    folder = tmp_path_factory.mktemp("even") / "task"
-    shutil.copytree(task, folder)
-    config = json.loads((folder / "model/config.json").read_text())
-    layers = config["num_hidden_layers"] = config["num_hidden_layers"] - 1
-    (folder / "model/config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model/model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if f"layers.{layers}." not in name}
-    save_file(kept, folder / "model/model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def publishers(run: Run) -> list[str]:

@@ -1,11 +1,11 @@
 """Two workers of one host: their weights come over the network once, whatever becomes of either of them."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_run import Run, clients, slow_hook
+from waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -43,9 +43,8 @@ def test_a_worker_killed_in_the_middle_of_a_pull_leaves_its_neighbour_serving(tm
         for role in ("broker", "trainer"):
             run.start(role)
         first = run.start("rollout", name="w1")
-        until = time.monotonic() + 60
-        while not list(shm.glob("slimebus-weights-*/tensors/*")) and time.monotonic() < until:
-            time.sleep(0.001)  # it has verified the first tensors, and has the turn
+        # it has verified the first tensors, and has the turn
+        wait_until("tensor", lambda: list(shm.glob("slimebus-weights-*/tensors/*")), 60, every_s=0.001)
         first.kill()
         run.start("rollout", name="w2")
         run.complete(timeout_s=120)

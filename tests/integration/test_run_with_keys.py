@@ -1,26 +1,17 @@
 """A whole small run with keys on an address that other machines could reach, and processes that do not belong to it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from live_run import ROOT, Run, clients
+from live_run import Run, clients
+from slimebus_command import slimebus
 
 from slimebus.launch import free_port
 from slimebus.security import key_folder
 
 pytestmark = pytest.mark.integration
-
-
-def slimebus(*words: str, keys: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ({"SLIMEBUS_SECURITY_KEYS": str(keys)} if keys else {})
-    return subprocess.run(
-        [sys.executable, "-m", "slimebus", *words], capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=ROOT
-    )
 
 
 def own_address() -> str:
@@ -42,6 +33,7 @@ def test_a_run_over_the_network_with_keys_finishes_and_strangers_stay_outside(tm
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.key").write_bytes((folder / f"{name}.key").read_bytes())
         (tmp_path / name / f"{name}.key").chmod(0o600)
+    ours = {"SLIMEBUS_SECURITY_KEYS": str(folder)}
     with Run(tmp_path / "run", task, weights__weights_bind=f"tcp://{host}:0", rollout__num_rollout=4) as run:
         run.address = f"tcp://{host}:{port}"
         run.keys = folder
@@ -50,15 +42,15 @@ def test_a_run_over_the_network_with_keys_finishes_and_strangers_stay_outside(tm
         run.wait_for("the trainer", lambda s: s["lineage"])
         address = ["--broker", run.address, "--timeout-s", "3"]
         plain = slimebus("status", *address)
-        strange = slimebus("status", *address, keys=tmp_path / "strange")
+        strange = slimebus("status", *address, SLIMEBUS_SECURITY_KEYS=str(tmp_path / "strange"))
         assert "takes nobody without a key" in plain.stderr
         assert "has another key than" in strange.stderr
         assert plain.returncode != 0
         assert strange.returncode != 0
-        assert json.loads(slimebus("status", "--json", *address, "--key-name", "viewer", keys=folder).stdout)["run"] == "tiny"
-        refused = slimebus("set", "max-staleness", "3", *address, "--key-name", "viewer", keys=folder)
+        assert json.loads(slimebus("status", "--json", *address, "--key-name", "viewer", **ours).stdout)["run"] == "tiny"
+        refused = slimebus("set", "max-staleness", "3", *address, "--key-name", "viewer", **ours)
         assert "key 'viewer' has the role viewer, which may not send 'set'" in refused.stderr
-        assert "max_staleness: 1 -> 3" in slimebus("set", "max-staleness", "3", *address, keys=folder).stdout
+        assert "max_staleness: 1 -> 3" in slimebus("set", "max-staleness", "3", *address, **ours).stdout
         run.start("rollout", "--broker", run.address, "--keys", str(tmp_path / "rollout"), "--worker-name", "w1")
         status = run.wait_for("a step", lambda s: s["step"] >= 1)
         assert status["security"]["transport"] == "curve"

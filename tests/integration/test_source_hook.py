@@ -1,19 +1,15 @@
 """A stateful source in a real broker that is killed while it samples and trains."""
 
-import json
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from live_broker import LiveBroker
 from raw_cast import begin, put, sample
+from waiting import wait_until
 
 from broker.store import open_store
-from slimebus.launch import free_port
 from slimebus.messages import Batch, BatchReply, Commit, GiveBack, Lease, LeaseReply, Publish
 from slimebus.transport.client import Client
 
@@ -38,12 +34,6 @@ class Counting:
         vars(self).update(state)
 """
 STEPS, BATCH = 45, 4
-
-
-def _start(file: Path) -> "subprocess.Popen[bytes]":
-    log = (file.parent / "broker.log").open("ab")
-    with log:
-        return subprocess.Popen([sys.executable, "-m", "slimebus", "broker", str(file)], stdout=log, stderr=log)
 
 
 def _work(worker: Client, version: int, prompts: list[str]) -> int:
@@ -78,41 +68,23 @@ def _train(trainer: Client, worker: Client, prompts: list[str]) -> list[str]:
 
 
 def test_a_killed_broker_neither_loses_nor_repeats_a_prompt_or_its_feedback(tmp_path: Path) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
     (tmp_path / "source.py").write_text(SOURCE)
-    config: dict[str, Any] = {
-        "name": "hooked",
-        "run_dir": str(tmp_path / "run"),
-        "broker": {"bind": address, "durability": "os", "max_staleness": 1},
-        "data": {"source_path": "source.py:Counting"},
-        "rollout": {"rollout_batch_size": BATCH, "n_samples_per_prompt": 1, "num_rollout": 1000},
-    }
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(config))
-    process = _start(file)
-    trainer, worker = (Client(address, name=name, resend_s=0.3) for name in ("t", "w"))
-    try:
-        trainer.join("trainer", timeout_s=30)
-        worker.join("rollout", timeout_s=30)
+    rollout = {"rollout_batch_size": BATCH, "n_samples_per_prompt": 1, "num_rollout": 1000}
+    with LiveBroker(tmp_path, data={"source_path": "source.py:Counting"}, rollout=rollout) as broker:
+        trainer, worker = (broker.client(name, role, resend_s=0.3) for name, role in (("t", "trainer"), ("w", "rollout")))
         begin(trainer)
         prompts: list[str] = []
         trained: list[str] = []
         thread = threading.Thread(target=lambda: trained.extend(_train(trainer, worker, prompts)))
         thread.start()
         for number in (10, 47, 95, 150):
-            until = time.monotonic() + 30
-            while len(prompts) < number and time.monotonic() < until:
-                time.sleep(0.002)
-            process.kill()
-            process.wait(10)
-            process = _start(file)
+            wait_until(f"{number} prompts", lambda number=number: len(prompts) >= number, every_s=0.002)
+            broker.kill()
+            broker.start()
         thread.join(60)
         assert not thread.is_alive()
-    finally:
-        worker.close(goodbye=False)
-        trainer.close(goodbye=False)
-        process.terminate()
-        process.wait(20)
+        broker.process.terminate()
+        broker.process.wait(20)
     assert len(trained) == len(set(trained)) == STEPS * BATCH
     assert len(prompts) == len(set(prompts)), "no prompt was given twice"
     store = open_store("os", tmp_path / "run" / "broker")

@@ -5,20 +5,17 @@ Publishers, workers and engines are processes. Somebody who knows the true weigh
 
 import contextlib
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "slimebus" / "weights"))
 from live_run import Run, slow_hook
 from slow_link import SlowLink
+from waiting import wait_until
 from weight_run import Child, Engine, Observer, judge
 
 from slimebus.errors import WeightsError
@@ -82,13 +79,6 @@ def stage(tmp_path: Path, task: Path) -> Iterator[Stage]:
 
 def endpoint(publisher: Child) -> str:
     return str(publisher.said[-1]["endpoint"])
-
-
-def wait_until(what: str, is_true: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
-        time.sleep(0.01)
 
 
 def in_the_middle(link: SlowLink, size: int) -> None:

@@ -41,7 +41,7 @@ def main() -> None:
         bus.leases |= {leased["lease"] for leased in groups}
         for leased, record in zip(groups, frames, strict=True):
             prompt = msgpack.unpackb(record)
-            assert prompt["prompt"] == f"prompt {leased['group'].split('/')[1]}", prompt
+            assert prompt["prompt"] == f"p{leased['group'].split('/')[1]}", prompt
             if leased["attempt"] == 1 and int(leased["group"].split("/")[1]) % 7 == 3:
                 body = {"group": leased["group"], "lease": leased["lease"], "outcome": "requeue", "reason": "I would rather not"}
                 assert bus.ask("give_back", body)[0] == "ok"

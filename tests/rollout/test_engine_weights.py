@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from rollout import handoff
 from rollout.engines import Engine, Engines
-from rollout.handoff import SHM
+from rollout.handoff import SHM, handed_off
 from rollout.model_shapes import check_shapes
+from rollout.response import Task
 from rollout.torch_payload import PlacedTensor, payload
 from slimebus.config.schema import EngineConfig
 from slimebus.errors import ConfigError, SlimebusError, WeightsError
@@ -41,7 +43,7 @@ class FakeSGLang:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, await request.json() if request.can_read_body else {}
-        if path not in ("/server_info", "/model_info", "/generate", "/abort_request"):
+        if path not in ("/server_info", "/model_info", "/generate", "/abort_request", "/ready"):
             self.asked.append(path)
         if self.fails.get(path, 0) > 0:
             self.fails[path] -= 1
@@ -49,13 +51,16 @@ class FakeSGLang:
         answer = getattr(self, "on" + path.replace("/", "_"), lambda body: {})(body)
         if path == "/generate":
             await self.release.wait()
-        return web.json_response(answer, status=400 if answer.get("success") is False else 200)
+        return web.json_response(answer, status=400 if "success" in answer and not answer["success"] else 200)
 
     def on_server_info(self, body: Any) -> Any:
         return self.about
 
     def on_model_info(self, body: Any) -> Any:
         return {"weight_version": self.lies or self.weight_version}
+
+    def on_ready(self, body: Any) -> Any:
+        return {"success": not self.is_paused}
 
     def on_pause_generation(self, body: Any) -> Any:
         self.is_paused = True
@@ -92,6 +97,9 @@ class FakeSGLang:
 
     def on_generate(self, body: Any) -> Any:
         self.keys.append(body.get("extra_key"))
+        return self.answer(body)
+
+    def answer(self, body: Any) -> Any:
         return {}
 
 
@@ -154,6 +162,20 @@ def test_only_tensors_that_changed_are_sent_between_begin_and_end(tmp_path: Path
 
     talk(fake, session)
     assert not list(SHM.glob(f"slimebus-handoff-{os.getpid()}-*"))
+
+
+def test_files_of_those_that_were_killed_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.handoff.SHM", tmp_path)
+    (tmp_path / f"slimebus-handoff-{os.getpid()}-00").write_bytes(b"1")
+    (tmp_path / "slimebus-weights").write_bytes(b"2")
+
+    async def session() -> None:
+        async with handed_off([*version(1, tmp_path, a=b"12").tensors.values()], 1):
+            handoff.sweep()
+            assert len(list(tmp_path.glob("slimebus-handoff-*"))) == 1
+
+    asyncio.run(session())
+    assert [file.name for file in tmp_path.glob("slimebus-*")] == ["slimebus-weights"]
 
 
 def test_a_new_version_of_the_same_tensors_is_only_renamed(tmp_path: Path) -> None:
@@ -231,6 +253,24 @@ def test_an_engine_that_reports_another_version_than_it_was_given_stays_paused(t
     talk(fake, session)
 
 
+def test_an_engine_that_somebody_resumed_in_the_middle_is_out_of_service_and_what_it_made_is_not_taken(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+
+    async def session(engine: Engine) -> None:
+        await engine.update(version(1, tmp_path, a=b"12"))
+        running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
+        while not fake.keys:
+            await asyncio.sleep(0.01)
+        begin = fake.on_begin_weight_update
+        fake.on_begin_weight_update = lambda body: begin(fake.on_continue_generation(body))  # type: ignore[method-assign]
+        with pytest.raises(WeightsError, match="was resumed by somebody else while it was updated to 'L:2'"):
+            await engine.update(version(2, tmp_path, a=b"13"))
+        with pytest.raises(WeightsError, match="out of service"):
+            await asyncio.wait_for(running, 5)
+
+    talk(fake, session)
+
+
 @pytest.mark.parametrize("found", ["default", "L:7"])
 def test_an_engine_that_restarted_or_was_updated_by_another_is_sent_everything(tmp_path: Path, found: str) -> None:
     fake = FakeSGLang()
@@ -303,6 +343,29 @@ def test_a_route_that_an_engine_cannot_take_is_a_mistake_of_the_config(tmp_path:
         talk(FakeSGLang(version="slimebus-cpu"), lambda engine: engine.update(version(1, tmp_path, a=b"1")), weight_route="tensor")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "config", "is_half"),
+    [
+        ("auto", '{"dtype": "float32"}', True),
+        ("auto", '{"torch_dtype": "bfloat16"}', False),
+        ("half", "{}", True),
+        ("float32", "{}", False),
+    ],
+)
+def test_an_engine_that_computes_in_float16_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, config: str, is_half: bool
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+
+    async def session(engine: Engine) -> None:
+        engines = Engines(EngineConfig(engine_url=[engine.url]), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        await engines.start()
+        await engines.stop()
+
+    talk(FakeSGLang(dtype=dtype), session)
+    assert ("start it with --dtype bfloat16" in caplog.text) == is_half
+
+
 def test_every_tensor_parallel_rank_is_told_and_the_file_counts_them(tmp_path: Path) -> None:
     fake = FakeSGLang(tp_size=3)
     talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")))
@@ -351,6 +414,52 @@ def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_wa
         assert (first.weights.tag, second.weights.tag) == ("L:3", "L:3")
 
     talk(bad, lambda first: talk_also(good, lambda second: session(first, second)))
+
+
+class Sampling(FakeSGLang):
+    """Answers each prompt with one token of its version."""
+
+    def answer(self, body: Any) -> Any:
+        about = {"finish_reason": {"type": "stop"}, "weight_version": self.weight_version, "output_token_logprobs": [[-1.0, 7, None]]}
+        return [{"meta_info": {"id": rid} | about, "output_ids": [7]} for rid in body["rid"]]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_an_engine_that_was_started_again_serves_nobody_until_it_was_given_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int
+) -> None:
+    monkeypatch.setattr("rollout.engines.MEND_RETRY_S", 0.02)
+    fakes = [Sampling() for _ in range(num_engines)]
+    (tmp_path / "config.json").write_text("{}")
+    task = Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={}, group="0/0", index=0)
+    lost: list[int] = []
+
+    async def session(*started: Engine) -> None:
+        engines = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        engines.engines, engines.on_lost = list(started), lambda: lost.append(1)
+        await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
+        assert (await engines.sample([task]))[0].versions == [(1, 1)]
+        fakes[0].weight_version, fakes[0].held, fakes[0].sent = "default", {}, []
+        started[-1].running = num_engines - 1  # so that the first is asked
+        with pytest.raises(WeightsError, match="sampled with weights 'default'") as problem:
+            await engines.sample([task])
+        assert problem.value.retryable
+        assert (started[0].weights.is_out_of_service, len(lost)) == (True, num_engines == 1)
+        if num_engines == 1:
+            with pytest.raises(WeightsError, match="out of service"):
+                await engines.sample([task])
+            assert len(lost) == 2
+            await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
+        while started[0].weights.is_out_of_service:
+            assert (await engines.sample([task]))[0].versions == [(1, 1)]  # of the other
+        assert (fakes[0].sent, fakes[0].weight_version) == (["a", "b"], "L:1")
+
+    for fake in fakes:
+        fake.release.set()
+    if num_engines == 1:
+        talk(fakes[0], session)
+    else:
+        talk(fakes[0], lambda first: talk_also(fakes[1], lambda second: session(first, second)))
 
 
 def test_tensors_in_shared_memory_are_described_as_torch_does() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from letters import Letters
 
 from rollout.groups import Dropped, GroupMaker
 from rollout.response import Response, Task
@@ -15,21 +16,6 @@ from slimebus.config.schema import RunConfig
 from slimebus.errors import HookError
 from slimebus.messages import NO_VERSION, LeasedGroup
 from slimebus.samples import Sample
-
-
-class Letters:
-    """A tokenizer: one token a character."""
-
-    eos_token_id = 0
-
-    def encode_prompt(self, prompt: Any, tools: Any = None) -> np.ndarray:
-        return self.encode(prompt if isinstance(prompt, str) else f"{prompt[0]['content']}{tools or ''}")
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([ord(c) for c in text], np.int32)
-
-    def decode_batch(self, rows: list[np.ndarray]) -> list[str]:
-        return ["".join(chr(i) for i in row if i) for row in rows]
 
 
 class Parrot:

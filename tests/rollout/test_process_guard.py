@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import has_ended, wait_until
 
 import rollout.process_guard
 
@@ -35,20 +34,6 @@ time.sleep(60)
 """
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
-        time.sleep(0.05)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def guarded(seconds: str) -> tuple[subprocess.Popen[str], int, int]:
     """(guard, pid of the server, pid of the server's child)"""
     import os
@@ -65,14 +50,14 @@ def test_sigterm_ends_the_command_and_what_it_started():
     with guard:
         guard.send_signal(signal.SIGTERM)
         guard.wait(20)
-    wait_until(lambda: is_gone(server) and is_gone(grandchild))
+    wait_until("end of the command", lambda: has_ended(server) and has_ended(grandchild))
 
 
 def test_a_command_that_ends_leaves_nothing_and_gives_its_status():
     guard, _, grandchild = guarded("0.1")
     with guard:
         assert guard.wait(20) == 7
-    wait_until(lambda: is_gone(grandchild))
+    wait_until("end of the command", lambda: has_ended(grandchild))
 
 
 def test_a_killed_guard_takes_the_command_with_it():
@@ -80,7 +65,7 @@ def test_a_killed_guard_takes_the_command_with_it():
     with guard:
         guard.kill()
         guard.wait(20)
-    wait_until(lambda: is_gone(server))
+    wait_until("end of the command", lambda: has_ended(server))
     psutil.Process(grandchild).kill()
 
 
@@ -90,4 +75,4 @@ def test_a_killed_worker_leaves_no_command_behind():
         grandchild = int(worker.stdout.readline())
         server = psutil.Process(grandchild).ppid()
         worker.kill()
-    wait_until(lambda: is_gone(server) and is_gone(grandchild))
+    wait_until("end of the command", lambda: has_ended(server) and has_ended(grandchild))

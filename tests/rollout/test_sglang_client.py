@@ -166,6 +166,12 @@ def test_wait_ready_ends_as_soon_as_the_process_is_dead():
         asyncio.run(talk())
 
 
+def test_a_router_is_not_waited_for():
+    engine = ScriptedEngine(ready=[(503, {}), (404, {})], ping=[(404, {})])
+    with pytest.raises(UsageError, match=r"knows neither /ready nor /ping and is no engine; a router does not pass weights on"):
+        talk_to(engine, lambda client: client.wait_ready(60))
+
+
 def test_a_call_that_is_tried_again_after_the_client_was_closed_opens_no_new_connection():
     async def close_meanwhile(client: EngineClient) -> None:
         asking = asyncio.ensure_future(client.abort("a"))

@@ -29,9 +29,10 @@ def test_on_cpu_the_flags_and_the_shim_are_applied_and_the_callers_arguments_win
     assert server.environment["PYTHONPATH"] == f"{ROOT / 'sglang_cpu'}:/elsewhere"
 
 
-def test_with_cuda_nothing_is_added(tmp_path: Path):
+def test_with_cuda_only_the_dtype_that_is_published_is_added(tmp_path: Path):
     server = sglang_server("/model", tmp_path / "log", port=4000, arguments=("--tp-size", "8"), on_cpu=False)
     assert "--device" not in server.command
+    assert server.command[server.command.index("--dtype") + 1 :] == ["bfloat16", "--tp-size", "8"]
     assert "SGLANG_USE_CPU_ENGINE" not in server.environment
 
 

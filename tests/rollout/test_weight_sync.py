@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout.weight_sync import WeightSync
-from slimebus.errors import SlimebusError, WeightsError
+from slimebus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.messages import NO_VERSION
 from slimebus.weights.safetensors_file import read_model
 from slimebus.weights.server import WeightServer
@@ -87,19 +87,18 @@ def test_a_version_of_another_digest_than_announced_is_not_served(tmp_path: Path
 
     def during(sync: WeightSync) -> None:
         sync.announce("one", 0, [server.endpoint], "0" * 32)
-        threading.Timer(0.5, lambda: kept.publish(values(11))).start()
-        threading.Timer(1.0, loop_of(sync, lambda: sync.announce("one", 1, [server.endpoint], whole(11)))).start()
+        going_on.append(asyncio.create_task(publish_the_next(sync)))
 
-    sync = follow(tmp_path, engines, during, ("one", 1))
+    async def publish_the_next(sync: WeightSync) -> None:
+        while not sync.failures:
+            await asyncio.sleep(0.01)
+        kept.publish(values(11))
+        sync.announce("one", 1, [server.endpoint], whole(11))
+
+    going_on: list[asyncio.Task[None]] = []
+    follow(tmp_path, engines, during, ("one", 1))
     assert engines.loaded == [(1, 11.0)]
-    assert sync.failures >= 1
     assert first.digest != "0" * 32
-
-
-def loop_of(sync: WeightSync, call: Callable[[], None]) -> Callable[[], None]:
-    """The call, made in the loop that runs now."""
-    loop = asyncio.get_running_loop()
-    return lambda: loop.call_soon_threadsafe(call)  # type: ignore[return-value]
 
 
 def whole(first: int) -> str:
@@ -201,3 +200,10 @@ def test_a_pull_that_begins_while_its_worker_leaves_does_not_keep_it(tmp_path: P
         may_go_on.set()
         with pytest.raises(SlimebusError, match="cancelled"):
             pulling.result(timeout=10)
+
+
+def test_shared_memory_that_cannot_be_written_to_is_a_mistake_in_the_config(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for shm, why in ((tmp_path / "none", "No such file or directory"), (tmp_path / "file", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"weights_shm {shm}: {why}"):
+            WeightSync(Engines(), tmp_path, shm=str(shm), pull_timeout_s=1.0, on_change=lambda: None)  # type: ignore[arg-type]

@@ -6,13 +6,12 @@ Needs .venv-sglang (bin/install-sglang), or SLIMEBUS_SGLANG_PYTHON with a python
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import save_model, sglang_python
 
 from rollout.engine_process import EngineProcess, embedded_engine
 from rollout.sglang_client import Completion, EngineClient
@@ -21,36 +20,15 @@ from slimebus.launch import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(180)]
 
-REPOSITORY = Path(__file__).parents[2]
-
-
-def router_python() -> str:
-    """The python that has sglang-router, or ""."""
-    found = os.environ.get("SLIMEBUS_SGLANG_PYTHON") or str(REPOSITORY / ".venv-sglang/bin/python")
-    has_router = Path(found).exists() and subprocess.run([found, "-c", "import sglang_router"], capture_output=True).returncode == 0
-    return found if has_router else ""
-
-
-def save_model(path: Path) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, list[EngineProcess]]]:
     """(router, its two engines)."""
-    python = router_python()
-    if not python:
-        pytest.skip("sglang-router is not installed: run bin/install-sglang, or set SLIMEBUS_SGLANG_PYTHON")
+    python = sglang_python()
+    if subprocess.run([python, "-c", "import sglang_router"], capture_output=True).returncode:
+        pytest.skip("sglang-router is not installed: run bin/install-sglang")
     path = tmp_path_factory.mktemp("routed")
-    save_model(path / "model")
+    save_model(path / "model", head_dim=16, max_position_embeddings=4096)
     engines = [embedded_engine(path / "model", path / f"engine{index}.log") for index in range(2)]
     port, metrics_port = free_port(), free_port()
     command = [

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_model import save_served, sglang_python
 
 from rollout.engine_process import EngineProcess
 from rollout.engines import Engines
@@ -31,34 +32,11 @@ from slimebus.weights.tensors import Tensor
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(900)]
 
-REPOSITORY = Path(__file__).parents[2]
-VOCAB_SIZE, LINEAGE, NUM_DELTAS = 512, "5f1c9a", 10
+LINEAGE, NUM_DELTAS = "5f1c9a", 10
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44, 45, 46], [300], list(range(20, 120))]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
 LAYER = "model.layers.0.self_attn."
-
-
-def sglang_python() -> str:
-    """The python that has SGLang, or ""."""
-    found = os.environ.get("SLIMEBUS_SGLANG_PYTHON") or str(REPOSITORY / ".venv-sglang/bin/python")
-    return found if Path(found).exists() else ""
-
-
-def save_model(path: Path, seed: int) -> None:
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=2,
-        pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(path)
 
 
 class Trainer:
@@ -136,10 +114,9 @@ async def worker(server: EngineProcess, model: Path, trainer: Trainer, **config:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not sglang_python():
-        pytest.skip("the real SGLang is not installed: run bin/install-sglang, or set SLIMEBUS_SGLANG_PYTHON")
+    sglang_python()
     path = tmp_path_factory.mktemp("model") / "model"
-    save_model(path, seed=0)
+    save_served(path)
     return path
 
 

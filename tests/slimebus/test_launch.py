@@ -4,15 +4,9 @@ import sys
 import time
 from pathlib import Path
 
+from waiting import has_ended, wait_until
+
 from slimebus.launch import Fleet
-
-
-def gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
 
 
 def test_children_are_relayed_logged_and_ended(tmp_path: Path) -> None:
@@ -23,7 +17,7 @@ def test_children_are_relayed_logged_and_ended(tmp_path: Path) -> None:
         ended.process.wait(20)
         assert ended.process.returncode == 0
         pid = waiting.process.pid
-    assert gone(pid)
+    assert has_ended(pid)
     assert "written" in ended.tail()
     assert any(role == "init" and "written" in line for role, line in lines)
 
@@ -41,7 +35,4 @@ def test_children_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     launcher.kill()
     launcher.wait(5)
     launcher.stdout.close()
-    deadline = time.monotonic() + 10
-    while not gone(pid):
-        assert time.monotonic() < deadline, "the child outlived its launcher"
-        time.sleep(0.05)
+    wait_until("end of the child", lambda: has_ended(pid), 10)

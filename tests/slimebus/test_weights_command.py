@@ -3,17 +3,17 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from slimebus_command import slimebus
 
 from slimebus.commands.weights import weights
-from slimebus.errors import WeightsError
+from slimebus.errors import UsageError, WeightsError
+from slimebus.weights import listing
 from slimebus.weights.disk_chain import DiskChain
 from slimebus.weights.safetensors_file import read_model, write_file, write_model
 from slimebus.weights.store import VersionStore
@@ -87,20 +87,29 @@ def test_float32_checkpoints_are_compared_as_they_are_published(tmp_path: Path) 
 def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) -> None:
     store, chain = VersionStore(lineage="L"), DiskChain(tmp_path, "L")
     for seed in range(4):
-        store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
-        chain.publish(store)
+        newest = store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
+        chain.write(store)
+        chain.announce(newest.version, newest.digest)
     rows = json.loads(run("ls", chain.folder, "--json").stdout)
     assert [(row["version"], row["kind"]) for row in rows] == [(0, "full"), (1, "delta"), (2, "delta"), (3, "delta")]
     assert rows[1]["changed"] == 64
     assert store.newest.digest in run("verify", chain.folder).stdout
-    (chain.folder / "000002.delta").unlink()
-    assert "000002.delta is missing" in run("verify", chain.folder, code=1).stderr
+    write_model(tmp_path / "newest", model(3))
+    assert json.loads(run("diff", chain.folder, tmp_path / "newest", "--json").stdout)["changed"] == 0
+    newest_delta = chain.folder / "000003-0.delta"
+    newest_delta.write_bytes(newest_delta.read_bytes()[:-1] + b"!")
+    (chain.folder / "000002-0.delta").unlink()
+    said = run("verify", chain.folder, code=1).stderr
+    assert "000002-0.delta is missing" in said
+    assert "000003-0.delta: tensor" in said, "one problem does not hide the next"
+    (chain.folder / "latest.json").unlink()
+    assert "no latest.json" in run("verify", chain.folder, code=1).stderr
 
 
 def test_tensors_are_listed_with_form_size_and_hash(pair: tuple[Path, Path]) -> None:
     lines = run("ls", pair[0]).stdout.splitlines()
     assert len(lines) == len(LAYERS)
-    assert "bfloat16  64x32" in lines[0]
+    assert "bfloat16      64x32" in lines[0]
 
 
 def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> None:
@@ -116,8 +125,7 @@ def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> 
 
 def shell(*words: Any) -> tuple[int, str]:
     """Exit code and output of the real command."""
-    command = [sys.executable, "-m", "slimebus", "weights", *map(str, words)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = slimebus("weights", *words)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -161,13 +169,49 @@ def test_shards_are_one_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert digest in run("verify", tmp_path / "out").stdout
 
 
+def test_shards_without_an_index_are_one_model_when_none_is_missing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, tensors = tmp_path / "shards", model(8)
+    folder.mkdir()
+    for number, name in enumerate(tensors, start=1):
+        write_file(folder / f"model-{number:05d}-of-{len(tensors):05d}.safetensors", {name: tensors[name]})
+    assert json.loads(run("diff", pair[1], folder, "--json").stdout)["changed"] == 0
+    next(folder.iterdir()).unlink()
+    assert f"{len(tensors) - 1} of the {len(tensors)} shards of model are there" in run("verify", folder, code=1).stderr
+
+
+def test_a_comparison_fits_a_terminal_and_has_layers_in_their_order(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.w" for i in (0, 2, 10)] + ["transformer.h.0.w", "x" * 500]
+    for folder, seed in (("a", 1), ("b", 2)):
+        write_model(tmp_path / folder, {name: as_tensor(name, np.full(40, seed, np.uint16)) for name in names})
+    found = run("diff", tmp_path / "a", tmp_path / "b").stdout.splitlines()
+    assert max(map(len, found)) < 80
+    layers = [line.split()[0] for line in found[-5:]]
+    assert layers[:4] == ["model.layers.0", "model.layers.2", "model.layers.10", "transformer.h.0"]
+    same = json.loads(run("diff", tmp_path / "a", tmp_path / "a", "--json").stdout)
+    assert same["bytes"] == {"full": 80 * 5, "xor_zstd": 0, "steps": 0, "steps_zstd": 0}, "what is the same does not travel"
+
+
+def test_what_cannot_be_read_is_named_with_exit_code_2(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is a directory" in run("apply", pair[0], pair[1], "out", code=2).stderr
+
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(listing, "rows_of", refused)
+    result = CliRunner().invoke(weights, ["ls", str(pair[0])])
+    assert isinstance(result.exception, UsageError)
+    assert "a: Permission denied" in result.exception.text
+
+
 def test_shards_that_do_not_fit_their_index_are_named(tmp_path: Path) -> None:
     tensors = model(0)
     lacking = sharded(tmp_path / "lacking", tensors)
     (lacking / "model-2.safetensors").unlink()
     assert "model-2.safetensors" in run("verify", lacking, code=1).stderr
     promised = sharded(tmp_path / "promised", tensors, {"not.there": "model-1.safetensors"})
-    assert "names 1 tensors that no shard has, such as 'not.there'" in run("verify", promised, code=1).stderr
+    assert "index.json says are in it are not, such as 'not.there'" in run("verify", promised, code=1).stderr
+    swapped = sharded(tmp_path / "swapped", tensors, {LAYERS[0]: "model-2.safetensors"})
+    assert f"not, such as '{LAYERS[0]}'" in run("verify", swapped, code=1).stderr
     outside = sharded(tmp_path / "outside", tensors, {"x": "../lacking/model-1.safetensors"})
     assert "outside of" in run("verify", outside, code=1).stderr
     broken = sharded(tmp_path / "broken", tensors)
@@ -251,12 +295,13 @@ def test_a_delta_of_another_lineage_on_the_same_bytes_is_judged_by_its_hashes(tm
     """The chain's own delta leads from a model directory too, whatever that is called; from other bytes it does not."""
     store, chain = VersionStore(lineage="L"), DiskChain(tmp_path / "chain", "L")
     for seed in range(2):
-        store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
-        chain.publish(store)
+        newest = store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
+        chain.write(store)
+        chain.announce(newest.version, newest.digest)
     write_model(tmp_path / "v0", model(0))
     write_model(tmp_path / "other", model(5))
-    run("apply", tmp_path / "v0", chain.folder / "000001.delta", tmp_path / "v1")
+    run("apply", tmp_path / "v0", chain.folder / "000001-0.delta", tmp_path / "v1")
     assert store.newest is not None
     assert store.newest.digest in run("verify", tmp_path / "v1").stdout
-    result = CliRunner().invoke(weights, ["apply", str(tmp_path / "other"), str(chain.folder / "000001.delta"), str(tmp_path / "no")])
+    result = CliRunner().invoke(weights, ["apply", str(tmp_path / "other"), str(chain.folder / "000001-0.delta"), str(tmp_path / "no")])
     assert "of the base is not what the delta starts from" in str(result.exception)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from tiny_model import save_model
 
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer import cuda_bridge
@@ -20,24 +20,9 @@ from trainer.settings import ModelSettings, TrainerSettings  # noqa: E402
 VOCAB_SIZE = 38
 
 
-def write_model(folder: Path, *, tied: bool, seed: int = 3) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        rope_theta=10000.0,
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+def write_model(folder: Path, *, tied: bool) -> Path:
+    shape = {"vocab_size": VOCAB_SIZE, "head_dim": 8, "initializer_range": 0.2, "pad_token_id": None}
+    save_model(folder, seed=3, dtype="float32", tie_word_embeddings=tied, **shape)
     return folder
 
 

@@ -1,4 +1,3 @@
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ from slimebus.config import RunConfig
 from slimebus.errors import SlimebusError
 from slimebus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Fetch, FetchReply, Put
 from slimebus.samples import Sample, encode_group
+from slimebus.transport.client import Reply
 from trainer.feed import LAST_PAUSE_S, MAX_CHOICES, Feed, is_failed, lag_of, parts
 
 
@@ -66,14 +66,14 @@ class ForgetfulBroker:
     def call(self, message: Any, *, timeout_s: float) -> Any:
         if isinstance(message, Batch):
             group = BatchGroup(group="0/1", num_samples=1, num_tokens=3)
-            return SimpleNamespace(message=BatchReply(step=message.step, version=7, groups=[group]))
+            return Reply(BatchReply(step=message.step, version=7, groups=[group]), [])
         assert isinstance(message, Fetch)
         self.num_fetches += 1
         if self.num_fetches <= self.gone:
             raise SlimebusError("fetch: group 0/1 is queued", code="not_assigned")
         headers, fields, frames = encode_group([sample(7)])
         record = msgspec.msgpack.encode(Put(group="0/1", lease=0, attempt=0, lineage="", samples=headers, fields=fields))
-        return SimpleNamespace(message=FetchReply(num_frames=[1 + len(frames)]), bulk=[record, *frames])
+        return Reply(FetchReply(num_frames=[1 + len(frames)]), [record, *frames])
 
 
 def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> None:

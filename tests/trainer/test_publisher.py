@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed import HashStore
 from slimebus.config.schema import WeightsConfig
 from slimebus.errors import WeightsError
 from slimebus.messages import Publish
+from slimebus.weights.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.rounding import to_bf16
 from slimebus.weights.store import VersionStore
@@ -201,6 +203,28 @@ def test_what_is_published_does_not_follow_later_updates(stages: Stages, dtype: 
         tensor.zero_()
     stages.publishers[0].wait()
     assert stages.broker.told[0].digest == expected
+
+
+def test_files_of_the_timeline_before_stay_until_the_broker_knows_of_the_next(tmp_path: Path) -> None:
+    class Gone(Broker):
+        def call(self, message: Publish, *, timeout_s: float) -> None:
+            raise WeightsError("superseded")
+
+    old, chain = DiskChain(tmp_path, "old"), DiskChain(tmp_path, "l")
+
+    def publish(broker: Broker) -> None:
+        announcer = Announcer(broker, "l", Board(HashStore(), "l"), [], chain)  # type: ignore[arg-type]
+        publisher = Publisher(WeightsConfig(), VersionStore(lineage="l"), None, announcer.announce, chain=chain)
+        publisher.publish(0, random_model(1).items())
+        publisher.wait()
+
+    with pytest.raises(WeightsError, match="superseded"):
+        publish(Gone())
+    assert old.folder.exists()
+    publish(broker := Broker())
+    assert not old.folder.exists()
+    assert broker.told[0].publishers == [chain.address]
+    assert DiskPuller(chain.folder).pull(None, 1.0).digest == broker.told[0].digest == whole(random_model(1)).digest
 
 
 def test_publishers_of_one_host_bind_ports_in_a_row() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from slimebus_command import slimebus
 
 from broker.buffer.backup import back_up, restore
 from broker.buffer.export import export_jsonl, export_safetensors
@@ -82,8 +83,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "slimebus", "buffer", *words]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    return slimebus("buffer", *words)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "safetensors"])

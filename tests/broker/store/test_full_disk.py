@@ -1,26 +1,20 @@
 """A disk without room: samples are refused early, what frees room goes on, and nothing acknowledged is lost."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 
 from broker.store import LmdbStore, StoreError, Write
 from broker.store.space import Reserve
-
-_spec = importlib.util.spec_from_file_location("small_disk", Path(__file__).with_name("small_disk.py"))
-assert _spec is not None
-assert _spec.loader is not None
-small = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(small)
 
 SAMPLES = b"s" * 200_000
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with small.small_disk(tmp_path / "disk", 24) as folder:
+    with small_disk(tmp_path / "disk", 24) as folder:
         yield folder
 
 
@@ -55,7 +49,7 @@ def test_samples_are_refused_before_the_last_byte_and_what_frees_room_still_goes
 
 def test_a_commit_that_finds_no_room_uses_the_reserve(store: LmdbStore, disk: Path) -> None:
     store.commit([Write("groups", "a", b"1")])
-    small.fill(disk)
+    fill(disk)
     store.commit([Write("groups", "b", b"2" * 400_000)])
     assert not store.reserve.is_held
     assert not (disk / "broker" / "reserve").exists()
@@ -65,9 +59,9 @@ def test_a_commit_that_finds_no_room_uses_the_reserve(store: LmdbStore, disk: Pa
 
 def test_without_room_or_reserve_the_commit_fails_whole_and_succeeds_once_there_is_room(store: LmdbStore, disk: Path) -> None:
     store.commit([Write("groups", "a", b"1"), Write("payloads", "a", b"kept")])
-    hog = small.fill(disk)
+    hog = fill(disk)
     store.reserve.release()
-    hog2 = small.fill(disk)
+    hog2 = fill(disk)
     assert hog == hog2
     writes = [Write("groups", "a", b"2"), Write("payloads", "a", None), Write("payloads", "b", [SAMPLES] * 20)]
     for _ in range(3):
@@ -85,7 +79,7 @@ def test_without_room_or_reserve_the_commit_fails_whole_and_succeeds_once_there_
 
 
 def test_a_full_disk_at_the_start_says_so(disk: Path) -> None:
-    small.fill(disk)
+    fill(disk)
     with pytest.raises(Exception, match=r"store at .* (full|No space)"):
         LmdbStore(disk / "broker", is_synced=True)
 

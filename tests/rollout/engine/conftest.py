@@ -1,4 +1,4 @@
-"""Tiny models on disk, one a family, and an engine core on them."""
+"""A tiny model on disk, and an engine core on it."""
 
 from __future__ import annotations
 
@@ -7,45 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-VOCAB_SIZE = 48
-EOS = 1
-
-SHAPE = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None,
-    "initializer_range": 0.3,
-}  # fmt: skip
-
-
-def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
-    """Save a random bf16 model of the family; returns it as float32 with the saved (rounded) weights."""
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.to(torch.bfloat16).save_pretrained(path)
-    # Loaded again: `.to(bfloat16)` also rounded the rotary frequencies, which are not weights.
-    return type(model).from_pretrained(path, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="session")
-def make_model() -> Callable[..., Any]:
-    """Saves a tiny model of a family to a directory and returns it."""
-    return save_model
+from tiny_model import SHAPE, save_model
 
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """(directory, transformers model) of a tiny Qwen3."""
     path = tmp_path_factory.mktemp("qwen3")
-    return path, save_model("Qwen3", path, head_dim=16, tie_word_embeddings=True)
+    return path, save_model(path, head_dim=16, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +49,7 @@ def sequence_of() -> Callable[..., Any]:
         from rollout.engine.sequence import Sequence
 
         asked = {name: params.pop(name) for name in ("stream", "num_top_logprobs", "logprob_start") if name in params}
-        sampling = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 8, **params}).resolved(VOCAB_SIZE)
+        sampling = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 8, **params}).resolved(SHAPE["vocab_size"])
         return Sequence(rid, prompt, sampling, sampling.max_new_tokens or 0, stop_ids, return_logprob=True, **asked)
 
     return build

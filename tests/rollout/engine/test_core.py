@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import save_model
 
 EOS, VOCAB_SIZE = 1, 48
 
@@ -45,8 +46,8 @@ def run(core: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_that_join_midway_get_what_transformers_gives(family: str, tmp_path: Path, make_model, core_of, sequence_of):
-    model = make_model(family, tmp_path, **FAMILIES[family])
+def test_requests_that_join_midway_get_what_transformers_gives(family: str, tmp_path: Path, core_of, sequence_of):
+    model = save_model(tmp_path, family, **FAMILIES[family])
     core = core_of(tmp_path, max_running=5)
     sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=3 + 2 * i) for i, prompt in enumerate(prompts(9))]
     for sequence in sequences:
@@ -145,9 +146,9 @@ def test_a_retracted_sequence_ends_with_the_tokens_it_would_have_had(qwen3, core
         torch.testing.assert_close(sequence.output_logprobs, logprobs, atol=1e-5, rtol=0)
 
 
-def test_weights_swapped_in_flight_are_used_from_the_next_token_and_recorded(qwen3, make_model, core_of, sequence_of, tmp_path):
+def test_weights_swapped_in_flight_are_used_from_the_next_token_and_recorded(qwen3, core_of, sequence_of, tmp_path):
     path, model = qwen3
-    other = make_model("Qwen3", tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
+    other = save_model(tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
     core = core_of(path, version="v1")
     early, late = (sequence_of(rid, prompts(1)[0], max_new_tokens=6) for rid in ("a", "b"))
     core.add([early])
@@ -161,9 +162,9 @@ def test_weights_swapped_in_flight_are_used_from_the_next_token_and_recorded(qwe
     assert late.output_ids == greedy(other, late.prompt, 6)[0]
 
 
-def test_retract_and_swap_recompute_the_cache_with_the_new_weights(qwen3, make_model, core_of, sequence_of, tmp_path):
+def test_retract_and_swap_recompute_the_cache_with_the_new_weights(qwen3, core_of, sequence_of, tmp_path):
     path, _ = qwen3
-    other = make_model("Qwen3", tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
+    other = save_model(tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
     core = core_of(path, version="v1")
     sequence = sequence_of("a", prompts(1)[0], max_new_tokens=6)
     core.add([sequence])

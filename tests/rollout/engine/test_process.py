@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from tiny_model import save_model
+from waiting import has_ended, wait_until
 
 from rollout.engine_process import EngineProcess, EngineStartError, embedded_engine
 from rollout.sglang_client import Completion, EngineClient
@@ -112,16 +114,9 @@ def test_it_ends_when_its_parent_is_killed(qwen3, tmp_path: Path, option: str):
     ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        wait_until(lambda: "serving" in log_path.read_text(), 60)
+        wait_until("engine", lambda: "serving" in log_path.read_text(), 60)
         parent.kill()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
-
-
-def wait_until(holds: Any, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
-        time.sleep(0.05)
+    wait_until("end of the child", lambda: has_ended(child.pid), 5)
 
 
 def test_idle_it_uses_less_than_a_hundredth_of_a_core(engine: EngineProcess):
@@ -209,8 +204,8 @@ def test_a_request_that_arrives_while_paused_can_be_aborted(engine: EngineProces
     assert (completion.finish_reason, len(completion.output_ids)) == ("abort", 0)
 
 
-def test_weights_of_another_shape_are_refused_whole(engine: EngineProcess, make_model, tmp_path: Path):
-    make_model("Qwen3", tmp_path, head_dim=16, tie_word_embeddings=True, intermediate_size=64)
+def test_weights_of_another_shape_are_refused_whole(engine: EngineProcess, tmp_path: Path):
+    save_model(tmp_path, head_dim=16, tie_word_embeddings=True, intermediate_size=64)
     body = {"model_path": str(tmp_path), "weight_version": "wrong"}
     prompt = {"input_ids": [5, 6], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
     before = post(engine, "/generate", prompt)[1]["output_ids"]

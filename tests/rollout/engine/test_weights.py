@@ -35,7 +35,7 @@ def read(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
 def test_bf16_is_read_as_float32_without_a_change(tensors, qwen3):
     config, saved = tensors
-    served = {form.name: values for unit in ModelWeights(qwen3[0], config, torch.float32).units.values() for form, values in unit.parts()}
+    served = served_by(ModelWeights(qwen3[0], config, torch.float32))
     assert all(torch.equal(served[name], saved[name].float()) for name in expected_shapes(config))
 
 
@@ -134,19 +134,38 @@ def memory(weights: ModelWeights) -> dict[str, int]:
     return {form.name: unit.matrix.data_ptr() for unit in weights.units.values() for form in unit.forms}
 
 
-def test_what_did_not_change_is_neither_read_nor_copied(tensors, qwen3, folder: SharedFolder, monkeypatch: pytest.MonkeyPatch):
+def served_by(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    return {form.name: values for unit in weights.units.values() for form, values in unit.parts()}
+
+
+def test_what_changed_is_written_over_what_it_replaces_and_nothing_else_is_read(
+    tensors, qwen3, folder: SharedFolder, monkeypatch: pytest.MonkeyPatch
+):
     config, saved = tensors
     old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32)
+    before, places = served_by(old), memory(old)
     changed = "model.layers.1.mlp.up_proj.weight"
-    newer = shared(folder, saved | {changed: saved[changed] + 1}, qwen3[0], version=1)
+    other = saved | {changed: saved[changed] + 1}
+    newer = shared(folder, other, qwen3[0], version=1)
     read_names, read_one = [], ModelFiles.read
     monkeypatch.setattr(ModelFiles, "read", lambda self, name: read_names.append(name) or read_one(self, name))
     new = ModelWeights(newer.directory, config, torch.float32, old=old)
-    fused = {"model.layers.1.mlp.gate_proj.weight", changed}
-    assert set(read_names) == fused, "a fused matrix is made again when one of its tensors changed"
-    assert {name for name in saved if memory(old)[name] != memory(new)[name]} == fused
-    served = {form.name: values for unit in new.units.values() for form, values in unit.parts()}
-    assert torch.equal(served[changed], (saved[changed] + 1).float())
+    assert set(read_names) == {"model.layers.1.mlp.gate_proj.weight", changed}, "what is fused with it, too"
+    assert all(torch.equal(values, saved[name].float()) for name, values in before.items()), "the old one is still in use"
+    new.take_over()
+    assert memory(new) == places
+    assert all(torch.equal(values, other[name].float()) for name, values in served_by(new).items())
+
+
+def test_what_is_served_out_of_the_workers_memory_is_exchanged_and_not_written_to(tensors, qwen3, folder: SharedFolder):
+    config, saved = tensors
+    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.bfloat16)
+    norm = old.norm
+    changed = saved | {"model.norm.weight": saved["model.norm.weight"] + 1}
+    new = ModelWeights(shared(folder, changed, qwen3[0], version=1).directory, config, torch.bfloat16, old=old)
+    new.take_over()
+    assert torch.equal(new.norm, changed["model.norm.weight"])
+    assert torch.equal(norm, saved["model.norm.weight"])
 
 
 def test_a_checkpoint_is_the_first_version_already(tensors, qwen3, folder: SharedFolder):
@@ -161,6 +180,7 @@ def test_a_directory_from_elsewhere_after_a_shared_one_is_served(tensors, qwen3,
     other = saved | {"model.norm.weight": saved["model.norm.weight"] + 1}
     save_file(other, tmp_path / "model.safetensors")
     new = ModelWeights(tmp_path, config, torch.float32, old=old)
+    new.take_over()
     assert torch.equal(new.norm, other["model.norm.weight"].float())
     assert new.embedding is old.embedding
 

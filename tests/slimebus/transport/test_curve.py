@@ -1,13 +1,14 @@
 """Real sockets with keys: who is let in, what each may ask for, and what those who are not let in are told."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from answering import Answering, polite
+from waiting import wait_until
 
 from slimebus import envelope
 from slimebus import messages as m
@@ -16,34 +17,7 @@ from slimebus.security import key_folder
 from slimebus.security.credentials import Credentials
 from slimebus.security.keyring import FolderKeyring
 from slimebus.transport.client import Client
-from slimebus.transport.server import Limits, Request, Server
-
-
-class Welcoming:
-    """A server thread with the keys of a folder (None: without) that welcomes everyone it hears and says ok to all else."""
-
-    def __init__(self, folder: Path | None, bind: str = "tcp://127.0.0.1:0", **limits: Any) -> None:
-        self.keyring = FolderKeyring(folder) if folder else None
-        self.server = Server(bind, run="r1", keyring=self.keyring, **limits)
-        self.seen: list[Request] = []
-        self._stop = threading.Event()
-        self.todo: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._loop, daemon=True)
-        self._thread.start()
-
-    def _loop(self) -> None:
-        while not self._stop.is_set():
-            while self.todo:
-                self.todo.pop()()
-            for request in self.server.receive(0.02):
-                self.seen.append(request)
-                is_hello = isinstance(request.message, m.Hello)
-                self.server.reply(request, m.Welcome(run="r1", epoch=7, heartbeat_s=0.05) if is_hello else m.Ok())
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(5)
-        self.server.close()
+from slimebus.transport.server import Limits
 
 
 @pytest.fixture
@@ -53,36 +27,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Welcoming]]:
-    made: list[Welcoming] = []
+def serve(closing: Any) -> Callable[..., Answering]:
+    """Serves with the keys of a folder; None: without."""
 
-    def make(folder: Path | None, **options: Any) -> Welcoming:
-        made.append(Welcoming(folder, **options))
-        return made[-1]
+    def make(folder: Path | None, bind: str = "tcp://127.0.0.1:0", **options: Any) -> Answering:
+        return closing(Answering(polite, bind, keyring=FolderKeyring(folder) if folder else None, **options))  # type: ignore[no-any-return]
 
-    yield make
-    for one in made:
-        one.close()
+    return make
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
-
+def connect(closing: Any) -> Callable[..., Client]:
     def make(address: str, key: Path | None, name: str = "w1") -> Client:
-        made.append(Client(address, name=name, credentials=Credentials(key) if key else None, resend_s=0.3))
-        return made[-1]
+        credentials = Credentials(key) if key else None
+        return closing(Client(address, name=name, credentials=credentials, resend_s=0.3), goodbye=False)  # type: ignore[no-any-return]
 
-    yield make
-    for one in made:
-        one.close(goodbye=False)
-
-
-def _wait_until(is_true: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert is_true()
+    return make
 
 
 def test_an_allowed_key_is_let_in_and_its_name_comes_with_each_message(folder: Path, serve: Any, connect: Any) -> None:
@@ -103,7 +63,7 @@ def test_without_a_key_there_is_no_way_in_and_the_error_says_so(folder: Path, se
 def test_a_key_that_is_not_on_the_list_is_refused_and_told_how_to_get_on_it(folder: Path, serve: Any, connect: Any) -> None:
     server = serve(folder)
     key_folder.revoke(folder, "client")
-    server.keyring.refresh()
+    server.server.keyring.refresh()
     client = connect(server.server.endpoint, folder / "client.key")
     with pytest.raises(Unreachable, match=r"refused our key .*client.key: it is not on its allow-list, or revoked"):
         client.call(m.Status(), timeout_s=1.0)
@@ -188,7 +148,7 @@ def test_a_revoked_key_is_cut_off_at_its_next_message_without_a_restart(folder: 
     client = connect(server.server.endpoint, folder / "rollout.key")
     client.join("rollout", timeout_s=5)
     key_folder.revoke(folder, "rollout")
-    _wait_until(lambda: "rollout" not in {held.name for held in server.keyring.grants.values()}, 5)
+    wait_until("key to go", lambda: "rollout" not in {held.name for held in server.server.keyring.grants.values()}, 5)
     with pytest.raises(SlimebusError, match="the key of this connection is revoked") as refused:
         client.call(m.Lease(want=1, wait_s=0), timeout_s=5)
     assert refused.value.code == "forbidden"
@@ -206,7 +166,7 @@ def test_a_rotated_key_is_taken_up_by_a_process_that_runs(folder: Path, serve: A
     client.join("rollout", timeout_s=5)
     older = client.credentials.pair.public
     key_folder.rotate(folder, "rollout", grace_s=0)
-    _wait_until(lambda: older not in server.keyring.grants, 5)
+    wait_until("key to go", lambda: older not in server.server.keyring.grants, 5)
     assert isinstance(client.call(m.Lease(want=1, wait_s=0), timeout_s=10).message, m.Ok)
     assert client.credentials.pair.public != older
 
@@ -218,8 +178,8 @@ def test_a_rotated_key_is_let_in_for_its_grace(folder: Path, serve: Any, connect
     key_folder.rotate(folder, "rollout", grace_s=60)
     server = serve(folder)
     assert connect(server.server.endpoint, older).join("rollout", timeout_s=5)
-    server.keyring._wall = lambda: time.time() + 61
-    _wait_until(lambda: len(server.keyring.grants) == 3, 5)
+    server.server.keyring._wall = lambda: time.time() + 61
+    wait_until("new key", lambda: len(server.server.keyring.grants) == 3, 5)
     with pytest.raises(Unreachable, match="refused our key"):
         connect(server.server.endpoint, older, "w2").join("rollout", timeout_s=1)
 
@@ -232,10 +192,10 @@ def test_the_servers_key_is_rotated_while_connections_stay_and_new_ones_come(fol
     prepared = connect(server.server.endpoint, folder / "trainer.key", "trainer")
     prepared.join("trainer", timeout_s=5)
     key_folder.switch_broker(folder)
-    older = server.keyring.pair
-    _wait_until(lambda: server.keyring.pair != older, 5)
+    older = server.server.keyring.pair
+    wait_until("new pair", lambda: server.server.keyring.pair != older, 5)
     server.todo.append(server.server.renew_key)
-    _wait_until(lambda: not server.todo)
+    wait_until("rest", lambda: not server.todo)
     for open_connection in (client, prepared):
         assert isinstance(open_connection.call(m.Status(), timeout_s=5).message, m.Ok), "an open connection stays"
     assert connect(server.server.endpoint, folder / "client.key", "c").call(m.Status(), timeout_s=5)
@@ -244,8 +204,8 @@ def test_the_servers_key_is_rotated_while_connections_stay_and_new_ones_come(fol
 def test_a_list_that_does_not_parse_changes_nothing_and_is_named(folder: Path, serve: Any, connect: Any) -> None:
     server = serve(folder)
     (folder / "allowed.json").write_text('{"clients": {')
-    _wait_until(lambda: server.keyring.problem, 5)
-    assert "allowed.json: not an allow-list" in server.keyring.problem
+    wait_until("problem", lambda: server.server.keyring.problem, 5)
+    assert "allowed.json: not an allow-list" in server.server.keyring.problem
     assert connect(server.server.endpoint, folder / "rollout.key").join("rollout", timeout_s=5)
 
 
@@ -260,7 +220,7 @@ def test_connections_beyond_the_bound_are_refused_and_those_inside_still_work(se
             socket.connect(server.server.endpoint)
             socket.send(envelope.encode(m.Status(), id=1))
             assert i >= 7 or socket.poll(5000), "the first seven have room"
-        _wait_until(lambda: server.server.refused["max_connections"] >= 30)
+        wait_until("refusal of 30", lambda: server.server.refused["max_connections"] >= 30)
         late = connect(server.server.endpoint, None, "late")
         with pytest.raises(Unreachable, match=r"no room for another connection \(broker.max_connections\)"):
             late.call(m.Status(), timeout_s=1.0)

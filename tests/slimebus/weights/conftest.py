@@ -1,15 +1,11 @@
 """Small models whose versions change as training changes them."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slimebus.weights.tensors import TensorLike, Weights, as_tensor
-
-sys.path.insert(0, str(Path(__file__).parent))  # the tests here import bit_patterns
 
 Model = dict[str, TensorLike]
 

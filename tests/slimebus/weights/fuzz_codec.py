@@ -10,25 +10,16 @@ import sys
 
 import numpy as np
 import zstandard
+from bit_patterns import kernels
 
 from slimebus.errors import WeightsError
-from slimebus.weights import codec, kernel_c
+from slimebus.weights import codec
 from slimebus.weights.kernel import Kernel, load_kernel
 from slimebus.weights.messages import TensorEntry
 from slimebus.weights.plan import Job, Known
 from slimebus.weights.tensors import Tensor, hash_bytes
 
 LIES = [0, 1, 2, 39, 40, 41, 127, 255, 2**15, 2**22 - 1, 2**22, 2**22 + 1, 2**31 - 1, 2**31, 2**32 - 1]
-
-
-def kernels(library: str | None) -> list[Kernel]:
-    """numpy, and every level of the compiled kernel that this machine runs; the compiled one from `library` where given."""
-    if library is None:
-        best = kernel_c.load()
-        return [load_kernel("numpy"), *(k for level in (0, 2, 3) if best and level <= best.level and (k := kernel_c.load(level)))]
-    loaded = ctypes.CDLL(library)
-    best_level = kernel_c.CKernel(loaded).level
-    return [load_kernel("numpy"), *(kernel_c.CKernel(loaded, level) for level in (0, 2, 3) if level <= best_level)]
 
 
 def payloads(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, bytes]:
@@ -151,7 +142,7 @@ def check_streams(rng: np.random.Generator, all_kernels: list[Kernel]) -> None:
 def main() -> None:
     faulthandler.enable()
     count, seed, library = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
-    rng, all_kernels = np.random.default_rng(seed), kernels(library)
+    rng, all_kernels = np.random.default_rng(seed), kernels(ctypes.CDLL(library) if library else None)
     for _ in range(count):
         check(rng, all_kernels)
         check_streams(rng, all_kernels)

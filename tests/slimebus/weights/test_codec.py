@@ -6,16 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
-from bit_patterns import versions
+from bit_patterns import kernels, versions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimebus.errors import WeightsError
-from slimebus.weights import codec, kernel_c
+from slimebus.weights import codec
 from slimebus.weights.kernel import Kernel, load_kernel
 
-COMPILED = [kernel for level in (0, 2, 3) if (kernel := kernel_c.load(level)) and level <= load_kernel("c").level]
-KERNELS: list[Kernel] = [load_kernel("numpy"), *COMPILED]
+KERNELS = kernels()
 all_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
@@ -24,7 +23,7 @@ def perturbed(rng: np.random.Generator, base: np.ndarray, fraction: float, large
     return (base + np.where(rng.random(len(base)) < fraction, steps, 0)).astype(np.uint16)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None and not COMPILED, reason="no C compiler on this machine: the codec runs on numpy")
+@pytest.mark.skipif(shutil.which("cc") is None and len(KERNELS) == 1, reason="no C compiler on this machine: the codec runs on numpy")
 def test_the_compiled_kernel_is_built_and_in_use() -> None:
     assert load_kernel("c").name == codec.codec_path()
 

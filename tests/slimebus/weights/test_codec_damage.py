@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 def fuzz(*words: str, **environment: str) -> str:
     ended = subprocess.run(
         [sys.executable, str(FUZZER), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'props'}", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=300,

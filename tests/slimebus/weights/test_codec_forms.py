@@ -5,19 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bit_patterns import kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimebus.errors import WeightsError
-from slimebus.weights import codec, delta_file, kernel_c
+from slimebus.weights import codec, delta_file
 from slimebus.weights.delta_file import DeltaFile
-from slimebus.weights.kernel import Kernel, load_kernel
+from slimebus.weights.kernel import Kernel
 from slimebus.weights.messages import FULL, SAME
 from slimebus.weights.safetensors_file import as_weights
 from slimebus.weights.tensors import DTYPE_BYTES, STEPPED_DTYPES, Tensor, Weights, as_tensor, tensor_bytes
 
-COMPILED = [kernel for level in (0, 2, 3) if (kernel := kernel_c.load(level)) and level <= load_kernel("c").level]
-KERNELS: list[Kernel] = [load_kernel("numpy"), *COMPILED]
+KERNELS = kernels()
 UNIT = codec.UNIT_VALUES
 
 # Both zeros, least and largest subnormals, infinities, quiet and signalling NaNs with payloads, the largest numbers.
@@ -65,7 +65,7 @@ def led(base: Weights, target: Weights) -> Weights:
     """Base brought to target through a manifest and its payloads."""
     manifest, payloads = delta_file.between(base, target)
     names = [entry.name for entry in manifest.tensors if entry.kind != SAME]
-    return delta_file.apply(DeltaFile(manifest, {name: memoryview(p) for name, p in zip(names, payloads, strict=True)}), base)
+    return delta_file.apply(DeltaFile(manifest, {name: [p] for name, p in zip(names, payloads, strict=True)}), base)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

@@ -1,5 +1,6 @@
 """What leads from one version to another, in a file."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,11 @@ def test_a_file_that_is_cut_off_is_refused(model: Any, after: Any, tmp_path: Pat
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(WeightsError):
         delta_file.read(path)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(model: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "0.full", version({}, -1), version(model))
+    found = delta_file.read(path)
+    os.truncate(path, 4096)
+    with pytest.raises(WeightsError, match=r"0\.full was cut off while it was read"):
+        delta_file.apply(found, None)

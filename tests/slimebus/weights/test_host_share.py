@@ -1,6 +1,7 @@
 """Workers of one host: one pulls, the others take what it pulled, and nobody depends on anybody."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,14 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from slimebus.errors import WeightsError
 from slimebus.weights import host_share
 from slimebus.weights.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.host_share import HostShare, Turn, sweep_turns
+from slimebus.weights.messages import VersionGone
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
 from slimebus.weights.shared_folder import SharedFolder
@@ -119,9 +123,7 @@ WeightPuller([{server.endpoint!r}], host=host).pull(deadline_s=60)
     puller = join()
     with ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(puller.pull, deadline_s=30)
-        until = time.monotonic() + 10
-        while puller.counts.neighbour_tensors < NUM_TENSORS // 2 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until("half of the tensors", lambda: puller.counts.neighbour_tensors >= NUM_TENSORS // 2)
         assert not pulling.done(), "it waits for the other, whose turn it is"
         assert puller.counts.received_bytes == 0
         other.send_signal(signal.SIGKILL)
@@ -141,9 +143,79 @@ def test_a_worker_that_hangs_with_the_turn_is_not_waited_for(
     hanging = HostShare(SharedFolder(tmp_path), server.endpoint)
     hanging.begin()
     assert hanging.is_puller
-    assert join().pull(deadline_s=30).digest == published.digest
+    waiting = join()
+    have = waiting.pull(deadline_s=30)
+    assert have.digest == published.digest
+    monkeypatch.setattr(host_share, "PATIENCE_S", 1000.0)
+    newer = store.publish(values(2))
+    assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
     hanging.end()
     hanging.folder.close()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/etc/hostname")])
+def test_a_turn_that_somebody_else_made_impossible_is_not_waited_for(
+    store: VersionStore,
+    server: WeightServer,
+    tmp_path: Path,
+    join: Callable[..., WeightPuller],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], None],
+) -> None:
+    monkeypatch.setattr(host_share, "PATIENCE_S", 0.1)
+    published = store.publish(values(1))
+    puller = join()
+    assert puller._host is not None
+    make(puller._host._turn._path)
+    assert puller.pull(deadline_s=30).digest == published.digest
+
+
+def test_shared_memory_that_is_gone_is_an_error_that_says_where(store: VersionStore, server: WeightServer, tmp_path: Path) -> None:
+    store.publish(values(1))
+    (tmp_path / "shm").mkdir()
+    folder = SharedFolder(tmp_path / "shm")
+    puller = WeightPuller([server.endpoint], host=HostShare(folder, server.endpoint))
+    shutil.rmtree(folder.root)
+    with pytest.raises(WeightsError, match=f"{folder.root}: No such file or directory"):
+        puller.pull(deadline_s=30)
+    puller.close()
+
+
+def test_a_tensor_that_is_begun_anew_takes_its_memory_once(
+    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
+) -> None:
+    """As where versions follow each other faster than a large tensor comes."""
+    published = store.publish(values(1))
+    begun: list[int] = []
+
+    def gone_in_the_middle(lineage: str, version: int, name: str, base: int) -> memoryview:
+        if name == "t39":
+            begun.append(len(list(tmp_path.glob("slimebus-weights-*/unfinished/*"))))
+            if len(begun) in (3, 6, 9, 12):
+                raise VersionGone("it has changed")
+        return store.read(lineage, version, name, base)
+
+    server._store = SimpleNamespace(manifest=store.manifest, read=gone_in_the_middle)
+    assert join(credits=1, chunk_bytes=1 << 15).pull(deadline_s=30).digest == published.digest
+    assert len(begun) > 12
+    assert max(begun) <= 2
+
+
+def test_all_parts_together_must_have_room(
+    server: WeightServer, store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = values(1)
+    other = VersionStore(lineage=store.lineage)
+    store.publish({name: tensor for name, tensor in parts.items() if name < "t20"})
+    other.publish({name: tensor for name, tensor in parts.items() if name >= "t20"})
+    second, folder = WeightServer(other), SharedFolder(tmp_path)
+    puller = WeightPuller([server.endpoint, second.endpoint], host=HostShare(folder, "two"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SIZE - 1))
+    with pytest.raises(WeightsError, match=f"no room for {SIZE} bytes"):
+        puller.pull(deadline_s=30)
+    assert puller.counts.received_bytes == 0
+    for closable in (puller, second, folder):
+        closable.close()
 
 
 def test_a_worker_that_waits_too_long_says_for_whom(
@@ -240,14 +312,16 @@ def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(
 
 def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path, store: VersionStore) -> None:
     chain = DiskChain(tmp_path / "chain", "one")
-    store.publish(values(1))
-    chain.publish(store)
+    newest = store.publish(values(1))
+    chain.write(store)
+    chain.announce(newest.version, newest.digest)
     folders = [SharedFolder(tmp_path) for _ in range(2)]
     pullers = [DiskPuller(chain.folder, host=HostShare(folder, "chain")) for folder in folders]
     have = [puller.pull(deadline_s=30) for puller in pullers]
     for seed in (2, 3):
         newest = store.publish(values(seed))
-        chain.publish(store)
+        chain.write(store)
+        chain.announce(newest.version, newest.digest)
     newer = [puller.pull(weights, deadline_s=30) for puller, weights in zip(pullers, have, strict=True)]
     assert {weights.digest for weights in newer} == {newest.digest}
     assert pullers[1].counts.received_bytes == 0

@@ -91,9 +91,9 @@ class Lying:
         self._store.publish({"w": VALUES})
         self.read = self._store.read
 
-    def manifest(self, lineage: str, version: int) -> Any:
+    def manifest(self, lineage: str, version: int, want: int = -1) -> Any:
         """What is encoded as it stands; the server asks it for no more than these."""
-        good = self._store.manifest(lineage, version)
+        good = self._store.manifest(lineage, version, want)
         more = [msgspec.convert(entry, TensorEntry) for entry in self._lie.get("more", [])]
         changed = msgspec.structs.replace(good.tensors[0], **{k: v for k, v in self._lie.items() if k != "more"})
         return Manifest(lineage="L", version=0, digest=good.digest, tensors=[changed, *more])

@@ -21,20 +21,6 @@ from slimebus.weights.tensors import NO_BASE
 
 
 @pytest.fixture
-def closing():
-    """Closes what a test opened, newest first."""
-    opened = []
-
-    def keep(closable):
-        opened.append(closable)
-        return closable
-
-    yield keep
-    for closable in reversed(opened):
-        closable.close()
-
-
-@pytest.fixture
 def store(model):
     store = VersionStore(keep=4)
     store.publish(model)
@@ -47,8 +33,8 @@ class Fault:
     def __init__(self, store, on_read=lambda reads, name, base, payload: payload, on_manifest=lambda manifest: manifest):
         self.store, self.on_read, self.on_manifest, self.reads = store, on_read, on_manifest, 0
 
-    def manifest(self, lineage, version):
-        return self.on_manifest(self.store.manifest(lineage, version))
+    def manifest(self, lineage, version, want=-1):
+        return self.on_manifest(self.store.manifest(lineage, version, want))
 
     def read(self, lineage, version, name, base):
         self.reads += 1
@@ -145,10 +131,15 @@ def test_parts_of_a_model_come_from_their_publishers_and_must_be_of_one_version(
     assert weights.digest == VersionStore().publish(model).digest
     newer = after(model, 1)
     publish(newer, only=[0, 1])
-    with pytest.raises(WeightsError, match="different versions"):
-        puller.pull(weights, deadline_s=0.3)
-    threading.Timer(0.1, publish, (newer, [2])).start()
+    assert puller.pull(weights, deadline_s=10) is weights, "the newest that all have"
+    fresh = closing(WeightPuller([server.endpoint for server in servers]))
+    with pytest.raises(WeightsError, match=f"different versions: {servers[0].endpoint} at 1 of l, .*, {servers[2].endpoint} at 0 of l"):
+        fresh.pull(deadline_s=0.3)
+    publish(newer, only=[2])
     check(puller.pull(weights, deadline_s=10), newer)
+    before = fresh.counts.received_bytes
+    check(fresh.pull(deadline_s=10), newer)
+    assert fresh.counts.received_bytes - before < parts[2].newest.total_bytes, "what the others had was kept"
 
 
 def test_a_server_that_dies_in_the_middle_of_a_tensor_is_resumed(model, check, closing):
@@ -283,10 +274,12 @@ def test_a_new_lineage_replaces_the_old_one_and_reuses_equal_tensors(store, mode
     assert new.tensors["fixed"].buffer is old.tensors["fixed"].buffer
 
 
-def test_the_deadline_names_the_server_that_does_not_answer(closing):
-    puller = closing(WeightPuller(["tcp://127.0.0.1:9"]))
+def test_the_deadline_names_the_server_that_does_not_answer(closing, caplog):
+    caplog.set_level("INFO", "slimebus.weights")
+    puller = closing(WeightPuller(["tcp://127.0.0.1:9"], stall_s=0.02))
     with pytest.raises(WeightsError, match=r"within 0 s from tcp://127.0.0.1:9.*trainer running"):
-        puller.pull(deadline_s=0.3)
+        puller.pull(deadline_s=0.49)
+    assert "no word from the weight server at tcp://127.0.0.1:9" in caplog.text, "nor are two minutes spent in silence"
 
 
 def test_nothing_published_yet_is_waited_for(model, check, closing):

@@ -11,9 +11,11 @@ import pytest
 from slimebus.errors import WeightsError
 from slimebus.weights.messages import Manifest, ManifestRequest
 from slimebus.weights.onward import Onward
+from slimebus.weights.plan import Target
 from slimebus.weights.puller import WeightPuller
 from slimebus.weights.server import WeightServer
 from slimebus.weights.store import VersionStore
+from slimebus.weights.tensors import NO_BASE
 
 Model = dict[str, Any]
 
@@ -24,8 +26,8 @@ class Changed:
     def __init__(self, store: VersionStore, change: Callable[[Manifest], Manifest]) -> None:
         self.store, self.change = store, change
 
-    def manifest(self, lineage: str, version: int) -> Manifest:
-        return self.change(self.store.manifest(lineage, version))
+    def manifest(self, lineage: str, version: int, want: int = -1) -> Manifest:
+        return self.change(self.store.manifest(lineage, version, want))
 
     def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
         return self.store.read(lineage, version, name, base)
@@ -133,6 +135,23 @@ def test_a_worker_that_never_begins_is_gone_around(make, model, check) -> None:
     assert second.counts.bad_sources == 1
 
 
+def test_a_worker_that_has_gone_on_is_asked_again_for_the_next_version(make, model, after, check) -> None:
+    parts = make(model, 1, degree=1)
+    (first, passing), (second, _) = parts.worker(), parts.worker()
+    weights, others = first.pull(deadline_s=20), second.pull(deadline_s=20)
+    parts.publish(after(model, 1))
+    first.pull(weights, deadline_s=20)
+    passing._store.begin(Target("l", 7), [])  # before the second has asked
+    check(second.pull(others, deadline_s=20), after(model, 1))
+    assert second.counts.bad_sources == 1
+    parts.publish(newest := after(model, 2))
+    first.pull(weights, deadline_s=20)
+    before = passing.sent_bytes
+    check(second.pull(others, deadline_s=20), newest)
+    assert passing.sent_bytes > before
+    assert second.counts.bad_sources == 1
+
+
 def test_publishers_are_asked_at_once(make, model, check) -> None:
     """Each may have to merge a chain before it answers; here none answers before all are asked."""
     together = threading.Barrier(3, timeout=10)
@@ -142,6 +161,41 @@ def test_publishers_are_asked_at_once(make, model, check) -> None:
         return manifest
 
     check(make(model, 3, wait_for_the_others).puller().pull(deadline_s=20), model)
+
+
+@pytest.mark.parametrize("ahead_by", [1, 3])
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_a_publisher_that_is_always_ahead_of_another_keeps_no_worker_waiting(
+    make, model, after, check, ahead_by: int, is_fresh: bool
+) -> None:
+    """Each takes its time to diff and encode: where that is longer than a step, the two are never at one version."""
+    parts = make(model, 2)
+    models = [model]
+
+    def publish(which: int) -> None:
+        version = parts.stores[which].next_version
+        if version == len(models):
+            models.append(after(models[-1], version) | {"scale": model["scale"]})  # float32 has no deltas: what has changed is gone
+        parts.stores[which].publish({name: models[version][name] for name in parts.names[which]})
+
+    puller = parts.puller()
+    have = None if is_fresh else puller.pull(deadline_s=20)
+    for _ in range(ahead_by):
+        publish(0)
+    manifest = parts.servers[0]._store.manifest
+
+    def advancing(*asked: Any) -> Manifest:
+        """Between two looks of the puller, which asks publisher 0 at least once in each, both go on."""
+        for which in (0, 1) if asked[2] == NO_BASE else ():
+            publish(which)
+        return manifest(*asked)
+
+    parts.servers[0]._store.manifest = advancing
+    for _ in range(3):
+        have = puller.pull(have, deadline_s=20)
+        assert have.version < parts.stores[0].newest.version
+        check(have, models[have.version])
+        assert have.digest == VersionStore(first_version=have.version).publish(models[have.version]).digest
 
 
 def test_a_part_whose_digest_is_another_is_refused(make, model) -> None:
@@ -179,5 +233,5 @@ def test_parts_of_two_lineages_make_no_version(make, model) -> None:
     parts.opened.append(old)
     puller = WeightPuller([parts.servers[0].endpoint, old.endpoint])
     parts.opened.append(puller)
-    with pytest.raises(WeightsError, match="different versions: 0 of l, 0 of older"):
+    with pytest.raises(WeightsError, match=rf"different versions: {parts.servers[0].endpoint} at 0 of l, {old.endpoint} at 0 of older"):
         puller.pull(deadline_s=0.3)

@@ -1,5 +1,6 @@
 """A worker's tensors in shared memory, what its neighbours take of them, and what becomes of it when it dies."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -86,6 +87,81 @@ def test_what_no_version_needs_is_given_back_and_mappings_of_it_stay(folder: Sha
     assert names(folder.path / "tensors") == {tensor.file.name for tensor in new.tensors.values()}
     assert names(folder.path / "versions") == {new.directory.name}
     assert old.tensors["b"].array().tolist() == [2]
+
+
+LARGE = shared_folder.MIN_REUSED_BYTES
+
+
+def large(version: int) -> Weights:
+    return weights(version, a=[version] * LARGE)
+
+
+def serve(folder: SharedFolder, version: Weights, model: Path) -> tuple[Path, int]:
+    """Make it the only version of the folder; the file of its tensor and that file's inode."""
+    made = folder.make_version(folder.hold(version), model)
+    folder.retain(made)
+    return made.tensors["a"].file, made.tensors["a"].file.stat().st_ino
+
+
+def test_a_version_is_written_into_the_memory_of_the_one_before_the_last(folder: SharedFolder, model: Path) -> None:
+    inodes = [serve(folder, large(version), model)[1] for version in range(6)]
+    assert inodes == [*inodes[:2]] * 3
+    newest = read_model(next((folder.path / "versions").iterdir()))["a"]
+    assert newest.array().tolist() == [5] * LARGE
+
+
+@pytest.mark.parametrize("reading", ["mapped", "open", "linked"])
+def test_who_reads_a_version_reads_it_for_as_long_as_they_like(folder: SharedFolder, model: Path, tmp_path: Path, reading: str) -> None:
+    file, first = serve(folder, large(1), model)
+    with contextlib.ExitStack() as stack:
+        if reading == "mapped":
+            array = read_model(file)["a"].array()
+            content = array.tolist
+        elif reading == "open":
+            descriptor = stack.enter_context(file.open("rb"))
+            content = lambda: np.frombuffer(descriptor.read()[-2 * LARGE :], np.uint16).tolist()  # noqa: E731
+        else:
+            os.link(file, tmp_path / "link.safetensors")
+            content = lambda: read_model(tmp_path / "link.safetensors")["a"].array().tolist()  # noqa: E731
+        inodes = [serve(folder, large(version), model)[1] for version in range(2, 6)]
+        assert first not in inodes
+        assert content() == [1] * LARGE
+
+
+def test_memory_that_neighbours_shared_is_used_again_by_whoever_pulls(folder: SharedFolder, tmp_path: Path, model: Path) -> None:
+    neighbour = SharedFolder(tmp_path)
+    _, first = serve(folder, large(1), model)
+    assert all(is_neighbours for _, _, is_neighbours in neighbour.find(forms(large(1))))
+    serve(folder, large(2), model)
+    serve(neighbour, large(1), model)
+    list(neighbour.find(forms(large(2))))
+    serve(neighbour, large(2), model)
+    assert serve(folder, large(3), model)[1] == first
+    neighbour.close()
+
+
+def test_spare_memory_goes_when_there_is_no_other(folder: SharedFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in range(2):
+        serve(folder, large(version), model)
+    assert names(folder.path / "spare")
+    fallocate, calls = os.posix_fallocate, []
+
+    def full_at_first(descriptor: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        fallocate(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_at_first)
+    folder.allocate(forms(weights(b=[1] * LARGE))[0])
+    assert not names(folder.path / "spare")
+
+
+def test_no_memory_is_kept_for_tensors_that_are_gone(folder: SharedFolder, model: Path) -> None:
+    serve(folder, large(0), model)
+    serve(folder, large(1), model)
+    folder.retain(folder.make_version(folder.hold(weights(2, b=[1])), model))
+    assert not names(folder.path / "spare")
 
 
 def test_nothing_writes_to_a_kept_tensor(folder: SharedFolder) -> None:

@@ -1,10 +1,21 @@
-"""16-bit values before and after changes of every kind that the codec tells apart."""
+"""16-bit values before and after changes of every kind that the codec tells apart, and the kernels that must agree on them."""
+
+import ctypes
 
 import numpy as np
 from hypothesis import strategies as st
 
+from slimebus.weights import kernel_c
+from slimebus.weights.kernel import Kernel, load_kernel
+
 EDGE_STEPS = [0, 1, -1, 7, -7, 8, -8, 134, -134, 135, -135, 136, 32767, -32768]
 SPECIAL = np.array([0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x0000, 0x8000, 0x7C00, 0xFC01], np.uint16)  # inf, NaN, zeros of both types
+
+
+def kernels(library: ctypes.CDLL | None = None) -> list[Kernel]:
+    """numpy, and the compiled kernel (of `library` where given) at every level that this machine runs."""
+    best = kernel_c.CKernel(library) if library else kernel_c.load()
+    return [load_kernel("numpy"), *(kernel_c.CKernel(best.library, level) for level in range(best.level + 1 if best else 0))]
 
 
 @st.composite

@@ -1,10 +1,9 @@
 """A trainer and a worker by their raw messages, for tests of a live broker. The trainer commits version v of step v at once."""
 
-import msgspec
 import numpy as np
 
 from slimebus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, LeasedGroup, Publish, Put, PutReply, Resume
-from slimebus.samples import Sample, decode_group, encode_group
+from slimebus.samples import Sample, decode_stored, encode_group
 from slimebus.transport.client import Client
 
 LINEAGE = "L"
@@ -40,11 +39,7 @@ def train(trainer: Client, step: int, *, wait_s: float = 60.0, checkpoint: int |
     names = [group.group for group in reply.groups]
     assert names, reply.reason
     fetched = trainer.call(Fetch(groups=names), timeout_s=60)
-    found, frames = {}, list(fetched.bulk)
-    for name, count in zip(names, fetched.expect(FetchReply).num_frames, strict=True):
-        record = msgspec.msgpack.decode(frames[0], type=Put)
-        found[name] = decode_group(record.samples, record.fields, frames[1:count])
-        frames = frames[count:]
+    found = dict(zip(names, decode_stored(fetched.expect(FetchReply).num_frames, fetched.bulk), strict=True))
     trainer.call(Publish(lineage=LINEAGE, version=step + 1, publishers=["tcp://t"]))
     trainer.call(Commit(step=step, checkpoint=step if checkpoint is None else checkpoint))
     return found
