@@ -26,6 +26,7 @@ from rollout.engine.text import TextCodec
 from slimebus.errors import ConfigError
 
 SHUTDOWN_S = 1.0
+"""For each of two: the HTTP server, which gives answers under way a quarter of it, and again when they are cancelled; the decode thread."""
 # Torch releases the GIL in every operation; without this the decode thread waits up to 5 ms to get it back.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -67,7 +68,7 @@ async def serve(settings: Settings, sock: socket.socket, parent_pid: int | None)
     if parent_pid is not None:
         watch_parent(event_loop, parent_pid, ended.set)
     server = EngineServer(settings, core, expander, codec)
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S / 2)
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S / 4)
     await runner.setup()
     await web.SockSite(runner, sock, backlog=1024).start()
     server.decode_loop.start()

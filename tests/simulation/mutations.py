@@ -106,7 +106,7 @@ MUTATIONS: dict[str, Patch] = {
     "the newest queued prompt goes first": (Groups, "first_queued", _take_newest),
     "a commit frees steps that no checkpoint has": (batches, "free", _free_too_much),
     "the broker's own stop counts as everyone's silence": (awake_clock.AwakeClock, "advance", _jumping),
-    "a worker that leaves keeps its leases": (clients, "_take_back", lambda state, group, reason, has_failed: None),
+    "a worker that leaves keeps its leases": (clients, "take_back", lambda state, group, reason, has_failed: None),
 }
 """Name: what is replaced, and by what."""
 
