@@ -3,16 +3,13 @@
     .venv/bin/python bin/overlap_trace.py --out docs/images/overlap.png
 
 A random model of 55 million parameters, a trainer, two workers, and between them a link of limited rate, so that pulls take a good part of
-a step. Every second step publishes: the steps between, with no pull in flight, are the control. Broker, workers and engines run at the
-lowest priority (with --shared at the trainer's), so that they take only what the trainer leaves of the processors, as if they had nodes of
-their own. It prints what `slimebus trace` prints; `--run-dir` keeps the run, to look at it again.
+a step. Every second step publishes: the steps between, with no pull in flight, are the control. It prints what `slimebus trace` prints;
+`--run-dir` keeps the run, to look at it again.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import click
 import yaml
 from bench_fanout import Relays
 
-from slimebus.launch import Fleet, free_port
+from slimebus.launch import free_port
 
 ROOT = Path(__file__).parents[1]
 LINK = "127.0.0.2"
@@ -41,10 +38,9 @@ WORKERS, MIB = 2, 1 << 20
 @click.option(
     "--rate", default=4.0, show_default=True, help="[MiB/s] Of the link from the trainer, once each worker has the first version."
 )
-@click.option("--shared", is_flag=True, help="Everything at one priority: workers take processor time that the trainer wants.")
 @click.option("--out", type=click.Path(path_type=Path), help="[path] Draw four steps here (PNG).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="[path] Keep the run here; an empty or new folder. Default: not kept.")
-def overlap_trace(steps: int, rate: float, shared: bool, out: Path | None, run_dir: Path | None) -> None:
+def overlap_trace(steps: int, rate: float, out: Path | None, run_dir: Path | None) -> None:
     """Record a run and say how its steps, pulls and sampling lie to each other."""
     with ExitStack() as stack:
         folder = (run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
@@ -54,7 +50,7 @@ def overlap_trace(steps: int, rate: float, shared: bool, out: Path | None, run_d
         relays.in_front_of(f"tcp://127.0.0.1:{port}", f"{LINK}:{port}", free_bytes=WORKERS * size_bytes)
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(run_of(folder, steps, port)))
-        run(folder / "logs", file, niceness=0 if shared else 19)
+        slimebus("up", file, "--workers", WORKERS)
         click.echo(slimebus("trace", folder, *(["--plot", out] if out else [])).strip())
 
 
@@ -94,24 +90,6 @@ def run_of(folder: Path, steps: int, port: int) -> dict[str, object]:
         "optimizer": {"lr": 1e-5},
         "trainer": {"max_tokens_per_gpu": 4096, "save_interval": 0, "tensorboard": False},
     }
-
-
-def run(logs: Path, file: Path, niceness: int) -> None:
-    """The whole run; niceness: of all but the trainer. Raises ClickException with the end of a process's log when it fails."""
-    reach = ["--broker", f"tcp://127.0.0.1:{free_port()}"]
-    with Fleet(logs) as fleet:
-        others = [fleet.start("broker", ["broker", str(file), "--bind", reach[1]])]
-        others += [fleet.start(f"rollout-{i}", ["rollout", str(file), *reach, "--worker-name", f"worker-{i}"]) for i in range(WORKERS)]
-        for other in others:
-            os.setpriority(os.PRIO_PROCESS, other.process.pid, niceness)
-        trainer = fleet.start("trainer", ["trainer", str(file), *reach])
-        while trainer.process.poll() is None:
-            failed = next((child for child in fleet.ended() if child.process.returncode), None)
-            if failed is not None:
-                raise click.ClickException(f"{failed.role} ended with {failed.process.returncode}\n{failed.tail()}")
-            time.sleep(0.5)
-        if trainer.process.returncode:
-            raise click.ClickException(f"trainer ended with {trainer.process.returncode}\n{trainer.tail()}")
 
 
 def slimebus(*words: object) -> str:
