@@ -221,14 +221,20 @@ def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everythi
     talk(fake, session)
 
 
+async def generating(engine: Engine, fake: FakeSGLang, folder: Path) -> "asyncio.Task[Any]":
+    """A request that the engine has and does not answer; it serves version 1."""
+    await engine.update(version(1, folder, a=b"12"))
+    running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
+    while not fake.keys:
+        await asyncio.sleep(0.01)
+    return running
+
+
 def test_what_an_engine_was_running_ends_with_a_failed_update_and_can_be_tried_elsewhere(tmp_path: Path) -> None:
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12"))
-        running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
-        while not fake.keys:
-            await asyncio.sleep(0.01)
+        running = await generating(engine, fake, tmp_path)
         fake.fails = {UPDATE[1]: 1}
         with pytest.raises(WeightsError, match="it would not"):
             await engine.update(version(2, tmp_path, a=b"13"))
@@ -257,10 +263,7 @@ def test_an_engine_that_somebody_resumed_in_the_middle_is_out_of_service_and_wha
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12"))
-        running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
-        while not fake.keys:
-            await asyncio.sleep(0.01)
+        running = await generating(engine, fake, tmp_path)
         begin = fake.on_begin_weight_update
         fake.on_begin_weight_update = lambda body: begin(fake.on_continue_generation(body))  # type: ignore[method-assign]
         with pytest.raises(WeightsError, match="was resumed by somebody else while it was updated to 'L:2'"):
