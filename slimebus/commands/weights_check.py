@@ -160,7 +160,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     rounded = f"; it holds them as {', '.join(found['held_as'])}" if set(found["held_as"]) - {"bfloat16"} else ""
     verdict = ": the engine has exactly these weights" + rounded if found["is_same"] else ""
     if found["different"] and not found["same"]:
-        verdict = ": is this another model, or another release of SGLang than 0.5.23?"
+        verdict = ": another model, another version, or another release of SGLang than 0.5.23?"
     return [*shown, counts + verdict]
 
 

@@ -262,7 +262,7 @@ def test_check_says_how_the_versions_differ(
     done = check(engine.url, "--trainer", trainer.endpoint)
     assert done.exit_code == 1
     assert said in done.output
-    assert "is this another model" in done.output
+    assert "another model, another version" in done.output
 
 
 def test_an_absent_broker_or_publisher_is_named_long_before_the_timeout(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
