@@ -35,10 +35,9 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     client.rejoins = True
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
-        # Who has joined is soon to be heard again, so that comes second.
+        welcome = joining.join(client, "rollout", resolved.config.broker.connect_timeout_s)
         apply_chat_template = resolved.config.data.apply_chat_template
         tokenizer = Tokenizer(model_dir, apply_chat_template=apply_chat_template, vocab_size=vocab_size(model_dir))
-        welcome = joining.join(client, "rollout", resolved.config.broker.connect_timeout_s)
         uvloop.run(_run(resolved, client, welcome, tokenizer))
     except KeyboardInterrupt:
         log.info("interrupted")
