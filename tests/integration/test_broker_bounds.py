@@ -11,6 +11,7 @@ import psutil
 import pytest
 import zmq
 from live_broker import LiveBroker
+from waiting import wait_until
 
 from slimebus import envelope
 from slimebus import messages as m
@@ -73,10 +74,10 @@ def test_a_trainer_that_stops_fetching_stops_the_workers_and_not_the_memory(live
     assert results[-3:] == ["", "", ""], "the buffer is full: no more leases"
     assert memory(broker) - before < 200 * MIB, "512 MiB were put"
     waiting = worker.submit(m.Lease(want=1, wait_s=20, needs_weights=False), timeout_s=30)
+    wait_until("lease that waits", lambda: any("the buffer holds" in line for line in broker.status()["waiting"]), timeout_s=15)
     status = broker.status()
     waiting.cancel()
     assert status["bounds"]["buffer_capacity"]["used"] == 64
-    assert any("the buffer holds" in line for line in status["waiting"]), status["waiting"]
 
 
 def test_a_fetch_that_nobody_reads_is_put_off_while_another_is_served(live: Callable[..., LiveBroker]) -> None:
