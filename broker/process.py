@@ -9,23 +9,32 @@ import signal
 import threading
 from pathlib import Path
 
-from broker.filter_plugin import load_buffer_filter
-from broker.shell import Broker
+from broker.buffer_filter import buffer_filter, load_plugin
+from broker.service import Broker
 from broker.source import FileRows, FileSource, HookSource, NoPrompts, load_source
+from broker.source.interface import PromptSource
 from broker.state.rules import EvalDataset, Rules, Sampling
-from broker.state.table import PromptSource
 from broker.store import open_store
-from slimebus import logs
-from slimebus.config import Resolved, RunConfig
-from slimebus.config.check import check_evaluations
-from slimebus.dynamic_filter import is_reward_spread
-from slimebus.errors import ConfigError, UsageError
-from slimebus.prompt_record import PromptKeys
-from slimebus.security.exposure import check_bind, insecure_note
-from slimebus.security.keyring import FolderKeyring
-from slimebus.transport.server import Limits
+from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.bus.prompt_record import PromptKeys
+from slimebus.bus.security.exposure import check_bind, insecure_note
+from slimebus.bus.security.keyring import FolderKeyring
+from slimebus.bus.transport.server import Limits
+from slimebus.cli import logs
+from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config.agreement import settings_of
+from slimebus.cli.config.check import evaluation_problems
+from slimebus.cli.config.file_checks import label_problems
+from slimebus.cli.config.load import raise_all
+from slimebus.cli.dynamic_filter import is_reward_spread
 
 log = logging.getLogger("broker")
+
+MORE_CONNECTIONS = 64
+UNSENT_BYTES = 1 << 30
+"""Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
+MAX_PUSHED = 1_000_000
+"""Most pushed prompts that wait to be sampled; a client that pushes more is told to wait."""
 
 
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
@@ -76,7 +85,7 @@ def _write_status(path: Path, broker: Broker) -> None:
 def build(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
-    check_evaluations(config)
+    raise_all([*evaluation_problems(config), *label_problems(resolved)])
     keyring = keyring_of(resolved)
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
@@ -87,8 +96,9 @@ def build(resolved: Resolved) -> Broker:
     store = open_store(config.broker.durability, resolved.run_dir / "broker")
     if isinstance(source, HookSource):
         source.record_of = functools.partial(store.get, "prompts")
+    filter_path = config.broker.buffer_filter_path
     return Broker(
-        rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}),
+        rules_of(config, {name: len(rows) for name, rows in eval_rows.items()}, settings_of(resolved, "broker")),
         source,
         store,
         run=config.name,
@@ -99,19 +109,13 @@ def build(resolved: Resolved) -> Broker:
         keyring=keyring,
         max_message_bytes=config.broker.max_message_mib << 20,
         limits=limits(config),
-        buffer_filter=load_buffer_filter(config.broker.buffer_filter_path, resolved.base),
+        buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base)) if filter_path else None,
     )
 
 
 def limits(config: RunConfig) -> Limits:
-    """The bounds of the broker's ROUTER."""
-    b = config.broker
-    return Limits(
-        max_connections=b.max_connections,
-        max_queued=b.max_queued_per_client,
-        burst_bytes=b.burst_mib << 20,
-        unsent_bytes=b.unsent_mib << 20,
-    )
+    """The bounds of the broker's ROUTER: two connections a client, and some for those who only ask."""
+    return Limits(max_connections=2 * config.broker.max_clients + MORE_CONNECTIONS, unsent_bytes=UNSENT_BYTES)
 
 
 def keyring_of(resolved: Resolved) -> FolderKeyring | None:
@@ -150,34 +154,30 @@ def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
     )
 
 
-def rules_of(config: RunConfig, eval_sizes: dict[str, int]) -> Rules:
-    """What the state machine obeys in this run. eval_sizes: prompts of each dataset."""
-    r, b = config.rollout, config.broker
+SAME_IN_RULES = (
+    *("max_staleness", "on_stale", "lease_s", "heartbeat_s", "max_attempts", "max_clients"),
+    *("buffer_capacity", "batch_tokens", "stall_min_s", "required_fields"),
+)
+"""Fields of the broker's config that the rules have under the same name."""
+
+
+def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, str] | None = None) -> Rules:
+    """What the state machine obeys in this run. eval_sizes: prompts of each dataset; agreed: settings that all must have."""
+    r = config.rollout
     return Rules(
+        **{name: getattr(config.broker, name) for name in SAME_IN_RULES},
         batch_size=r.rollout_batch_size,
         samples_per_prompt=r.n_samples_per_prompt,
-        max_staleness=b.max_staleness,
         publish_interval=config.weights.update_weights_interval,
         num_steps=r.num_rollout,
-        on_stale=b.on_stale,
-        lease_s=b.lease_s,
-        heartbeat_s=b.heartbeat_s,
-        max_attempts=b.max_attempts,
-        max_parked=b.max_parked,
-        max_parked_per_client=b.max_parked_per_client,
-        max_clients=b.max_clients,
-        max_pushed=b.max_pushed,
+        max_parked=max(4096, config.broker.max_clients),
+        max_pushed=MAX_PUSHED,
         waits_for_push=config.data.wait_for_push,
-        buffer_capacity=config.broker.buffer_capacity,
-        batch_tokens=b.batch_tokens,
         over_sampling=r.over_sampling_batch_size,
-        stale_wait_s=b.stale_wait_s,
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
         max_filtered=r.dynamic_sampling_limit,
-        stall_min_s=b.stall_min_s,
-        required_fields=b.required_fields,
-        hedge_after=b.hedge_after,
         sampling=sampling(config),
+        agreed=agreed or {},
         eval_datasets={
             name: EvalDataset(
                 num_prompts=eval_sizes[name],

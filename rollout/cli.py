@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from slimebus.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
 
 
 @click.command(cls=ConfigCommand, short_help="Run a rollout worker.")

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.response import Response, Task, to_sample
-from slimebus.errors import ProtocolError
-from slimebus.messages import NO_VERSION, GiveBack, LeasedGroup
-from slimebus.samples import decode_group, encode_group
+from rollout.engines.client import Completion
+from rollout.response import Response, Task, logprob_temperature, to_sample
+from slimebus.bus.errors import ProtocolError
+from slimebus.bus.messages import NO_VERSION, GiveBack, LeasedGroup
+from slimebus.bus.samples import decode_group, encode_group
 
 FINISH_REASON = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
@@ -31,14 +32,13 @@ def empty(task: Task) -> Response:
     return Response(task=task, token_ids=none, logprobs=none.astype(np.float32), versions=[], text="", finish_reason="abort")
 
 
-def continued(begun: Response, more: Response) -> Response:
-    """One response from its beginning and the rest."""
-    return Response(
-        task=begun.task,
-        token_ids=np.concatenate([begun.token_ids, more.token_ids]),
+def continued(begun: Response, more: Completion, versions: Sequence[tuple[int, int]]) -> Response:
+    """One response from its beginning and the rest. versions: the runs of the rest."""
+    return msgspec.structs.replace(
+        begun,
+        token_ids=np.concatenate([begun.token_ids, more.output_ids]),
         logprobs=np.concatenate([begun.logprobs, more.logprobs]),
-        versions=_joined(begun.versions, more.versions),
-        text="",
+        versions=_joined(begun.versions, versions),
         finish_reason=more.finish_reason,
     )
 
@@ -55,7 +55,7 @@ def _joined(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]])
 
 def prompt_of(begun: Response) -> np.ndarray:
     """What the engine continues: the prompt's tokens and those made so far, int32 [P + R]."""
-    return np.concatenate([begun.task.prompt_ids, begun.token_ids]).astype(np.int32)
+    return np.concatenate([begun.prompt_ids, begun.token_ids]).astype(np.int32)
 
 
 def sampling_of(begun: Response) -> dict[str, Any]:
@@ -71,20 +71,13 @@ def give_back(leased: LeasedGroup, lineage: str, responses: list[Response]) -> t
     """The message that hands a group over with what there is of it; without samples when nothing was made yet."""
     if not any(len(r.token_ids) for r in responses):
         return GiveBack(group=leased.group, lease=leased.lease, outcome="requeue", reason="worker left"), []
-    headers, fields, frames = encode_group([to_sample(r) for r in responses])
-    message = GiveBack(
-        group=leased.group, lease=leased.lease, outcome="partial", reason="worker left", lineage=lineage, samples=headers, fields=fields
-    )
-    return message, frames
+    message = GiveBack(group=leased.group, lease=leased.lease, outcome="partial", reason="worker left", lineage=lineage)
+    return message, encode_group([to_sample(r) for r in responses])
 
 
 def begun(tasks: list[Task], frames: Sequence[Any]) -> list[Response]:
     """The responses to continue, one for each task. Raises ProtocolError when they are not of these tasks."""
-    try:
-        header = msgspec.msgpack.decode(frames[0], type=GiveBack)
-    except (msgspec.DecodeError, IndexError) as bad:
-        raise ProtocolError(f"partial of group {tasks[0].group}: {bad}") from None
-    samples = decode_group(header.samples, header.fields, frames[1:])
+    samples = decode_group(frames)
     if len(samples) != len(tasks):
         raise ProtocolError(f"partial of group {tasks[0].group}: {len(samples)} samples for {len(tasks)} to make")
     return [_response(task, sample) for task, sample in zip(tasks, samples, strict=True)]
@@ -94,6 +87,8 @@ def _response(task: Task, sample: Any) -> Response:
     size = len(task.prompt_ids)
     if not np.array_equal(sample.tokens[:size], task.prompt_ids) or sample.status not in FINISH_REASON:
         raise ProtocolError(f"partial of group {task.group}: it does not begin with the prompt's tokens; is the tokenizer another one?")
+    if sample.temperature != logprob_temperature(task.sampling):
+        raise ProtocolError(f"partial of group {task.group}: it was begun at temperature {sample.temperature}, and it is another one now")
     runs = [(version, length) for version, length in sample.versions if length]
     if size and (not runs or runs[0] != (NO_VERSION, size)):
         raise ProtocolError(f"partial of group {task.group}: the prompt's tokens must have no version")

@@ -6,15 +6,18 @@ import signal
 
 import uvloop
 
-from rollout.engines import vocab_size
+from rollout.engines.pool import vocab_size
 from rollout.tokenizer import Tokenizer
 from rollout.worker import Worker
-from slimebus import joining, logs
-from slimebus.config import Resolved
-from slimebus.launch import interrupt_on_sigterm
-from slimebus.messages import Welcome
-from slimebus.security.exposure import check_bind
-from slimebus.transport.client import Client
+from slimebus.bus.messages import Welcome
+from slimebus.bus.security.exposure import check_bind
+from slimebus.bus.transport.client import Client
+from slimebus.cli import logs
+from slimebus.cli.config import Resolved
+from slimebus.cli.config.file_checks import worker_problems
+from slimebus.cli.config.load import raise_all
+from slimebus.cli.launch import interrupt_on_sigterm
+from slimebus.client import connect as joining
 
 log = logging.getLogger("rollout")
 
@@ -25,6 +28,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     """Run one worker until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("rollout", debug=debug)
     interrupt_on_sigterm()
+    raise_all(worker_problems(resolved))
     model_dir = resolved.model_dir
     check_bind(
         *(resolved.config.weights.fanout_bind or LOOPBACK, "weights.fanout_bind"),
@@ -36,6 +40,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
         welcome = joining.join(client, "rollout", resolved.config.broker.connect_timeout_s)
+        joining.say_starting(client, welcome, "loads its tokenizer")
         apply_chat_template = resolved.config.data.apply_chat_template
         tokenizer = Tokenizer(model_dir, apply_chat_template=apply_chat_template, vocab_size=vocab_size(model_dir))
         uvloop.run(_run(resolved, client, welcome, tokenizer))

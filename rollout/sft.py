@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.response import Response, Task
 from rollout.tokenizer import Tokenizer
-from slimebus.messages import NO_VERSION
+from slimebus.bus.messages import NO_VERSION
 
 
 def demonstration(task: Task, tokenizer: Tokenizer) -> Response:

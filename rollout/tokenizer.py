@@ -1,11 +1,25 @@
 """Prompts to token ids and back, with the tokenizer of the model directory."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slimebus.errors import UsageError
+from slimebus.bus.errors import UsageError
+
+
+def _load(model_dir: Path) -> Any:
+    """The tokenizer that AutoTokenizer chooses; without its import of torch (3 s, 190 MB) where the directory says which class it is."""
+    config = model_dir / "tokenizer_config.json"
+    settings = config.read_text() if config.is_file() else ""
+    if re.search(r'"tokenizer_class"\s*:\s*"PreTrainedTokenizerFast"', settings):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(model_dir))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(model_dir))
 
 
 class Tokenizer:
@@ -13,11 +27,9 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path, *, apply_chat_template: bool, vocab_size: int | None = None) -> None:
         """vocab_size: the model's. Raises UsageError for a directory without a tokenizer, or with one that has ids beyond it."""
-        from transformers import AutoTokenizer
-
         if not (model_dir / "tokenizer.json").is_file() and not (model_dir / "tokenizer_config.json").is_file():
             raise UsageError(f"{model_dir}: no tokenizer (tokenizer.json); model.hf_checkpoint must be a Hugging Face directory with one")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir))
+        self._tokenizer = _load(model_dir)
         self._check_vocabulary(model_dir, vocab_size)
         self.apply_chat_template = apply_chat_template
         self.eos_token_id: int | None = self._tokenizer.eos_token_id

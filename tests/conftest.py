@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "props"))
+sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 
 
 @pytest.fixture
@@ -21,3 +21,15 @@ def closing() -> Iterator[Callable[..., Any]]:
             return closable
 
         yield keep
+
+
+SLOW_FIRST = ("integration/test_learning_run", "chaos/test_chaos", "integration/", "simulation/", "chaos/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests take long begin first: of two processes that share the files, neither is left with a long one at the end."""
+
+    def turn(item: pytest.Item) -> int:
+        return next((number for number, part in enumerate(SLOW_FIRST) if f"tests/{part}" in item.path.as_posix()), len(SLOW_FIRST))
+
+    items.sort(key=turn)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from slimebus.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
 
 
 def megatron_flags() -> Mapping[str, str]:
     """Every field of megatron-core's configs as a flag, read from its source without importing it."""
-    from trainer.megatron_fields import megatron_fields
+    from trainer.model.megatron_fields import megatron_fields
 
     return {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
 

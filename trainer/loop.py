@@ -2,49 +2,77 @@
 
     publish v0;  for each step:  take a batch -> advantages and loss -> optimizer -> publish -> checkpoint -> commit
 
-Every rank runs this; rank 0 alone has a `bus` (the broker's batches). Which ranks serve weights: trainer/publishing.py.
+Every rank runs this; rank 0 alone has a `session` (the broker's batches). Which ranks serve weights: trainer/publish/publication.py.
 """
 
-from typing import TYPE_CHECKING
+import logging
+import time
 
-from slimebus.config import RunConfig
-from slimebus.spans import Spans
-from trainer.bus import Bus
-from trainer.checkpoints import Checkpoints
-from trainer.step_plan import share_plan
+from slimebus.cli.config import RunConfig
+from slimebus.cli.spans import Spans
+from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan, share_plan
+from trainer.broker_session import BrokerSession
+from trainer.checkpoint.schedule import CheckpointSchedule
+from trainer.model.policy import Policy
+from trainer.publish.publication import Publication
+from trainer.stop_request import StopRequest
 
-if TYPE_CHECKING:
-    from trainer.policy import Policy
-    from trainer.publishing import Publishing
+log = logging.getLogger("trainer")
+
+TURN_S = 60.0
+"""How often the ranks that wait for rank 0 hear that it still waits for a batch; far below the timeout of their collectives."""
+LOOK_S = 0.2
+"""How often rank 0 looks whether it is asked to stop."""
 
 
-def train(policy: "Policy", bus: Bus | None, publishing: "Publishing", checkpoints: Checkpoints, config: RunConfig, spans: Spans) -> None:
-    """Train from where the newest checkpoint ends to the last step."""
-    steps = config.rollout.num_rollout
+def train(
+    policy: Policy,
+    session: BrokerSession | None,
+    publication: Publication,
+    checkpoints: CheckpointSchedule,
+    config: RunConfig,
+    spans: Spans,
+    stop: StopRequest,
+) -> None:
+    """Train from where the newest checkpoint ends to the last step, or until `stop` is made."""
     first, version = checkpoints.resume(policy)
-    publishing.begin(version)
-    if bus:
-        bus.begin(first, version, publishing)
-    publishing.publish(version)
-    for step in range(first, steps):
-        with spans("wait", step=step) as wait:
-            batch = bus.take(step) if bus else None
-        with spans("train", step=step) as work:
-            plan = share_plan(batch.plan(config.rollout.num_steps_per_rollout) if batch else None)
-            for part in batch.parts(plan.num_parts) if batch else [None] * plan.num_parts:
-                metrics = policy.train(part)
-        with spans("publish", step=step) as copy:
-            if plan.publishes:
-                version += 1
-                publishing.publish(version)
-                copy.about["version"] = version
-        with spans("save", step=step) as save:
-            saved = checkpoints.save_if_due(policy, step + 1, version, bus.confirm if bus else lambda: None)
-        if bus and batch:
-            times = {"wait_s": wait.seconds, "train_s": work.seconds, "publish_s": copy.seconds, "save_s": save.seconds}
-            with spans("commit", step=step):
-                bus.commit(step, batch, saved, metrics | times)
+    publication.begin(version)
+    if session:
+        session.begin(first, version, publication, policy.model.vocab_size)
+    publication.publish(version)
+    with stop.deferred():
+        for step in range(first, config.rollout.num_rollout):
+            with spans("wait", step=step) as wait:
+                batch, plan = next_batch(session, step, config.rollout.num_steps_per_rollout, stop)
+            if plan.stops:
+                checkpoints.save_and_stop(policy, step, version)
+                return
+            with spans("train", step=step) as work:
+                metrics = policy.train(batch.groups if batch else None, num_steps=plan.num_steps)
+            with spans("publish", step=step) as copy:
+                if plan.publishes:
+                    version += 1
+                    publication.publish(version)
+                    copy.about["version"] = version
+            with spans("save", step=step) as save:
+                saved = checkpoints.save_if_due(policy, step + 1, version)
+            if session and batch:
+                times = {"wait_s": wait.seconds, "train_s": work.seconds, "publish_s": copy.seconds, "save_s": save.seconds}
+                with spans("commit", step=step):
+                    session.commit(step, batch, saved, metrics | times)
     checkpoints.close(policy)
-    if bus:
-        bus.finish()
-    publishing.finish()
+    if session:
+        session.finish()
+    publication.finish()
+
+
+def next_batch(session: BrokerSession | None, step: int, max_steps: int, stop: StopRequest) -> tuple[StepBatch | None, StepPlan]:
+    """Rank 0's batch of `step`, None elsewhere, and on every rank how it is trained; however long samples take to come."""
+    while True:
+        batch, until = None, time.monotonic() + TURN_S
+        while session and not batch and not stop.is_made and time.monotonic() < until:
+            batch = session.take(step, LOOK_S)
+        mine = StepPlan(stops=True) if stop.is_made else batch.plan(max_steps) if batch else NOT_YET
+        plan = share_plan(mine if session else None)
+        if plan != NOT_YET:
+            return batch, plan

@@ -6,15 +6,17 @@ import signal
 import sys
 from pathlib import Path
 
-from slimebus import joining, logs
-from slimebus.config import Resolved
-from slimebus.errors import UsageError
-from slimebus.launch import end_with_parent, interrupt_on_sigterm
-from slimebus.messages import Heartbeat
-from slimebus.security.exposure import check_bind
-from slimebus.spans import Spans
-from slimebus.transport.client import Client
-from trainer.settings import TrainerSettings, settings_of, trains_without_advantage
+from slimebus.bus.errors import UsageError
+from slimebus.bus.security.exposure import check_bind
+from slimebus.bus.transport.silence import SILENT_S
+from slimebus.cli import logs
+from slimebus.cli.config import Resolved
+from slimebus.cli.launch import end_with_parent
+from slimebus.cli.spans import Spans
+from trainer.broker_session import BrokerSession
+from trainer.checkpoint.folder import saved_step
+from trainer.compat.cpu_compat import import_megatron
+from trainer.stop_request import StopRequest
 
 log = logging.getLogger("trainer")
 
@@ -24,78 +26,71 @@ def launch_ranks(resolved: Resolved, arguments: list[str]) -> bool:
     ranks = resolved.config.trainer.nproc_per_node
     if ranks == 1 or "RANK" in os.environ:
         return False
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "slimebus", *arguments]
-    os.execv(sys.executable, command)
+    python = [sys.executable, "-P"]  # without the working directory on the path, as torchrun would have it
+    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
+    os.execv(sys.executable, [*torchrun, *python, "-u", "-m", "slimebus", *arguments])
 
 
 def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug)
-    interrupt_on_sigterm()
+    stop = StopRequest()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the ranks of a killed torchrun would train on
-        end_with_parent(signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)()
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
-    settings = settings_of(resolved)
-    check_bind(
-        *(resolved.config.weights.weights_bind, "weights.weights_bind"),
-        has_keys=resolved.keys_path is not None,
-        insecure=resolved.config.security.insecure,
-    )
-    client = welcome = None
-    if int(os.environ.get("RANK", "0")) == 0:
-        client = joining.client_of(resolved, broker, role="trainer", name="trainer")
-        welcome = joining.join(client, "trainer", resolved.config.broker.connect_timeout_s)
-        # A model may take minutes to load: until the bus takes over, the broker hears that this process lives.
-        client.keep_alive(
-            welcome.heartbeat_s, lambda: Heartbeat(state="loading"), lambda reply: None, lambda problem: log.error("%s", problem.text)
-        )
+    bind, insecure = resolved.config.weights.weights_bind, resolved.config.security.insecure
+    check_bind(bind, "weights.weights_bind", has_keys=resolved.keys_path is not None, insecure=insecure)
+    session, model_dir = None, str(resolved.model_dir)
     try:
-        _train(resolved, settings, client, welcome, broker)
+        if int(os.environ.get("RANK", "0")) == 0:
+            session = BrokerSession(resolved, broker)
+            stop.is_broker_silent = lambda: session.client.silent_s >= SILENT_S
+        _train(resolved, model_dir, session, broker, stop)
     except KeyboardInterrupt:
-        log.info("interrupted; the newest checkpoint is where it goes on")
+        log.warning(
+            "interrupted without saving; the run goes on from step %d, and trains again what came after",
+            saved_step(resolved.run_dir / "checkpoints") or 0,
+        )
     finally:
-        if client is not None:
-            client.close()
+        if session is not None:
+            session.close()
 
 
-def _train(resolved: Resolved, settings: TrainerSettings, client: "Client | None", welcome: "object", broker: str | None) -> None:
+def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, broker: str | None, stop: StopRequest) -> None:
+    import_megatron()
     import torch
 
-    from slimebus.messages import Welcome
-    from trainer.bus import Bus
-    from trainer.checkpoints import Checkpoints
+    from trainer.checkpoint.schedule import CheckpointSchedule
     from trainer.loop import train
-    from trainer.policy import Policy
-    from trainer.publishing import Publishing
+    from trainer.model.policy import Policy
+    from trainer.publish.publication import Publication
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
-    policy = Policy.build(settings)
+    policy = Policy.build(resolved.config, model_dir)
     rank = int(os.environ.get("RANK", "0"))
     spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
-    bus, publishing = None, Publishing(resolved, policy, client, spans, broker)
+    publication = Publication(resolved, policy, session.client if session else None, spans, broker)
+    checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None)
     try:
-        if client is not None and isinstance(welcome, Welcome):
-            bus = Bus(resolved, client, welcome, trains_without_advantage=trains_without_advantage(settings.algorithm))
-        train(policy, bus, publishing, Checkpoints(resolved), resolved.config, spans)
+        train(policy, session, publication, checkpoints, resolved.config, spans, stop)
     finally:
-        publishing.close()
-        if bus is not None:
-            bus.close()
+        publication.close()
         policy.close()
 
 
 def export_checkpoint(resolved: Resolved, out: Path) -> int | None:
     """Write the newest checkpoint to `out` in Hugging Face layout; the number of steps it has trained, on rank 0 alone."""
-    from trainer.checkpoint_folder import latest_checkpoint
-    from trainer.policy import Policy
+    import_megatron()
+    from trainer.checkpoint.contents import load_checkpoint
+    from trainer.model.parallel import is_main_rank
+    from trainer.model.policy import Policy
 
-    directory = resolved.run_dir / "checkpoints"
-    if latest_checkpoint(str(directory)) is None:
-        raise UsageError(f"{directory}: no checkpoint; has the run saved one (trainer.save_interval)?")
-    policy = Policy.build(settings_of(resolved))
+    policy = Policy.build(resolved.config, str(resolved.model_dir))
     try:
-        step, _ = policy.load_checkpoint(str(directory))
+        found = load_checkpoint(resolved.run_dir / "checkpoints", policy)
+        if found is None:
+            raise UsageError(f"{resolved.run_dir / 'checkpoints'}: no checkpoint; has the run saved one (trainer.save_interval)?")
         policy.save_hf(str(out))
-        return step if policy.is_main else None
+        return found[0] if is_main_rank() else None
     finally:
         policy.close()

@@ -1,4 +1,4 @@
-"""Changes of a run's buffer: asked of its broker, or made by one that lives for the moment where none is running."""
+"""Changes of a run's buffer: asked of its broker, or made by a temporary one where none is running."""
 
 import contextlib
 import threading
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from broker.buffer.reader import live_endpoint
-from slimebus.commands.status import ask_status
-from slimebus.config import Resolved
-from slimebus.errors import UsageError
-from slimebus.joining import visit
-from slimebus.messages import Edit, EditReply, Message
-from slimebus.security.exposure import reachable
-from slimebus.transport.client import Client
+from slimebus.bus.errors import UsageError
+from slimebus.bus.messages import Edit, EditReply, Message
+from slimebus.bus.security.exposure import reachable
+from slimebus.bus.transport.client import Client
+from slimebus.cli.commands.status import ask_status
+from slimebus.cli.config import Resolved
+from slimebus.client.connect import visit
 
 GROUPS_A_REQUEST = 100
 """Ids and the reasons for refusals must fit a header of 64 KiB."""
 
 
-class Asking(NamedTuple):
-    """A broker that answers; each change is durable before it returns."""
+class BufferEditor(NamedTuple):
+    """Changes a run through its broker; each change is durable before it returns."""
 
     client: Client
     timeout_s: float
@@ -47,10 +47,10 @@ class Asking(NamedTuple):
 
 
 @contextlib.contextmanager
-def asking(resolved: Resolved, file: Path | None, address: str | None, timeout_s: float) -> Iterator[Asking]:
-    """Someone who makes changes. Raises SlimebusError.
+def open_editor(resolved: Resolved, file: Path | None, address: str | None, timeout_s: float) -> Iterator[BufferEditor]:
+    """The editor of a run's buffer. Raises SlimebusError.
 
-    address: of the broker; None: the one that has the run's store open, or, where none has, one started for the moment.
+    address: of the broker; None: the one that has the run's store open, or, where none has, a temporary one.
     """
     with contextlib.ExitStack() as stack:
         endpoint = address or live_endpoint(resolved.run_dir / "broker")
@@ -60,12 +60,12 @@ def asking(resolved: Resolved, file: Path | None, address: str | None, timeout_s
                 "or --broker"
             )
         if endpoint is None:
-            endpoint = stack.enter_context(_momentary_broker(resolved))
-        yield Asking(stack.enter_context(visit(resolved, reachable(endpoint), what="buffer")), timeout_s)
+            endpoint = stack.enter_context(_temporary_broker(resolved))
+        yield BufferEditor(stack.enter_context(visit(resolved, reachable(endpoint), what="buffer")), timeout_s)
 
 
 @contextlib.contextmanager
-def _momentary_broker(resolved: Resolved) -> Iterator[str]:
+def _temporary_broker(resolved: Resolved) -> Iterator[str]:
     """The run's own broker on a loopback port that nobody knows, for as long as the change takes."""
     import msgspec
 

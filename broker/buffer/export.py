@@ -1,37 +1,28 @@
-"""Groups as files: jsonl with one sample a line, and safetensors with one array for each group, sample and field.
+"""Groups as a folder of files that other tools can read and `slimebus buffer import` takes in again.
 
-Both carry everything that `slimebus buffer import` needs. A group without samples is one line (jsonl) or an entry of the metadata
-(safetensors) with its prompt alone. JSON has no NaN and no infinity: in arrays they are the strings "nan", "inf" and "-inf".
+groups.jsonl               one group a line: what became of it, its prompt, and the headers and fields of its samples
+arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
 """
 
-import json
-import math
-import struct
+import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from broker.buffer.reader import Moment, Samples
+from broker.buffer.reader import StoreSnapshot
 from broker.state.groups import Group
 from broker.store.interface import Damaged
-from slimebus.errors import ProtocolError, UsageError
-from slimebus.samples import decode_field
+from slimebus.bus.errors import ProtocolError, UsageError
+from slimebus.bus.sample_table import CheckedGroup
+from slimebus.bus.samples import decode_arrays
 
-SAFETENSORS_DTYPES = {
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-}
+GROUPS_FILE = "groups.jsonl"
+SHARD_BYTES = 256 * 1024 * 1024
+"""Arrays are written when so many are in memory."""
 
 
 class Exported(msgspec.Struct):
@@ -42,110 +33,76 @@ class Exported(msgspec.Struct):
     left_out: dict[str, str] = {}
 
 
-def export_jsonl(moment: Moment, groups: Iterator[Group], file: BinaryIO) -> Exported:
-    """Write one line for each sample, and one for each group without samples."""
-    done = Exported()
-    for group, prompt, samples in _whole(moment, groups, done):
-        about = {"group": group.id, **about_of(group), "prompt": prompt}
-        if samples is None:
-            file.write(msgspec.json.encode({**about, "sample": None}) + b"\n")
-            continue
-        columns = {f.name: decode_field(f, frame, len(samples.header.samples)) for f, frame in _fields(samples)}
-        dtypes = {field.name: field.dtype for field in samples.header.fields}
-        for i, header in enumerate(samples.header.samples):
-            arrays = {name: _listed(parts[i]) for name, parts in columns.items()}
-            row = {**about, "sample": i, **msgspec.to_builtins(header), "dtypes": dtypes, "fields": arrays}
+def export_groups(snapshot: StoreSnapshot, groups: Iterator[Group], out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
+    """Write the folder `out`, which appears when it is complete. Raises UsageError when it exists or cannot be written."""
+    partial = out.with_name(out.name + ".partial")
+    if out.exists():
+        raise UsageError(f"{out} exists already; name another folder for the export, or remove it")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            done = _write(snapshot, groups, partial, shard_bytes)
+            partial.rename(out)
+        except OSError as bad:
+            raise UsageError(f"cannot write {out}: {bad}; name a folder on a disk with room that this user may write") from None
+    return done
+
+
+def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard_bytes: int) -> Exported:
+    done, shard, arrays = Exported(), 0, dict[str, np.ndarray]()
+    with (folder / GROUPS_FILE).open("wb") as file:
+        for group, prompt, samples, own_arrays in _whole(snapshot, groups, done):
+            if arrays and sum(a.nbytes for a in (*arrays.values(), *own_arrays.values())) > shard_bytes:
+                _write_arrays(arrays, folder / shard_name(shard))
+                shard, arrays = shard + 1, {}
+            arrays |= own_arrays
+            row = {"group": group.id, **about_of(group), "prompt": prompt}
+            if samples is not None:
+                row |= {"table": samples.table, "arrays": shard_name(shard)}
+                done.samples += len(samples.samples)
             file.write(msgspec.json.encode(row) + b"\n")
-        done.samples += len(samples.header.samples)
+    if arrays:
+        _write_arrays(arrays, folder / shard_name(shard))
     return done
 
 
-def export_safetensors(moment: Moment, groups: Iterator[Group], path: Path) -> Exported:
-    """Write arrays named GROUP/SAMPLE/FIELD; the groups, prompts and sample headers are JSON in the metadata `slimebus`."""
-    done = Exported()
-    tensors: dict[str, Any] = {}
-    rows, end = [], 0
-    with path.with_name(path.name + ".arrays").open("w+b") as data:
-        for group, prompt, samples in _whole(moment, groups, done):
-            headers = [] if samples is None else samples.header.samples
-            rows.append({"group": group.id, **about_of(group), "prompt": prompt, "samples": msgspec.to_builtins(headers)})
-            for field, frame in () if samples is None else _fields(samples):
-                start = end
-                for i, array in enumerate(decode_field(field, frame, len(headers))):
-                    name, kind = f"{group.id}/{i}/{field.name}", SAFETENSORS_DTYPES[field.dtype]
-                    tensors[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [start, start + array.nbytes]}
-                    start += array.nbytes
-                data.write(frame)
-                end += len(frame)
-            done.samples += len(headers)
-        header = json.dumps({"__metadata__": {"slimebus": msgspec.json.encode(rows).decode()}, **tensors}).encode()
-        header += b" " * (-len(header) % 8)
-        _join(path, header, data)
-    path.with_name(path.name + ".arrays").unlink()
-    return done
+def _write_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(arrays, path)
 
 
-def _join(path: Path, header: bytes, data: BinaryIO) -> None:
-    data.seek(0)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        while chunk := data.read(1 << 20):
-            file.write(chunk)
+def shard_name(number: int) -> str:
+    """The file of the arrays of some groups."""
+    return f"arrays-{number:05d}.safetensors"
 
 
-def _whole(moment: Moment, groups: Iterator[Group], done: Exported) -> Iterator[tuple[Group, Any, Samples | None]]:
-    """Each group with its prompt and samples; one whose records are damaged is left out and named."""
+Whole = tuple[Group, Any, CheckedGroup | None, dict[str, np.ndarray]]
+
+
+def _whole(snapshot: StoreSnapshot, groups: Iterator[Group], done: Exported) -> Iterator[Whole]:
+    """Each group with its prompt, samples and named arrays; one whose records are damaged is left out and counted."""
     for group in groups:
         try:
-            found = group, moment.prompt(group.id), moment.samples(group.id)
-            for field, frame in () if found[2] is None else _fields(found[2]):
-                decode_field(field, frame, len(found[2].header.samples) if found[2] else 0)
+            prompt, samples, arrays = snapshot.prompt(group.id), snapshot.samples(group.id), dict[str, np.ndarray]()
+            for name, parts in () if samples is None else decode_arrays(samples).items():
+                arrays |= {f"{group.id}/{i}/{name}": part for i, part in enumerate(parts)}
         except (Damaged, ProtocolError, msgspec.DecodeError) as bad:
             done.left_out[group.id] = str(bad)
             continue
         done.groups += 1
-        yield found
+        yield group, prompt, samples, arrays
 
 
-def _fields(samples: Samples) -> Iterator[tuple[Any, memoryview]]:
-    yield from zip(samples.header.fields, samples.frames, strict=True)
+ABOUT = (
+    *("kind", "reason", "position", "failures", "step", "num_samples", "num_failed", "num_tokens"),
+    *("size_bytes", "oldest_version", "newest_version"),
+)
 
 
 def about_of(group: Group) -> dict[str, Any]:
     """What a person may want to know of a group, in every listing and export."""
-    return {
-        "state": group.phase,
-        "kind": group.kind,
-        "reason": group.reason,
-        "position": group.position,
-        "attempt": group.attempt,
-        "failures": group.failures,
-        "worker": group.worker,
-        "lineage": group.lineage,
-        "step": group.step,
-        "num_samples": group.num_samples,
-        "num_failed": group.num_failed,
-        "num_tokens": group.num_tokens,
-        "size_bytes": group.size_bytes,
-        "oldest_version": group.oldest_version,
-        "newest_version": group.newest_version,
-    }
-
-
-def _listed(array: np.ndarray) -> Any:
-    values = array.tolist()
-    return _finite(values) if array.dtype.kind == "f" and not np.isfinite(array).all() else values
-
-
-def _finite(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_finite(value) for value in values]
-    return values if math.isfinite(values) else str(values)
-
-
-def writer_of(path: Path, kind: str) -> str:
-    """jsonl or safetensors: as asked, or by the file's name. Raises UsageError."""
-    found = kind or {".jsonl": "jsonl", ".safetensors": "safetensors"}.get(path.suffix, "")
-    if not found:
-        raise UsageError(f"{path}: neither .jsonl nor .safetensors; name the file so, or give --format")
-    return found
+    lease = {"attempt": group.lease.id, "worker": group.lease.worker, "lineage": group.lease.lineage}
+    return {"state": group.phase} | lease | {name: getattr(group, name) for name in ABOUT}

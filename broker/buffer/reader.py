@@ -12,27 +12,18 @@ import lmdb
 import msgspec
 
 from broker.state.groups import DEAD, DROPPED, Group, Phase
-from broker.state.records import Meta, StepRecord
-from broker.store.interface import TABLES
-from broker.store.lmdb_store import FORMAT_KEY, cannot_open, check_format, open_environment, scan_records
-from broker.store.pages import check_pages
-from broker.store.records import unpack_frames, unseal
-from slimebus.errors import UsageError
-from slimebus.messages import Put
+from broker.store.interface import TABLES, Damaged
+from broker.store.lmdb_store import FORMAT_KEY, cannot_open, check_format, check_readable, open_environment, read_record, scan_records
+from broker.store.records import unpack_frames
+from slimebus.bus.errors import UsageError
+from slimebus.bus.sample_table import CheckedGroup, check_group
 
 STATES: tuple[Phase, ...] = get_args(Phase)
 NEAREST_OF = 20_000
 """Ids that are compared with one that is unknown."""
 
 
-class Samples(msgspec.Struct, frozen=True):
-    """The stored samples of a group: their record header (a `Put`) and one frame for each of its fields."""
-
-    header: Put
-    frames: list[memoryview]
-
-
-class Moment:
+class StoreSnapshot:
     """The records of one transaction. Raises Damaged for a record that is not what was written."""
 
     def __init__(self, path: Path, txn: Any, tables: dict[str, Any]) -> None:
@@ -40,29 +31,23 @@ class Moment:
 
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None."""
-        if table not in self._tables:
-            return None
-        found = self._txn.get(key.encode(), db=self._tables[table])
-        return None if found is None else unseal(table, key, found)
+        return read_record(self._txn, table, self._tables[table], key) if table in self._tables else None
 
     def keys(self, table: str) -> Iterator[str]:
         """The keys of a table; no record is read."""
-        if table in self._tables:
+        if table not in self._tables:
+            return
+        try:
             yield from (bytes(key).decode(errors="replace") for key in self._txn.cursor(db=self._tables[table]).iternext(values=False))
+        except lmdb.Error as bad:
+            raise Damaged(table, "", f"table {table!r} cannot be read: {bad}") from None
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
-        if table in self._tables:
-            yield from scan_records(self._txn, table, self._tables[table])
-
-    def count(self, table: str) -> int:
-        """How many records a table has."""
-        return int(self._txn.stat(self._tables[table])["entries"]) if table in self._tables else 0
-
-    def meta(self) -> Meta:
-        """The run's counters; those of a new run when there are none."""
-        found = self.get("meta", "meta")
-        return Meta() if found is None else msgspec.msgpack.decode(found, type=Meta)
+        for key, value in scan_records(self._txn, table, self._tables[table]) if table in self._tables else ():
+            if isinstance(value, Damaged):
+                raise value
+            yield key, value
 
     def groups(self, states: Iterable[str] = ()) -> Iterator[Group]:
         """Groups in play, then ended ones; of these states, or of all."""
@@ -79,10 +64,6 @@ class Moment:
         found = self.get("groups", name) or self.get("ended", name)
         if found is not None:
             return msgspec.msgpack.decode(found, type=Group)
-        for _, value in [*self.scan("steps"), *self.scan("freed")]:
-            record = msgspec.msgpack.decode(value, type=StepRecord)
-            if name in record.groups:
-                raise UsageError(f"group {name} was trained in step {record.step}, and freed under a checkpoint; its samples are not kept")
         known = [key for table in ("groups", "ended") for key, _ in zip(self.keys(table), range(NEAREST_OF), strict=False)]
         near = difflib.get_close_matches(name, known, 3, 0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"it holds {len(known)} groups; `slimebus buffer ls` lists them"
@@ -93,17 +74,14 @@ class Moment:
         found = self.get("prompts", name)
         return None if found is None else msgspec.msgpack.decode(found, type=dict[str, Any])
 
-    def samples(self, name: str) -> Samples | None:
-        """The stored samples of a group; None where it has none."""
+    def samples(self, name: str) -> CheckedGroup | None:
+        """The stored samples of a group; None where it has none. Raises ProtocolError for samples that nobody can read."""
         found = self.get("payloads", name)
-        if found is None:
-            return None
-        header, *frames = unpack_frames(found)
-        return Samples(msgspec.msgpack.decode(header, type=Put), frames)
+        return None if found is None else check_group(unpack_frames(found, "payloads", name))
 
 
 def store_folder(run_dir: Path) -> Path:
-    """The folder of the store of a run directory, or of a backup. Raises UsageError when there is none."""
+    """The folder of the store of a run directory. Raises UsageError when there is none."""
     for folder in (run_dir / "broker", run_dir):
         if (folder / "data.mdb").is_file():
             return folder
@@ -112,22 +90,24 @@ def store_folder(run_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def moment_of(run_dir: Path) -> Iterator[Moment]:
-    """The store of a run as it is now, also beside a working broker. Raises UsageError for none, or a damaged one."""
+def open_snapshot(run_dir: Path, *, is_checked: bool = True) -> Iterator[StoreSnapshot]:
+    """The store of a run as it is now, also beside a working broker. Raises UsageError when there is none, or it is damaged.
+
+    is_checked: a child process reads every table first, so that damage does not end this process.
+    """
     folder = store_folder(run_dir)
-    is_live = live_endpoint(folder) is not None
-    if not is_live:
-        check_pages(folder)
+    if is_checked:
+        check_readable(folder, TABLES)
     try:
         env = open_environment(folder, is_readonly=True)
     except lmdb.Error as bad:
         raise cannot_open(folder, bad) from None
     try:
         with begin(env) as txn:
-            if is_live:
-                check_pages(folder)  # what this transaction sees is not written over while it lasts
             check_format(folder, txn.get(FORMAT_KEY))
-            yield Moment(folder, txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
+            yield StoreSnapshot(folder, txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
+        raise cannot_open(folder, bad) from None
     finally:
         env.close()
 

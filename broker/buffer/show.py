@@ -1,17 +1,18 @@
 """One group for a person: what became of it, its prompt, its samples."""
 
 import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from broker.buffer.export import about_of
-from broker.buffer.reader import Moment
+from broker.buffer.reader import StoreSnapshot
 from broker.state.groups import Group
-from slimebus.config import Resolved
-from slimebus.errors import SlimebusError
-from slimebus.samples import Sample, decode_group
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.samples import Sample, SampleRow, decode_group
+from slimebus.cli.config import Resolved
 
 Decode = Callable[[list[int]], str]
 MAX_IDS = 64
@@ -34,36 +35,35 @@ def text_of(resolved: Resolved) -> Decode | None:
     return decode
 
 
-def as_object(moment: Moment, group: Group) -> dict[str, Any]:
+def as_object(snapshot: StoreSnapshot, group: Group) -> dict[str, Any]:
     """Everything of a group, with its arrays as lists."""
-    stored = moment.samples(group.id)
-    samples = [] if stored is None else decode_group(stored.header.samples, stored.header.fields, stored.frames)
-    headers = [] if stored is None else stored.header.samples
+    stored = snapshot.samples(group.id)
     rows = [
         {
-            **msgspec.to_builtins(header),
+            "num_tokens": len(s.tokens),
+            **{name: getattr(s, name) for name in SampleRow.__struct_fields__},
             "tokens": s.tokens.tolist(),
             "loss_mask": s.loss_mask.tolist(),
             "rollout_logprobs": [repr(v) if v != v or v in (float("inf"), float("-inf")) else v for v in s.rollout_logprobs.tolist()],
             "extras": {name: {"dtype": array.dtype.name, "shape": list(array.shape)} for name, array in s.extras.items()},
         }
-        for header, s in zip(headers, samples, strict=True)
+        for s in ([] if stored is None else decode_group(stored.frames))
     ]
-    return {"group": group.id, **about_of(group), "prompt": moment.prompt(group.id), "samples": rows}
+    return {"group": group.id, **about_of(group), "prompt": snapshot.prompt(group.id), "samples": rows}
 
 
-def in_lines(moment: Moment, group: Group, decode: Decode | None) -> list[str]:
+def in_lines(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> list[str]:
     """A group as lines of text."""
     about = {name: value for name, value in about_of(group).items() if value not in ("", -1, 0)}
     lines = [f"group {group.id}: " + ", ".join(f"{name} {value}" for name, value in about.items())]
-    prompt = moment.prompt(group.id)
+    prompt = snapshot.prompt(group.id)
     lines += [f"prompt: {_short(prompt.get('prompt'))}", f"label: {_short(prompt.get('label'))}"] if prompt else ["prompt: not kept"]
     if prompt and prompt.get("metadata"):
         lines.append(f"metadata: {_short(prompt['metadata'])}")
-    stored = moment.samples(group.id)
+    stored = snapshot.samples(group.id)
     if stored is None:
         return [*lines, "no samples", ""]
-    for i, sample in enumerate(decode_group(stored.header.samples, stored.header.fields, stored.frames)):
+    for i, sample in enumerate(decode_group(stored.frames)):
         lines += _sample(i, sample, decode)
     return [*lines, ""]
 
@@ -72,11 +72,20 @@ def _sample(i: int, sample: Sample, decode: Decode | None) -> list[str]:
     versions = ", ".join(f"{length} of version {version}" if version >= 0 else f"{length} given" for version, length in sample.versions)
     extras = "".join(f", {name} {array.dtype.name}{list(array.shape)}" for name, array in sample.extras.items())
     head = f"sample {i}: reward {sample.reward}, {sample.status}, {len(sample.tokens)} tokens ({versions}){extras}"
-    answer = [int(t) for t, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+    return [head, *(f"  {mark}  {_run_text(ids, decode)}" for mark, ids in _runs(sample))]
+
+
+def _runs(sample: Sample) -> Iterator[tuple[str, list[int]]]:
+    """All tokens in order, in runs that are trained or masked (the prompt, what a tool or an environment answered)."""
+    for mask, run in itertools.groupby(zip(sample.loss_mask.tolist(), sample.tokens.tolist(), strict=True), key=lambda pair: bool(pair[0])):
+        yield "trained" if mask else "masked ", [token for _, token in run]
+
+
+def _run_text(ids: list[int], decode: Decode | None) -> str:
     if decode is not None:
-        return [head, f"  {decode(answer)!r}"]
-    more = f" ... {len(answer) - MAX_IDS} more" if len(answer) > MAX_IDS else ""
-    return [head, f"  trained token ids: {' '.join(map(str, answer[:MAX_IDS]))}{more}"]
+        return repr(decode(ids))
+    more = f" ... {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+    return f"ids {' '.join(map(str, ids[:MAX_IDS]))}{more}"
 
 
 def _short(value: Any) -> str:

@@ -1,21 +1,25 @@
-"""Every record read, every index compared with what it speaks of."""
+"""Every record read, every index compared with what it speaks of; in a process of its own, which damage may end."""
 
+import logging
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
-from broker.buffer.reader import Moment
+from broker.buffer.reader import StoreSnapshot, open_snapshot, store_folder
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
 from broker.state.records import ROWS, Meta, StepRecord
-from broker.store.interface import TABLES, Damaged
+from broker.store.interface import Damaged
+from broker.store.lmdb_store import ended_by
 from broker.store.records import unpack_frames
-from slimebus.errors import ProtocolError
-from slimebus.messages import GiveBack, Put
-from slimebus.samples import decode_group
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.sample_table import check_group
 
-HOLDS_SAMPLES = (READY, ASSIGNED, COMMITTED)
+log = logging.getLogger("slimebus.broker")
 
 
 class Report(msgspec.Struct):
@@ -27,42 +31,84 @@ class Report(msgspec.Struct):
     size_bytes: int = 0
 
 
-def verify(moment: Moment) -> Report:
+def verify_run(run_dir: Path) -> Report:
+    """Verify the store of a run in a child process; that it crashed is then a problem like others. Raises UsageError for no store."""
+    folder = store_folder(run_dir)
+    command = [sys.executable, "-P", "-m", "broker.buffer.verify", str(folder)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode == 0:
+        return msgspec.json.decode(done.stdout, type=Report)
+    last_words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return Report(problems=[f"{last_words}: {ended_by(done.returncode)}; nothing behind it was read"])
+
+
+def verify(snapshot: StoreSnapshot) -> Report:
     """Read every record: its checksum, its form, its samples, and that groups, prompts, samples and steps fit together."""
     report = Report()
-    rows: dict[str, dict[str, Any]] = {table: dict(_rows(moment, table, kind, report)) for table, kind in ROWS.items()}
+    rows: dict[str, dict[str, Any]] = {table: dict(_rows(snapshot, table, kind, report)) for table, kind in ROWS.items()}
     groups: dict[str, Group] = rows["groups"]
-    report.states = dict(Counter(g.phase for g in [*groups.values(), *rows["ended"].values()]))
-    _check_groups(groups, rows["ended"], report)
-    _check_steps(groups, rows["steps"], rows["meta"].get("meta"), report)
-    _check_prompts(moment, groups, rows["ended"], report)
-    _check_payloads(moment, groups, report)
-    _check_partials(moment, groups, report)
-    _check_fields(moment, groups, report)
-    for _ in _records(moment, "source", report):
-        pass  # its form is the source's own
+    ended: dict[str, Group] = rows["ended"]
+    report.states = dict(Counter(g.phase for g in [*groups.values(), *ended.values()]))
+    report.problems += _group_problems(groups, ended)
+    report.problems += _step_problems(groups, rows["steps"], rows["meta"].get("meta"))
+
+    def check_samples(key: str, value: bytes) -> None:
+        frames = unpack_frames(value, "payloads", key)
+        if len(frames) != groups[key].num_frames:
+            raise Damaged("payloads", key, f"{len(frames)} frames, its row says {groups[key].num_frames}")
+        check_group(frames)
+
+    with_prompt = {n for n, g in groups.items() if g.kind != EVAL} | {n for n, g in ended.items() if g.phase == DEAD}
+    with_samples = {name for name, g in groups.items() if g.phase in (READY, ASSIGNED, COMMITTED)}
+    to_sample = {name for name, g in groups.items() if g.phase in (QUEUED, LEASED)}
+    late = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
+    for check in (
+        _Values("prompts", lambda key, value: msgspec.msgpack.decode(value), needed=with_prompt),
+        _Values("payloads", check_samples, needed=with_samples, allowed=with_samples),
+        _Values("partials", lambda key, value: check_group(unpack_frames(value, "partials", key)), allowed=to_sample),
+        _Values("fields", lambda key, value: None, needed=late, allowed=late),
+        _Values("source", lambda key, value: None),  # its form is the source's own
+    ):
+        _check_values(snapshot, check, report)
     return report
 
 
-def _rows(moment: Moment, table: str, kind: Any, report: Report) -> Iterator[tuple[str, Any]]:
-    for key, value in _records(moment, table, report):
+class _Values(NamedTuple):
+    """What is expected of a table that is read record by record. needed: keys that it must have, allowed: that it may have; None: any."""
+
+    table: str
+    read: Callable[[str, bytes], object]
+    needed: Collection[str] = ()
+    allowed: Collection[str] | None = None
+
+
+def _check_values(snapshot: StoreSnapshot, check: _Values, report: Report) -> None:
+    for key, value in _records(snapshot, check.table, report):
+        if check.allowed is not None and key not in check.allowed:
+            report.problems.append(f"{check.table} {key}: no group needs it")
+            continue
+        try:
+            check.read(key, value)
+        except (msgspec.DecodeError, UnicodeDecodeError, SlimebusError, ValueError) as bad:
+            report.problems.append(f"{check.table} {key}: {bad}")
+    missing = set(check.needed).difference(_keys(snapshot, check.table, report) if check.needed else ())
+    report.problems += [f"{check.table} {key}: it is missing, and its group needs it" for key in sorted(missing)]
+
+
+def _rows(snapshot: StoreSnapshot, table: str, kind: Any, report: Report) -> Iterator[tuple[str, Any]]:
+    for key, value in _records(snapshot, table, report):
         try:
             yield key, msgspec.msgpack.decode(value, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as bad:
             report.problems.append(f"{table} {key}: does not decode: {bad}")
 
 
-def _records(moment: Moment, table: str, report: Report) -> Iterator[tuple[str, bytes]]:
+def _records(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tuple[str, bytes]]:
     """Every record of a table one by one, so that a damaged one does not hide those behind it."""
-    assert table in TABLES
-    try:
-        keys = list(moment.keys(table))
-    except Damaged as bad:
-        report.problems.append(bad.text)
-        return
-    for key in keys:
+    log.debug("reading table %s", table)
+    for key in _keys(snapshot, table, report):
         try:
-            value = moment.get(table, key)
+            value = snapshot.get(table, key)
         except Damaged as bad:
             report.problems.append(bad.text)
             continue
@@ -72,90 +118,56 @@ def _records(moment: Moment, table: str, report: Report) -> Iterator[tuple[str, 
             yield key, value
 
 
-def _check_groups(groups: dict[str, Group], ended: dict[str, Group], report: Report) -> None:
-    for key, group in [*groups.items(), *ended.items()]:
-        if group.id != key:
-            report.problems.append(f"group {key}: its record says it is {group.id}")
-    report.problems += [f"group {key}: in play and ended" for key in groups.keys() & ended.keys()]
-    report.problems += [f"group {key}: {g.phase}, but listed as ended" for key, g in ended.items() if g.phase not in (DROPPED, DEAD)]
-    report.problems += [f"group {key}: {g.phase}, but listed as in play" for key, g in groups.items() if g.phase in (DROPPED, DEAD)]
-    leases = Counter(g.lease for g in groups.values() if g.phase == LEASED)
-    report.problems += [f"lease {lease}: held by {count} groups" for lease, count in leases.items() if count > 1]
+def _keys(snapshot: StoreSnapshot, table: str, report: Report) -> list[str]:
+    try:
+        return list(snapshot.keys(table))
+    except Damaged as bad:
+        report.problems.append(bad.text)
+        return []
 
 
-def _check_steps(groups: dict[str, Group], steps: dict[str, StepRecord], meta: Meta | None, report: Report) -> None:
+def _group_problems(groups: dict[str, Group], ended: dict[str, Group]) -> Iterator[str]:
+    for table, rows in (("in play", groups), ("ended", ended)):
+        for key, group in rows.items():
+            if group.id != key:
+                yield f"group {key}: its record says it is {group.id}"
+            if (group.phase in (DROPPED, DEAD)) != (table == "ended"):
+                yield f"group {key}: {group.phase}, but listed as {table}"
+    yield from (f"group {key}: in play and ended" for key in groups.keys() & ended.keys())
+    leases = Counter(g.lease.id for g in groups.values() if g.phase == LEASED)
+    yield from (f"lease {lease}: held by {count} groups" for lease, count in leases.items() if count > 1)
+
+
+def _step_problems(groups: dict[str, Group], steps: dict[str, StepRecord], meta: Meta | None) -> Iterator[str]:
     if meta is None:
         if groups or steps:
-            report.problems.append("meta: the counters of the run are missing")
+            yield "meta: the counters of the run are missing"
         return
     chosen: Counter[str] = Counter()
     for record in steps.values():
         if record.is_committed != (record.step < meta.next_step):
-            report.problems.append(f"step {record.step}: committed is {record.is_committed}, but the next step is {meta.next_step}")
+            yield f"step {record.step}: committed is {record.is_committed}, but the next step is {meta.next_step}"
         wanted = COMMITTED if record.is_committed else ASSIGNED
         for name in record.groups if record.step >= meta.floor else ():
             chosen[name] += 1
             group = groups.get(name)
             if group is None or (group.phase, group.step) != (wanted, record.step):
-                is_now = "missing" if group is None else f"{group.phase} of step {group.step}"
-                report.problems.append(f"step {record.step}: its group {name} is {is_now}")
-    report.problems += [f"group {name}: in {count} steps" for name, count in chosen.items() if count > 1]
-    lost = [name for name, g in groups.items() if g.phase in (ASSIGNED, COMMITTED) and name not in chosen]
-    report.problems += [f"group {name}: {groups[name].phase}, but in no step" for name in lost]
+                yield f"step {record.step}: its group {name} is {'missing' if group is None else f'{group.phase} of step {group.step}'}"
+    yield from (f"group {name}: in {count} steps" for name, count in chosen.items() if count > 1)
+    lost = [group for name, group in groups.items() if group.phase in (ASSIGNED, COMMITTED) and name not in chosen]
+    yield from (f"group {group.id}: {group.phase}, but in no step" for group in lost)
 
 
-def _check_prompts(moment: Moment, groups: dict[str, Group], ended: dict[str, Group], report: Report) -> None:
-    seen = set()
-    for key, value in _records(moment, "prompts", report):
-        seen.add(key)
-        _try(report, f"prompt of group {key}", lambda value=value: msgspec.msgpack.decode(value))  # type: ignore[misc]
-    needed = {n for n, g in groups.items() if g.kind != EVAL} | {n for n, g in ended.items() if g.phase == DEAD}
-    report.problems += [f"group {name}: its prompt is missing" for name in _missing(moment, "prompts", needed - seen)]
-
-
-def _missing(moment: Moment, table: str, names: set[str]) -> list[str]:
-    """Those that have no record; one that is there and damaged was reported as such."""
-    return sorted(names - set(moment.keys(table))) if names else []
-
-
-def _check_payloads(moment: Moment, groups: dict[str, Group], report: Report) -> None:
-    seen = set()
-    for key, value in _records(moment, "payloads", report):
-        seen.add(key)
-        group = groups.get(key)
-        if group is None or group.phase not in HOLDS_SAMPLES:
-            report.problems.append(f"samples of group {key}: the group is {group.phase if group else 'not in play'}")
-            continue
-        frames = unpack_frames(value)
-        if len(frames) != group.num_frames:
-            report.problems.append(f"samples of group {key}: {len(frames)} frames, its row says {group.num_frames}")
-        _try(report, f"samples of group {key}", lambda frames=frames: _decode(frames, Put))  # type: ignore[misc]
-    needed = {name for name, g in groups.items() if g.phase in HOLDS_SAMPLES}
-    report.problems += [f"group {name}: its samples are missing" for name in _missing(moment, "payloads", needed - seen)]
-
-
-def _check_partials(moment: Moment, groups: dict[str, Group], report: Report) -> None:
-    for key, value in _records(moment, "partials", report):
-        group = groups.get(key)
-        if group is None or group.phase not in (QUEUED, LEASED):
-            report.problems.append(f"partial of group {key}: the group is {group.phase if group else 'not in play'}")
-        _try(report, f"partial of group {key}", lambda value=value: _decode(unpack_frames(value), GiveBack))  # type: ignore[misc]
-
-
-def _check_fields(moment: Moment, groups: dict[str, Group], report: Report) -> None:
-    seen = {key for key, _ in _records(moment, "fields", report)}
-    needed = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
-    report.problems += [f"late field {key!r}: no group has it" for key in sorted(seen - needed)]
-    report.problems += [f"late field {key!r}: it is missing" for key in _missing(moment, "fields", needed - seen)]
-
-
-def _decode(frames: list[memoryview], kind: Any) -> None:
-    header = msgspec.msgpack.decode(frames[0], type=kind)
-    decode_group(header.samples, header.fields, frames[1:])
-
-
-def _try(report: Report, what: str, read: Callable[[], Any]) -> None:
+def main(folder: Path) -> None:
+    """Print the report as JSON; stderr names each table before it is read."""
+    logging.basicConfig(level=logging.DEBUG, format="%(message)s")
     try:
-        read()
-    except (msgspec.DecodeError, UnicodeDecodeError, ProtocolError, ValueError) as bad:
-        report.problems.append(f"{what}: {bad}")
+        with open_snapshot(folder, is_checked=False) as snapshot:
+            report = verify(snapshot)
+    except UsageError as bad:
+        report = Report(problems=[bad.text])
+    sys.stdout.buffer.write(msgspec.json.encode(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

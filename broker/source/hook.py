@@ -9,26 +9,24 @@ one twice, and knows exactly the feedback about what the broker knows to have ha
 
 import inspect
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
+from broker.plugins import call_plugin
+from broker.source.interface import GroupResult, Prompt
 from broker.source.rows import FileRows
-from broker.state.table import GroupResult, Prompt
-from slimebus import hooks
-from slimebus.errors import DataError, HookError, SlimebusError
-from slimebus.prompt_record import PromptKeys, check_fields, record_of
+from slimebus.bus.errors import DataError, HookError, SlimebusError
+from slimebus.bus.prompt_record import PromptKeys, record_of
+from slimebus.cli import hooks
 
 log = logging.getLogger("broker")
 
 METHODS = ("take", "save", "load", "feedback")
 ARGUMENTS = ("rows", "seed")
 MAX_STATE_BYTES = 64 * 1024 * 1024
-SLOW_S = 0.1
-"""The broker answers nobody while the hook works; leases expire when that takes long."""
 KEYS = PromptKeys(tools="tools")
 
 
@@ -41,18 +39,10 @@ class PromptMaps(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, row: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
-
-    def __getitem__(self, row: int | slice) -> Any:
+    def __getitem__(self, row: Any) -> Any:
         """One prompt, or those of a slice. Raises IndexError; DataError when the file changed."""
         chosen = range(len(self))[row]
         return [self[i] for i in chosen] if isinstance(chosen, range) else msgspec.msgpack.decode(self._rows.record(chosen))
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[row] for row in range(len(self)))
 
 
 class HookSource:
@@ -62,35 +52,39 @@ class HookSource:
     fails is counted and logged, and the run goes on. Raises HookError when the hook is not one.
     """
 
+    skipped: Sequence[str] = ()
+
     def __init__(self, path: str, hook: Any, *, fingerprint: str = "") -> None:
-        self.path = path
-        self.record_of: Callable[[str], bytes | None] = _no_record
+        self.path, self._hook = path, hook
+        self.record_of: Callable[[str], bytes | None] = lambda prompt_id: None
         self.fingerprint = f"source hook {path}{f' over {fingerprint}' if fingerprint else ''}"
-        self._hook = hook
         self._failures, self._last_failure = 0, ""
-        self.skipped: list[str] = []
         missing = [name for name in METHODS if not callable(getattr(hook, name, None))]
         if missing:
             raise HookError(f"source hook {path}: it has no {missing[0]}(); expected an object with {', '.join(METHODS)}")
-        self._state = self._encoded()
         self._kept: bytes | None = None
-        self._is_dirty = True
+        self._journal: list[GroupResult | None] = []
+        """What happened since `_state` was encoded: feedback, or None for a take."""
+        self._encode()
+        self._is_first_take = True
         self._metadata: dict[str, Any] = {}
 
     # --- prompts ---
 
     def take(self, position: int) -> Prompt | None:
         """The next prompt of the hook, None when it has none now. Raises HookError; then the hook is as before."""
-        self._keep_feedback()
         try:
             made = self._call("take")
             record = None if made is None else self._record(made)
-            self._state = self._encoded()
+            if self._is_first_take:
+                self._encode()  # so that a state that cannot be saved is found before prompts are given
+            else:
+                self._journal.append(None)
         except HookError:
             self._go_back()
             raise
-        self._is_dirty = True
-        if made is None or record is None:
+        self._is_first_take = False
+        if record is None:
             return None
         prompt = Prompt(id=f"hook/{position}", position=position, record=record)
         self._metadata[prompt.id] = made.get("metadata") or {}
@@ -104,21 +98,24 @@ class HookSource:
         if not isinstance(made, dict):
             raise self._failed(f"take gave {type(made).__name__}; expected a map with a 'prompt', or None")
         try:
-            check_fields(made, KEYS)
             return record_of(made, KEYS)
         except DataError as bad:
             raise self._failed(f"take gave no prompt: {bad.text}") from None
 
     # --- feedback ---
 
-    def tell(self, result: GroupResult) -> None:
+    def feedback(self, result: GroupResult) -> None:
         """Hand the result to the hook, with the metadata of its prompt."""
         metadata = self._metadata_of(result.id)
         if result.outcome == "requeued":
             self._metadata[result.id] = metadata
-        self._is_dirty = True
+        result = msgspec.structs.replace(result, metadata=metadata)
+        self._journal.append(result)
+        self._feedback(result)
+
+    def _feedback(self, result: GroupResult) -> None:
         try:
-            self._call("feedback", msgspec.structs.replace(result, metadata=metadata))
+            self._call("feedback", result)
         except HookError as bad:
             log.error("group %s: %s", result.id, bad.text)
 
@@ -127,10 +124,10 @@ class HookSource:
             return self._metadata.pop(prompt_id)
         try:
             record = self.record_of(prompt_id)
-        except SlimebusError as bad:
-            log.error("group %s: its metadata is lost: %s", prompt_id, bad.text)
+            return {} if record is None else msgspec.msgpack.decode(record, type=dict[str, Any]).get("metadata", {})
+        except (SlimebusError, msgspec.DecodeError) as bad:
+            log.error("group %s: its metadata is lost: %s", prompt_id, bad)
             return {}
-        return msgspec.msgpack.decode(record)["metadata"] if record is not None else {}
 
     # --- state ---
 
@@ -138,14 +135,16 @@ class HookSource:
         """Hand the hook the state that it saved. Raises HookError."""
         self._call("load", msgspec.msgpack.decode(state))
         self._state = self._kept = state
-        self._is_dirty = False
+        self._journal.clear()
 
     def saved(self) -> bytes | None:
-        """The state to keep, None when it is as it was."""
-        if not self._is_dirty:
-            return None
-        self._keep_feedback()
-        self._is_dirty = False
+        """The state to keep, None when it is as it was. Encoded here, once for all takes and feedback since the last call."""
+        self._is_first_take = True
+        if self._journal:
+            try:
+                self._encode()
+            except HookError as bad:
+                log.error("%s; its last good state is kept", bad.text)
         if self._state == self._kept:
             return None
         self._kept = self._state
@@ -156,14 +155,7 @@ class HookSource:
         failures = {"failures": self._failures, "last_failure": self._last_failure} if self._failures else {}
         return {"hook": self.path, **failures}
 
-    def _keep_feedback(self) -> None:
-        if self._is_dirty:
-            try:
-                self._state = self._encoded()
-            except HookError as bad:
-                log.error("%s; its last good state is kept", bad.text)
-
-    def _encoded(self) -> bytes:
+    def _encode(self) -> None:
         state = self._call("save")
         if not isinstance(state, dict):
             raise self._failed(f"save gave {type(state).__name__}; expected a map")
@@ -174,28 +166,36 @@ class HookSource:
             raise self._failed(f"save gave what cannot be kept: {bad}; expected maps, lists, text, numbers") from None
         if len(encoded) > MAX_STATE_BYTES:
             raise self._failed(f"save gave {len(encoded)} bytes; at most {MAX_STATE_BYTES}")
-        return encoded
+        self._state = encoded
+        self._journal.clear()
 
     def _go_back(self) -> None:
+        """Load the last encoded state, then repeat what was taken and told since."""
         try:
             self._call("load", msgspec.msgpack.decode(self._state))
+            for result in self._journal:
+                if result is None:
+                    self._call("take")
+                else:
+                    self._feedback(result)
         except HookError as bad:
-            log.error("%s", bad.text)
+            log.error("%s; the source cannot go back to where it was and goes on from here", bad.text)
 
     def _call(self, method: str, *given: Any) -> Any:
-        start = time.monotonic()
         try:
-            answer = getattr(self._hook, method)(*given)
-        except Exception as bad:  # a plug-in may fail in any way
-            raise self._failed(f"{method} failed: {type(bad).__name__}: {bad}") from bad
-        if time.monotonic() - start > SLOW_S:
-            log.warning("source hook %s: %s took %.1f s; the broker answers nobody meanwhile", self.path, method, time.monotonic() - start)
-        return answer
+            return call_plugin(f"source hook {self.path}: {method}", getattr(self._hook, method), *given)
+        except HookError as bad:
+            self._count(bad.text)
+            raise
 
     def _failed(self, text: str) -> HookError:
+        failure = HookError(f"source hook {self.path}: {text}")
+        self._count(failure.text)
+        return failure
+
+    def _count(self, text: str) -> None:
         self._failures += 1
-        self._last_failure = text[:500]
-        return HookError(f"source hook {self.path}: {text}")
+        self._last_failure = text.removeprefix(f"source hook {self.path}: ")[:500]
 
 
 def load_source(path: str, *, base: Path, seed: int, rows: FileRows | None) -> HookSource:
@@ -203,19 +203,11 @@ def load_source(path: str, *, base: Path, seed: int, rows: FileRows | None) -> H
 
     Raises HookError when it cannot be made.
     """
-    factory: Callable[..., Any] = hooks.load(path, base=base)
+    factory, name = hooks.load(path, base=base), f"source hook {path}"
     offered = {"rows": PromptMaps(rows) if rows is not None else [], "seed": seed}
-    try:
-        unknown = [name for name in inspect.signature(factory).parameters if name not in ARGUMENTS]
-        if unknown:
-            raise HookError(f"source hook {path}: unknown argument {unknown[0]!r}; it may take {', '.join(ARGUMENTS)}")
-        hook = factory(**{name: offered[name] for name in inspect.signature(factory).parameters})
-    except HookError:
-        raise
-    except Exception as bad:  # a plug-in may fail in any way
-        raise HookError(f"source hook {path}: {type(bad).__name__}: {bad}") from bad
+    taken = call_plugin(name, inspect.signature, factory).parameters
+    unknown = [argument for argument in taken if argument not in ARGUMENTS]
+    if unknown:
+        raise HookError(f"{name}: unknown argument {unknown[0]!r}; it may take {', '.join(ARGUMENTS)}")
+    hook = call_plugin(name, lambda: factory(**{argument: offered[argument] for argument in taken}))
     return HookSource(path, hook, fingerprint=rows.fingerprint if rows is not None else "")
-
-
-def _no_record(prompt_id: str) -> bytes | None:
-    return None

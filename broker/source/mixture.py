@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from slimebus.errors import DataError
+from slimebus.bus.errors import DataError
 
 MAX_WINDOW = 10_000
 

@@ -7,33 +7,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
-from broker.source.jsonl import JsonlFile
-from broker.source.parquet import ParquetFile
-from broker.source.spec import FileSpec, parse
-from slimebus.errors import DataError
-from slimebus.prompt_record import PromptKeys
+from broker.source.row_file import RowFile
+from slimebus.bus.errors import DataError
+from slimebus.bus.prompt_files import FileSpec, parse
+from slimebus.bus.prompt_record import PromptKeys
 
 log = logging.getLogger("broker")
 
-PARQUET = (".parquet", ".pq")
 MAX_LISTED = 100
 """Skipped rows that are kept by name; all are counted and logged."""
-
-
-class RowFile(Protocol):
-    """The good rows of one file. `digest` changes when they do."""
-
-    digest: str
-
-    def __len__(self) -> int: ...
-
-    def record(self, row: int) -> bytes:
-        """The record of a row. Raises DataError when the file changed."""
-
-    def close(self) -> None:
-        """Release it."""
 
 
 class FileRows:
@@ -89,8 +72,7 @@ class FileRows:
         if not path.is_file():
             what = "a directory; name the files in it" if path.is_dir() else "not a regular file"
             raise DataError(f"prompt data {path} is {what}")
-        kind = ParquetFile if path.suffix in PARQUET else JsonlFile
-        return kind(spec, self._keys, self._on_bad, spill_dir=self._spill_dir)
+        return RowFile(spec, self._keys, self._on_bad, spill_dir=self._spill_dir)
 
     def _on_bad(self, bad: DataError) -> None:
         if not self._skips_bad:

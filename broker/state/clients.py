@@ -1,265 +1,222 @@
 """Who takes part: joining, epochs, fencing, silence.
 
-Each joining process gets an epoch that rises over the whole run. A request with an epoch that is no longer the newest of its
-name is refused as `fenced`; so is every trainer but the newest, whatever its name.
+Each joining process gets an epoch that rises over the whole run. A hello alone fences nobody, for it may have been on its way while its
+process ended: a process takes the place of an older one of its name with its first request under its own epoch, which only a living one
+can know. The older one's requests are then `fenced`; so are those of every older trainer, whatever its name, once a newer one resumes.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from broker.state import bounds, evaluation, hedging
+from broker.state import agreement, fates
+from broker.state.broker_state import State
 from broker.state.effects import Event
-from broker.state.groups import EVAL, Group
+from broker.state.features import evaluation
+from broker.state.groups import EVAL, Group, WorkerLeases
 from broker.state.records import Client
-from broker.state.table import State
-from slimebus import messages as m
-from slimebus import protocol
-from slimebus.envelope import error_reply
-from slimebus.errors import Fenced, ProtocolError, SlimebusError
-from slimebus.messages import NO_VERSION, PROTOCOL_VERSION
+from slimebus.bus import messages as m
+from slimebus.bus import protocol
+from slimebus.bus.envelope import check_name, error_reply
+from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
+from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, PROTOCOL_VERSION
+from slimebus.bus.security.roles import SENDERS
 
 ROLES = ("rollout", "trainer", "consumer", "client")
-NEEDS_ROLE: dict[type[m.Message], str] = {
-    **dict.fromkeys((m.Lease, m.Put, m.GiveBack), "rollout"),
-    **dict.fromkeys((m.Read, m.PutFields), "consumer"),
-    **dict.fromkeys((m.Resume, m.Publish, m.Batch, m.Fetch, m.Commit, m.Finish), "trainer"),
-    m.Push: "client",
-}
-MAX_NAME_CHARS = 128
-MAX_FORMER = 16
+WITHOUT_HELLO = frozenset({m.Hello, m.Goodbye, m.Status, m.Evaluate, m.Set, m.Edit, m.Import})
+"""Requests of anybody; a sender that has joined must be of a role that may send them all the same."""
+BEFORE_RUN_IS_KNOWN = WITHOUT_HELLO - {m.Goodbye}
+MAX_PREVIOUS = 16
+MAX_SUCCESSORS = 8
+"""Processes of one name that have said hello and nothing else."""
 SILENT_BEATS = 3
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
-
-def check_run(state: State, event: Event) -> None:
-    """Raise SlimebusError `wrong_run` for a message of another run."""
-    if event.run == state.meta.run:
-        return
-    asks_first = m.Hello | m.Status | m.Evaluate | m.Set | m.Edit | m.Import  # these come before anyone knows the run
-    if event.run or not isinstance(event.message, asks_first):
-        raise SlimebusError(
-            f"{event.sender[:64]!r} speaks of run {event.run[:64]!r}, this broker serves run {state.meta.run!r}; check the address",
-            code="wrong_run",
-        )
+# --- who may ask ---
 
 
-def sender_of(state: State, event: Event, now: float) -> Client:
-    """The client that speaks. Raises SlimebusError: `fenced`, `not_joined` or `role`."""
+def check_sender(state: State, event: Event) -> None:
+    """Raise SlimebusError where this sender may not ask this: `wrong_run`, `fenced`, `not_joined`, `forbidden`, `role`, `not_resumed`."""
+    kind = type(event.message)
+    if event.run != state.meta.run and (event.run or kind not in BEFORE_RUN_IS_KNOWN):
+        text = f"{event.sender[:64]!r} names run {event.run[:64]!r}, this broker serves run {state.meta.run!r}"
+        raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
+    client = state.clients.get(event.sender) if kind in WITHOUT_HELLO else sender_of(state, event)
+    what = m.wire_name(kind)
+    able = SENDERS.get(what, ())
+    if client is not None and client.role not in able:
+        text = f"{event.sender!r} joined as {client.role}; only a {' or '.join(able) or 'nobody'} may send {what!r}"
+        raise SlimebusError(text, code="role")
+    is_trainer = client is not None and (client.name, client.instance) == state.meta.trainer
+    if able == ("trainer",) and not is_trainer and kind is not m.Resume:
+        raise SlimebusError(f"{what} before resume; tell the broker first which step this trainer trains next", code="not_resumed")
+
+
+def sender_of(state: State, event: Event) -> Client:
+    """The client that sends this, alive by it. Raises SlimebusError: `not_joined`, `forbidden` or `fenced`."""
     client = state.clients.get(event.sender)
+    if client is not None and event.epoch > client.epoch:
+        client = _take_place(state, client, event)
     if client is None or event.epoch > client.epoch:
         raise SlimebusError(f"{event.sender[:64]!r} has not joined this broker; say hello first", code="not_joined")
     if event.key != client.key:
-        _refuse_other_key(event, client)
+        if not event.key or not client.key:
+            raise SlimebusError(f"{event.sender!r} joined before this broker had its keys; say hello again", code="not_joined")
+        text = f"{event.sender!r} joined with another key than {event.key!r}; say hello under a name of your own"
+        raise SlimebusError(text, code="forbidden")
     if event.epoch < client.epoch or client.is_fenced:
         raise Fenced(f"a newer {client.role} has taken the place of {event.sender!r} (epoch {event.epoch}); stop this process")
-    needed = NEEDS_ROLE.get(type(event.message))
-    if needed is not None and client.role != needed:
-        raise SlimebusError(f"{event.sender!r} joined as {client.role}; only a {needed} may ask for this", code="role")
-    heard(state, client, now)
+    touch(state, client)
     return client
 
 
-def check_is_client(state: State, event: Event, what: str) -> None:
-    """Raise SlimebusError `role` for a sender that joined as anything else: it may not change this."""
-    known = state.clients.get(event.sender)
-    if known is not None and known.role != "client":
-        raise SlimebusError(f"{event.sender!r} joined as {known.role}; only a client may change {what}", code="role")
-
-
-def heard(state: State, client: Client, now: float) -> None:
+def touch(state: State, client: Client) -> None:
     """A sign of life."""
-    client.heard_at, client.is_gone = now, False
-    state.timers.set(("client", client.name), now + state.rules.client_timeout_s)
+    if client.name in state.members_before and client.role in ("rollout", "trainer"):  # it was there when the run finished
+        state.finish_is_confirmed = True
+        state.members_before.clear()
+    client.heard_at, client.is_gone = state.now, False
+    state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
 
 
-def welcome(state: State, client: Client, hello: m.Hello, hints: str, max_message_bytes: int) -> m.Welcome:
-    """What a client must know to take part."""
-    meta = state.meta
-    return m.Welcome(
-        run=meta.run,
+# --- joining ---
+
+
+def hello(state: State, event: Event, ask: m.Hello) -> None:
+    """Take in a client and answer with what it must know to take part."""
+    client = join(state, event, ask)
+    welcome = m.Welcome(
+        run=state.meta.run,
         epoch=client.epoch,
         heartbeat_s=state.rules.heartbeat_s,
-        lineage=meta.lineage,
-        version=meta.version,
-        publishers=meta.publishers,
-        digest=meta.digest,
-        hints=hints,
-        max_message_bytes=max_message_bytes,
-        protocol=min(hello.protocol, PROTOCOL_VERSION),
+        **state.meta.newest(),
+        hints=state.hints_address,
+        max_message_bytes=state.max_message_bytes,
+        protocol=min(ask.protocol, PROTOCOL_VERSION),
+        differences=agreement.differences(state, client),
     )
+    state.reply(event.to, welcome)
 
 
-def join(state: State, event: Event, hello: m.Hello, now: float) -> Client:
-    """Take in a client; the same instance keeps its epoch, another of the same name takes the place of the older one."""
-    _check_hello(event, hello)
+def join(state: State, event: Event, ask: m.Hello) -> Client:
+    """The same instance keeps its epoch; another of the same name gets a new one, and may take the place of the older one."""
+    _check_hello(state, event, ask)
     known = state.clients.get(event.sender)
-    if known is not None and (hello.instance in known.former or (known.is_fenced and known.instance == hello.instance)):
+    same_name = [known, *known.successors] if known is not None else []
+    if known is not None and ask.instance in {*known.previous_instances, *(c.instance for c in same_name if c.is_fenced)}:
         raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
-    _check_key(state, event, hello, known)
-    _check_born(state, hello, known)
-    if known is not None and known.instance == hello.instance and known.role == hello.role and known.key == event.key:
-        heard(state, known, now)
-        return known
+    _check_key(event, ask, known)
+    for client in same_name:
+        if (client.instance, client.role, client.key) == (ask.instance, ask.role, event.key):
+            client.settings = ask.settings
+            if client is known:
+                touch(state, client)
+            return client
     _make_room(state, known)
-    former = [] if known is None else [*known.former, known.instance][-MAX_FORMER:]
-    if known is not None:
-        state.note(f"{event.sender} was restarted; its older process is fenced")
-        leave(state, known, "its worker was restarted", has_failed=True)
-    client = Client(
-        name=event.sender,
-        role=hello.role,
-        epoch=state.meta.next_epoch,
-        instance=hello.instance,
-        former=former,
-        born=hello.born,
-        key=event.key,
-    )
-    state.meta.next_epoch += 1
-    state.clients[client.name] = client
-    if client.role == "trainer":
-        _fence_other_trainers(state, client)
-    if client.role != "client":
-        state.had_members = True
-        state.pace.num_joined += client.role != "consumer"
-        state.changed("clients", client.name)
-        state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
-    heard(state, client, now)
+    epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
+    client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
+    if known is None:
+        _enter(state, client)
+        touch(state, client)
+    else:
+        known.successors = [*known.successors, client][-MAX_SUCCESSORS:]
+        _keep(state, known)
     return client
+
+
+def _check_hello(state: State, event: Event, ask: m.Hello) -> None:
+    protocol.choose(ask.oldest, ask.protocol, who=repr(event.sender[:64]), their_release=ask.release)
+    if ask.role not in ROLES:
+        raise ProtocolError(f"hello: role {ask.role[:64]!r}; expected one of {', '.join(ROLES)}")
+    check_name("hello: sender", event.sender)
+    check_name("hello: instance", ask.instance)
+    agreement.check_settings(state, event.sender, ask)
+
+
+def _check_key(event: Event, ask: m.Hello, known: Client | None) -> None:
+    """A name belongs to the key that joined under it while it is alive. Among trainers the newest takes over, whatever its key."""
+    if known is None or known.is_gone or known.is_fenced or known.role == ask.role == "trainer":
+        return
+    if known.key != event.key and known.key and event.key:  # without one of both, it is from a time when the broker had no keys
+        text = f"the name {event.sender!r} belongs to the key {known.key!r} while its process is alive; choose another name (--worker-name)"
+        raise SlimebusError(text, code="forbidden")
 
 
 def _make_room(state: State, known: Client | None) -> None:
     """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
     if known is not None or len(state.clients) < state.rules.max_clients:
         return
-    for client in [c for c in state.clients.values() if c.is_gone and not c.is_fenced]:
+    for client in [c for c in state.clients.values() if c.is_gone]:
         _forget(state, client)
     if len(state.clients) >= state.rules.max_clients:
-        raise bounds.hit(state, "max_clients", f"{len(state.clients)} processes have joined")
+        raise state.busy("max_clients", f"{len(state.clients)} processes have joined")
 
 
-def _refuse_other_key(event: Event, client: Client) -> None:
-    if not event.key or not client.key:
-        raise SlimebusError(f"{event.sender!r} joined before this broker had its keys; say hello again", code="not_joined")
-    raise SlimebusError(
-        f"{event.sender!r} joined with another key than {event.key!r}; say hello under a name of your own", code="forbidden"
-    )
+def _keep(state: State, client: Client) -> None:
+    """Have the record of a client written; those of people and tools are not kept."""
+    if client.role != "client":
+        state.changed("clients", client.name)
 
 
-def _check_key(state: State, event: Event, hello: m.Hello, known: Client | None) -> None:
-    """A name belongs to the key that joined under it while it is heard. Among trainers the newest takes over, whatever its key."""
-    if known is None or known.key == event.key or known.is_gone or known.is_fenced or known.role == hello.role == "trainer":
-        return
-    if not known.key or not event.key:  # one of both is from a time when the broker had no keys
-        return
-    raise SlimebusError(
-        f"the name {event.sender!r} belongs to the key {known.key!r} while its process is alive; choose another name (--worker-name)",
-        code="forbidden",
-    )
+def _enter(state: State, client: Client) -> None:
+    state.clients[client.name] = client
+    _keep(state, client)
+    if client.role != "client":
+        state.had_members = True
+        state.pace.num_joined += client.role != "consumer"
+        if client.role == "trainer":
+            state.pace.trainer, state.pace.trainer_left_at, state.pace.has_stepped = client.name, None, False
+        state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
+        for difference in agreement.differences(state, client):
+            state.note(difference, is_warning=True)
 
 
-def expel(state: State, keys: Collection[str]) -> None:
-    """Take out everyone who joined with one of these keys: they may speak no more."""
+# --- fencing and leaving ---
+
+
+def _take_place(state: State, old: Client, event: Event) -> Client:
+    """A living process of this name, newer than `old`, asks for the first time: it goes on, the older ones are fenced."""
+    new = next((c for c in old.successors if (c.epoch, c.key) == (event.epoch, event.key)), None)
+    if new is None:
+        return old
+    older = [c.instance for c in old.successors if c.epoch < new.epoch]
+    new.previous_instances = [*old.previous_instances, old.instance, *older][-MAX_PREVIOUS:]
+    new.successors = [c for c in old.successors if c.epoch > new.epoch]
+    state.note(f"{new.name} was restarted; its older process is fenced")
+    leave(state, old, "its worker was restarted", cause="worker lost")
+    state.members_before.discard(old.name)
+    _answer_fenced(state, old)
+    _enter(state, new)
+    return new
+
+
+def fence_older_trainers(state: State, newest: Client) -> None:
+    """A trainer resumes: every trainer that joined before it is told to stop, also one that has said hello and nothing else."""
+    for client in [c for known in state.clients.values() for c in (known, *known.successors)]:
+        if client.role == "trainer" and client.epoch < newest.epoch and not client.is_fenced:
+            client.is_fenced = True
+            state.changed("clients", client.name)
+            state.note(f"trainer {client.name} is fenced: {newest.name} has taken its place", is_warning=True)
+            _answer_fenced(state, client)
+
+
+def _answer_fenced(state: State, client: Client) -> None:
+    """Answer the batch requests of a fenced client that wait."""
+    fenced = error_reply(Fenced(f"a newer process has taken the place of {client.name!r}; stop this one"))
+    for step in state.waiting_batches.of(client.name):
+        state.answer(state.waiting_batches, step, fenced)
+
+
+def revoke_keys(state: State, keys: Collection[str]) -> None:
+    """Take out everyone who joined with one of these keys."""
     for client in [c for c in state.clients.values() if c.key in keys]:
         leave(state, client, "its key was revoked")
-        for step in [step for step, parked in state.parked_batches.items() if parked.client == client.name]:
-            del state.parked_batches[step]
-            state.timers.cancel(("parked batch", step))
+        for step in state.waiting_batches.of(client.name):
+            state.waiting_batches.take(step)
         _forget(state, client)
         state.note(f"{client.role} {client.name} is out: its key {client.key} was revoked", is_warning=True)
 
 
-def _check_born(state: State, hello: m.Hello, known: Client | None) -> None:
-    """Refuse a process that started before the one whose place it would take: its hello is a late one."""
-    rivals = [c for c in state.clients.values() if c.role == hello.role == "trainer" and not c.is_fenced]
-    for rival in [*rivals, *([] if known is None else [known])]:
-        if 0 < hello.born < rival.born and rival.instance != hello.instance:
-            raise Fenced(
-                f"{rival.role} {rival.name!r} started {rival.born - hello.born:.1f} s after this one and has its place; stop this one "
-                "(or set the clocks of both machines)"
-            )
-
-
-def _check_hello(event: Event, hello: m.Hello) -> None:
-    protocol.choose(hello.oldest, hello.protocol, who=repr(event.sender[:64]), their_release=hello.release)
-    if hello.role not in ROLES:
-        raise ProtocolError(f"hello: role {hello.role[:64]!r}; expected one of {', '.join(ROLES)}")
-    if not 0 < len(event.sender) <= MAX_NAME_CHARS or not 0 < len(hello.instance) <= MAX_NAME_CHARS:
-        raise ProtocolError(f"hello: sender and instance must have 1 to {MAX_NAME_CHARS} characters")
-
-
-def _fence_other_trainers(state: State, newest: Client) -> None:
-    if not 0 < newest.born <= state.meta.finisher_born:  # else a late hello: its process finished the run, or ended before that
-        state.meta.finishing, state.finished_said = False, False  # a trainer that joins has more to train, or will finish again
-    for client in state.clients.values():
-        if client.role == "trainer" and client is not newest and not client.is_fenced:
-            client.is_fenced = True
-            state.changed("clients", client.name)
-            state.note(f"trainer {client.name} is fenced: {newest.name} has taken its place", is_warning=True)
-    for step, parked in state.parked_batches.items():
-        state.timers.cancel(("parked batch", step))
-        state.reply(parked.to, fenced_error(parked.client))
-    state.parked_batches.clear()
-
-
-def fenced_error(name: str) -> m.Message:
-    """The answer to a request that waits while its sender is fenced."""
-    return error_reply(Fenced(f"a newer process has taken the place of {name!r}; stop this one"))
-
-
-def heartbeat(state: State, client: Client, beat: m.Heartbeat, now: float) -> m.HeartbeatReply:
-    """Extend the listed leases and answer with the truth."""
-    client.state, client.lineage, client.serving = beat.state[:64], beat.lineage, beat.serving
-    client.metrics = dict(list(beat.metrics.items())[:64])
-    lost = [lease for lease in beat.leases if not _extend(state, client, lease, now)]
-    meta = state.meta
-    return m.HeartbeatReply(
-        lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest, lost=lost, finished=state.is_finished
-    )
-
-
-def _extend(state: State, client: Client, lease: int, now: float) -> bool:
-    group = state.groups.by_lease.get(lease)
-    if group is None or group.holder_of(lease) != client.name:
-        return False
-    state.lease_deadlines[lease] = now + state.rules.lease_s
-    state.timers.set(("lease", lease), now + state.rules.lease_s)
-    return True
-
-
-def keep_alive(state: State, event: Event, leases: list[int], now: float) -> bool:
-    """Extend what a heartbeat lists and decide nothing; False for a sender that has no say."""
-    client = state.clients.get(event.sender)
-    if client is None or client.epoch != event.epoch or client.is_fenced or event.run != state.meta.run:
-        return False
-    heard(state, client, now)
-    for lease in leases:
-        _extend(state, client, lease, now)
-    return True
-
-
-def leave(state: State, client: Client, reason: str, *, has_failed: bool = False) -> None:
-    """Take back what a client holds and waits for. has_failed: it died, maybe of one of its groups, so each attempt counts."""
-    for group in state.groups.leased_by(client.name):
-        if not hedging.end_one(state, group, group.lease_of(client.name)[0], reason, counts=has_failed):
-            take_back(state, group, reason, has_failed=has_failed)
-    for key in [key for key in state.parked_leases if key[0] == client.name]:
-        del state.parked_leases[key]
-        state.timers.cancel(("parked lease", *key))
-    if state.parked_reads.pop(client.name, None) is not None:
-        state.timers.cancel(("parked read", client.name))
-
-
-def take_back(state: State, group: Group, reason: str, *, has_failed: bool) -> None:
-    """End the only lease of a group without samples: another attempt. has_failed: this one counts."""
-    if group.kind == EVAL:
-        evaluation.retry(state, group, reason, counts=has_failed)
-    elif has_failed:
-        state.fail(group, reason)
-    else:
-        state.requeue(group, reason)
-
-
-def goodbye(state: State, event: Event) -> m.Ok:
+def goodbye(state: State, event: Event, ask: m.Goodbye) -> None:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
     if client is not None and client.epoch == event.epoch and client.key == event.key and not client.is_fenced:
@@ -267,40 +224,137 @@ def goodbye(state: State, event: Event) -> m.Ok:
         _forget(state, client)
         if client.role != "client":
             state.note(f"{client.role} {client.name} left")
-    return m.Ok()
+    state.reply(event.to, m.Ok())
 
 
-def silent(state: State, name: str, now: float) -> None:
+def leave(state: State, client: Client, reason: str, *, cause: str = "worker left") -> None:
+    """Take back what a client holds and waits for."""
+    for group in state.groups.leased_by(client.name):
+        end_lease(state, group, cause, reason)
+    for key in state.waiting_leases.of(client.name):
+        state.waiting_leases.take(key)
+    state.waiting_reads.take(client.name)
+
+
+def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
+    """End the lease of a group without samples: another attempt, unless there were too many."""
+    if group.kind == EVAL:
+        evaluation.retry(state, group, cause, reason)
+    else:
+        fates.become(state, group, cause, reason)
+
+
+def on_silence(state: State, name: str) -> None:
     """A client was silent for its timeout: say so once, forget it much later."""
     client = state.clients.get(name)
     if client is None:
         return
-    silence_s = now - client.heard_at
-    if client.role == "client" or silence_s >= FORGET_S + state.rules.client_timeout_s:
-        if not client.is_fenced:
-            _forget(state, client)
+    silence_s, forget_s = state.now - client.heard_at, FORGET_S + state.rules.client_timeout_s
+    if client.role == "client" or silence_s >= forget_s:
+        _forget(state, client)
         return
     if not client.is_gone:
-        client.is_gone, client.serving = True, NO_VERSION
+        client.is_gone = True
+        set_serving(state, client, client.lineage, NO_VERSION)
         state.note(f"{client.role} {client.name} has been silent for {silence_s:.0f} s", is_warning=True)
-    state.timers.set(("client", name), client.heard_at + FORGET_S + state.rules.client_timeout_s)
+    state.timers.set(("client", name), client.heard_at + forget_s)
 
 
 def _forget(state: State, client: Client) -> None:
     del state.clients[client.name]
     state.timers.cancel(("client", client.name))
-    if client.role != "client":
-        state.changed("clients", client.name)
+    _keep(state, client)
+    if client.name == state.pace.trainer:
+        state.pace.trainer_left_at = state.now
+
+
+# --- heartbeats ---
+
+
+def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
+    """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
+    client = state.clients[event.sender]
+    client.state, client.metrics = beat.state[:64], dict(list(beat.metrics.items())[:64])
+    set_serving(state, client, beat.lineage, beat.serving)
+    reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address)
+    leases = state.groups.by_worker.get(client.name) or WorkerLeases()
+    if beat.leases is not None:
+        _compare(state, leases, beat.leases, reply)
+    elif _are(len(leases.groups), leases.lease_sum, beat):
+        _confirm(state, leases, list(leases.unconfirmed))
+    else:
+        confirmed = leases.groups.keys() - leases.unconfirmed
+        reply.list_leases = not _are(len(confirmed), sum(confirmed), beat)
+    if not reply.list_leases:
+        _extend(state, client, leases)
+    state.reply(event.to, reply)
+
+
+def _are(num_leases: int, lease_sum: int, beat: m.Heartbeat) -> bool:
+    """True when a worker works on leases of this number and sum."""
+    return num_leases == beat.num_leases and lease_sum % LEASE_SUM_MODULUS == beat.lease_sum
+
+
+def set_serving(state: State, client: Client, lineage: str, version: int) -> None:
+    """A worker serves this version."""
+    client.lineage, client.serving = lineage, version
+    state.waiting_leases.serves(client.name, lineage, version)
+
+
+def _extend(state: State, client: Client, leases: WorkerLeases) -> None:
+    """The leases that a client has named live on."""
+    if len(leases.groups) > len(leases.unconfirmed):
+        state.timers.set(("leases of", client.name), state.now + state.rules.lease_s)
+
+
+def _confirm(state: State, leases: WorkerLeases, named: Iterable[int]) -> None:
+    """A client names leases for the first time: from now on they live as long as the others."""
+    for lease in named:
+        leases.unconfirmed.discard(lease)
+        state.timers.cancel(("unconfirmed lease", lease))
+
+
+def _compare(state: State, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
+    """Take a client's own list: what it lacks ends unless a later heartbeat names it; it is told what it holds no more."""
+    named = set(listed)
+    _confirm(state, leases, leases.unconfirmed & named)
+    for lease in leases.groups.keys() - leases.unconfirmed - named:
+        leases.unconfirmed.add(lease)
+        state.timers.set(("unconfirmed lease", lease), state.now + state.rules.lease_s)
+    for lease in listed:
+        if lease not in leases.groups:
+            (reply.surplus if state.recent_leases.get(lease) == "surplus" else reply.lost).append(lease)
+
+
+def keep_alive(state: State, event: Event) -> bool:
+    """Extend the leases of the sender and decide nothing; False for an unknown or fenced one."""
+    client = state.clients.get(event.sender)
+    if client is None or client.epoch != event.epoch or client.is_fenced or event.run != state.meta.run:
+        return False
+    touch(state, client)
+    leases = state.groups.by_worker.get(client.name) or WorkerLeases()
+    _extend(state, client, leases)
+    for lease in leases.unconfirmed:
+        state.timers.set(("unconfirmed lease", lease), state.now + state.rules.lease_s)
+    return True
+
+
+# --- questions ---
 
 
 def is_present(client: Client) -> bool:
-    """True for a client that is heard and has a say."""
+    """True for a client that is alive and not fenced."""
     return not client.is_gone and not client.is_fenced
 
 
-def is_silent(state: State, client: Client, now: float) -> bool:
+def is_silent(state: State, client: Client) -> bool:
     """True when a client has missed its last heartbeats."""
-    return now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
+    return state.now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
+
+
+def is_starting(client: Client) -> bool:
+    """True from its welcome until its engine or model is ready, if it says so; meanwhile it may be too busy for heartbeats."""
+    return client.state.startswith("starting")
 
 
 def has_everyone_left(state: State) -> bool:

@@ -1,59 +1,164 @@
-"""What becomes of a group whose stored record is found damaged or missing: tried again from its prompt, never handed out.
+"""What becomes of a group whose stored record is damaged, or that the trainer rejects: tried again from its prompt, never handed out.
 
 A step that lost a group is chosen anew: its other groups, and those of the steps chosen after it, are ready again.
 """
 
-from broker.state import partials
-from broker.state.groups import ASSIGNED, DEAD, LEASED, READY
-from broker.state.table import State
+from typing import Any
+
+import msgspec
+
+from broker.state import batches, fates, prompts
+from broker.state.broker_state import MAX_REASON_CHARS, State
+from broker.state.effects import Event, Table
+from broker.state.features import evaluation
+from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, READY, Group
+from broker.state.records import KEYS, ROWS, StepRecord
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import Ok, Reject
 
 LOST_SAMPLES = "its stored samples are damaged"
 LOST_PROMPT = "its stored prompt is damaged"
+LOST_ROW = "its stored record is damaged"
+ROW_COSTS = {
+    "groups": "its prompt is sampled again, unless its samples were fetched already",
+    "ended": "the group is not listed any more",
+    "clients": "the process joins again by itself",
+    "steps": "it is made again from its groups",
+    "evaluations": "its result is lost; ask for the evaluation again",
+    "consumers": "the consumer reads from the beginning",
+    "pushes": "a repeat of the push would add its prompts again",
+    "changes": "a repeat of the change would be put in force again",
+}
 
 
-def lose_samples(state: State, group_id: str) -> None:
-    """The samples of a ready or assigned group cannot be read: its prompt is queued again. Others have nothing to lose."""
-    group = state.groups.by_id.get(group_id)
-    if group is None or group.phase not in (READY, ASSIGNED):
-        return
-    state.note(f"group {group_id}: {LOST_SAMPLES}; its prompt is sampled again", is_warning=True)
-    if group.phase == ASSIGNED:
-        first = group.step
-        state.requeue(group, LOST_SAMPLES)
-        _choose_anew(state, first)
-    else:
-        state.requeue(group, LOST_SAMPLES)
+def decoded(table: str, key: str, value: bytes | SlimebusError) -> Any:
+    """A stored row. Raises SlimebusError, msgspec.DecodeError or UnicodeDecodeError for one that is damaged."""
+    if isinstance(value, SlimebusError):
+        raise value
+    if table not in ROWS:
+        return value
+    record = msgspec.msgpack.decode(value, type=ROWS[table])
+    name = str(getattr(record, KEYS[table])) if table in KEYS else key
+    if name != key:
+        raise SlimebusError(f"its record is that of {name!r}", code="damaged", retryable=True)
+    return record
 
 
-def _choose_anew(state: State, step: int) -> None:
-    state.meta.pace_step, state.meta.pace_version = step, state.version_of(step)  # the version it trains stays what was said
-    for later in sorted(s for s, record in state.steps.items() if s >= step and not record.is_committed):
-        record = state.steps.pop(later)
-        state.changed("steps", later)
-        for group_id in record.groups:
-            group = state.groups.by_id.get(group_id)
-            if group is not None and group.phase == ASSIGNED and group.step == later:
-                group.step = -1
-                state.move(group, READY, "its step lost a damaged group")
+def lose_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
+    """A starting broker found rows damaged, as (table, key, why): what needs them is made again or let go, named and counted."""
+    for table, key, why in sorted(lost, key=lambda row: row[0] != "steps"):  # a lost group is looked for in the steps
+        state.tally(state.meta.counted, f"damaged rows of {table}")
+        state.note(f"row {key!r} of table {table!r} cannot be used: {why}; {ROW_COSTS[table]}", is_warning=True)
+        # written again where it is made again, else deleted
+        state.changed(table, int(key) if table == "steps" and key.isdecimal() else key)
+        if table == "steps":
+            _make_step_again(state, key)
+        elif table == "groups":
+            _lose_group(state, key)
+        elif table == "ended" and key not in state.groups.by_id:
+            state.delete("prompts", key)
+    for group in [g for g in state.groups.by_id.values() if g.kind == EVAL and g.evaluation not in state.evaluations]:
+        state.retire(group, "its evaluation is damaged")
 
 
-def lose_partial(state: State, group_id: str) -> None:
-    """What a leaving worker had begun cannot be read: the group is sampled from its prompt alone."""
-    group = state.groups.by_id.get(group_id)
-    if group is not None and group.partial_frames:
-        partials.waste(state, group, "stored partial is damaged")
+def _make_step_again(state: State, key: str) -> None:
+    groups = [g for g in state.groups.by_id.values() if g.phase in (ASSIGNED, COMMITTED) and str(g.step) == key]
+    if groups:
+        step, is_committed = groups[0].step, groups[0].phase == COMMITTED
+        state.steps[step] = StepRecord(
+            step=step,
+            version=state.version_of(step),
+            groups=[g.id for g in sorted(groups, key=lambda g: g.lease.id)],
+            max_staleness=state.rules.max_staleness,
+            is_committed=is_committed,
+            size_bytes=sum(g.size_bytes for g in groups) if is_committed else 0,
+        )
+        state.fetched_steps[step] = state.now
+        state.changed("steps", step)
+
+
+def _lose_group(state: State, group_id: str) -> None:
+    """A group of a step stays in it, so that the step can be committed: a trainer that fetches it finds its samples damaged."""
+    if group_id.startswith("eval/"):
+        evaluation.lose_group(state, group_id, LOST_ROW)
+    elif state.find_ended(group_id) is None:
+        prompt = prompts.find(state, group_id)
+        group = Group(id=group_id, position=prompt.position if prompt is not None else 0)
+        record = next((record for record in state.steps.values() if group_id in record.groups), None)
+        if record is not None:
+            group.phase, group.step = COMMITTED if record.is_committed else ASSIGNED, record.step
+        else:
+            state.delete("payloads", group_id)
+        state.delete("partials", group_id)
+        state.groups.add(group)
+        state.tally(state.meta.moves, f"lost>{group.phase} {LOST_ROW}")
         state.changed("groups", group_id)
 
 
-def lose_prompt(state: State, group_id: str) -> None:
+def lose_record(state: State, table: str, key: str) -> None:
+    """A record of a group was found damaged or missing: it is made again from what is whole."""
+    group = state.groups.by_id.get(key.partition("\n")[0])
+    if group is None:
+        return
+    if table in ("payloads", "fields"):
+        _lose_samples(state, group)
+    elif table == "prompts":
+        _lose_prompt(state, group)
+    elif table == "partials":
+        state.waste_partial(group, "stored partial is damaged")
+
+
+def _lose_samples(state: State, group: Group) -> None:
+    """The samples of a ready or assigned group cannot be read: its prompt is queued again. Others have nothing to lose."""
+    if group.phase not in (READY, ASSIGNED):
+        return
+    state.note(f"group {group.id}: {LOST_SAMPLES}; its prompt is sampled again", is_warning=True)
+    step = group.step
+    fates.become(state, group, "damaged", LOST_SAMPLES)
+    choose_anew(state, step)
+
+
+def _lose_prompt(state: State, group: Group) -> None:
     """The prompt of a leased group cannot be read: taken from the source again, or dead where the source does not know it."""
-    group = state.groups.by_id.get(group_id)
-    if group is None or group.phase != LEASED:
+    if group.phase != LEASED:
         return
-    prompt = state.source.find(group_id)
+    prompt = prompts.find(state, group.id)
     if prompt is None:
-        state.end(group, DEAD, LOST_PROMPT)
+        fates.become(state, group, "prompt gone", LOST_PROMPT)
         return
-    state.save("prompts", group_id, prompt.record)
-    state.note(f"group {group_id}: {LOST_PROMPT}; it is read from the source again", is_warning=True)
-    state.requeue(group, LOST_PROMPT)
+    state.save("prompts", group.id, prompt.record)
+    state.note(f"group {group.id}: {LOST_PROMPT}; it is read from the source again", is_warning=True)
+    fates.become(state, group, "damaged", LOST_PROMPT)
+
+
+def reject(state: State, event: Event, ask: Reject) -> None:
+    """The trainer cannot train some groups of a step: a failed attempt each, and the step gets others. A repeat changes nothing."""
+    number = (event.epoch, event.to.request)
+    if number > state.meta.last_reject:
+        if ask.step < state.meta.next_step:
+            raise SlimebusError(f"reject of groups of step {ask.step}; it is committed, the next is {state.meta.next_step}", code="step")
+        state.meta.last_reject = number
+        named = state.steps[ask.step].groups if ask.step in state.steps else []
+        bad = [state.groups.by_id[name] for name in ask.groups if name in named]
+        for group in bad:
+            _reject(state, group, ask.groups[group.id])
+        if bad:
+            choose_anew(state, ask.step)
+    state.reply(event.to, Ok())
+
+
+def _reject(state: State, group: Group, reason: str) -> None:
+    worker = group.lease.worker
+    state.note(f"group {group.id} of worker {worker} was rejected by the trainer: {reason[:MAX_REASON_CHARS]}", is_warning=True)
+    state.tally(state.meta.counted, f"rejected, of worker {worker}")
+    if group.drop_reason:
+        fates.become(state, group, "dropped", group.drop_reason)
+    else:
+        fates.become(state, group, "rejected", f"rejected: {reason}")
+
+
+def choose_anew(state: State, step: int) -> None:
+    """The groups of a step that is not committed, and of later ones, are ready again; no step: nothing."""
+    if step in state.steps and not state.steps[step].is_committed:
+        state.meta.pace_step, state.meta.pace_version = step, state.version_of(step)  # the version it trains stays what was said
+        batches.reopen(state, step, "its step is chosen anew", ASSIGNED)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slimebus.messages import Field, Hint, Message
+from slimebus.bus.messages import Field, Hint, Message
 
 Table = Literal[
     "meta",
@@ -18,15 +18,15 @@ Table = Literal[
     "clients",
     "consumers",
     "steps",
-    "freed",
     "evaluations",
     "pushes",
+    "changes",
     "source",
 ]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
-by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step; freed: those of
-old steps, read only for a trainer that goes far back. evaluations: targets and results. pushes: keys of accepted pushes. source: the
-state of a stateful source."""
+by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step whose samples
+are kept. evaluations: targets and results. pushes, changes: keys of accepted pushes and of changed settings. source: the state of a
+stateful source."""
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):
@@ -49,19 +49,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     key: str = ""
 
 
-class Save(msgspec.Struct, frozen=True, gc=False):
-    """Write a record: bytes, or for `payloads` the frames to keep together."""
+class Write(msgspec.Struct, frozen=True, gc=False):
+    """One change of the store: a value (bytes, or frames to keep together), or None to remove the record; an absent one is fine."""
 
     table: Table
     key: str
-    value: bytes | Sequence[Any]
-
-
-class Delete(msgspec.Struct, frozen=True, gc=False):
-    """Remove a record; absent ones are fine."""
-
-    table: Table
-    key: str
+    value: bytes | Sequence[Any] | None
 
 
 class StoredPrompt(msgspec.Struct, frozen=True, gc=False):
@@ -80,10 +73,12 @@ class EvalPrompt(msgspec.Struct, frozen=True):
 class StoredPayload(msgspec.Struct, frozen=True):
     """Bulk frames of a reply: the record header of a group's samples, then its fields.
 
-    late: fields that were put after the samples; only: of all fields beyond the usual three, just these.
+    num_frames: of the record, late fields not counted; late: fields that were put after the samples; only: of all fields beyond the
+    usual three, just these.
     """
 
     group: str
+    num_frames: int
     late: tuple[Field, ...] = ()
     only: tuple[str, ...] | None = None
 
@@ -92,6 +87,7 @@ class StoredPartial(msgspec.Struct, frozen=True):
     """Bulk frames of a reply: the record header of a group's unfinished samples, then its fields."""
 
     group: str
+    num_frames: int
 
 
 class Inline(msgspec.Struct, frozen=True):
@@ -100,7 +96,13 @@ class Inline(msgspec.Struct, frozen=True):
     value: bytes
 
 
-Bulk = StoredPrompt | EvalPrompt | StoredPayload | StoredPartial | Inline
+class StatusDocument(msgspec.Struct, frozen=True):
+    """A bulk frame of a reply: the status as JSON, to which the process around the state machine adds what it alone knows."""
+
+    status: dict[str, Any]
+
+
+Bulk = StoredPrompt | EvalPrompt | StoredPayload | StoredPartial | Inline | StatusDocument
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -130,4 +132,4 @@ class Record(msgspec.Struct, frozen=True):
     row: dict[str, Any]
 
 
-Effect = Save | Delete | Reply | Notify | Note | Record
+Effect = Write | Reply | Notify | Note | Record

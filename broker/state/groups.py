@@ -7,15 +7,13 @@
 """
 
 import bisect
-import heapq
 from collections import Counter
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
-from broker.state.arrivals import Arrivals
-from slimebus.errors import SlimebusError
-from slimebus.messages import NO_VERSION
+from slimebus.bus.messages import NO_VERSION
 
 Phase = Literal["queued", "leased", "ready", "assigned", "committed", "dropped", "dead"]
 QUEUED: Phase = "queued"
@@ -27,16 +25,6 @@ DROPPED: Phase = "dropped"
 DEAD: Phase = "dead"
 
 TRAIN, EVAL = "train", "eval"
-
-ALLOWED: dict[Phase, tuple[Phase, ...]] = {
-    QUEUED: (LEASED, DROPPED),
-    LEASED: (READY, QUEUED, DROPPED, DEAD),
-    READY: (ASSIGNED, QUEUED, DROPPED),
-    ASSIGNED: (COMMITTED, READY, QUEUED),
-    COMMITTED: (READY, QUEUED),
-    DROPPED: (),
-    DEAD: (),
-}
 
 
 def field_key(group: str, name: str) -> str:
@@ -55,42 +43,55 @@ class LateField(msgspec.Struct, array_like=True, gc=False):
     size_bytes: int
 
 
-class SecondLease(msgspec.Struct, array_like=True, gc=False):
-    """The other lease of a hedged group, in the words of the first."""
+class LeaseRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A worker's right to one group. request: the id of the request that was granted it; version: what the worker served, of `lineage`
+    (NO_VERSION: it needs no weights). num_samples: that it was asked for.
+    """
 
-    lease: int
-    worker: str
-    request: int
-    attempt: int
-    lineage: str
-    version: int
+    id: int = 0
+    worker: str = ""
+    request: int = 0
+    lineage: str = ""
+    version: int = NO_VERSION
+    num_samples: int = 0
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Samples that a leaving worker had not finished (broker/state/features/partials.py); sizes and versions as in Group."""
+
+    num_frames: int = 0
+    num_tokens: int = 0
+    oldest_version: int = NO_VERSION
+    newest_version: int = NO_VERSION
+    steps_behind: int = 0
+
+
+NO_LEASE, NO_PARTIAL = LeaseRecord(), Partial()
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One prompt on its way. `position` orders prompts, `admitted` orders leases (FIFO into batches).
+    """One prompt on its way. `position` orders prompts, the number of the lease orders batches (first in, first out).
 
+    lease: the present one, or the last; its number names the attempt. put_lease: the last whose samples were accepted. failures:
+    attempts that failed; losses: workers lost with it since the last put; times_stale: how often it was too stale
+    (broker/state/fates.py says what they lead to).
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
     oldest and newest version over their trainable and all tokens, the steps trained behind the newest. num_frames counts the stored
-    frames, header included. second: the other lease, while it is hedged; hedge_attempt: the last attempt that was one.
-    lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; arrival: the position for consumers.
-    The partial_ fields say the same of samples that a leaving worker had not finished (broker/state/partials.py).
+    frames, header included.
+    lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; arrival: the position for consumers;
+    ended: orders the groups that have ended. drop_reason: it is dropped once the trainer does not have it any more.
     """
 
     id: str
     position: int
     kind: str = TRAIN
     phase: Phase = QUEUED
-    attempt: int = 0
     failures: int = 0
-    admitted: int = 0
-    lease: int = 0
-    request: int = 0
-    worker: str = ""
-    lineage: str = ""
-    lease_version: int = NO_VERSION
-    lease_samples: int = 0
+    losses: int = 0
+    times_stale: int = 0
+    lease: LeaseRecord = NO_LEASE
+    put_lease: int = 0
     step: int = -1
-    put_attempt: int = 0
     num_samples: int = 0
     num_failed: int = 0
     num_tokens: int = 0
@@ -102,57 +103,86 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     reward_mean: float = 0.0
     reward_std: float = 0.0
     rewards: list[float | None] = []
-    told_attempt: int = 0
+    reported_lease: int = 0
     evaluation: str = ""
     dataset: str = ""
     row: int = -1
     reason: str = ""
-    partial_frames: int = 0
-    partial_tokens: int = 0
-    partial_oldest: int = NO_VERSION
-    partial_newest: int = NO_VERSION
-    partial_steps: int = 0
+    partial: Partial = NO_PARTIAL
     arrival: int = 0
+    ended: int = 0
+    drop_reason: str = ""
     lengths: list[int] = []
     fields: list[str] = []
     late: list[LateField] = []
-    second: SecondLease | None = None
-    hedge_attempt: int = 0
 
-    def lease_of(self, worker: str) -> tuple[int, int]:
-        """Lease and attempt of a worker that holds this group."""
-        if self.second is not None and self.second.worker == worker:
-            return self.second.lease, self.second.attempt
-        return self.lease, self.attempt
+    @property
+    def has_samples(self) -> bool:
+        """True while samples of it are stored."""
+        return self.phase in (READY, ASSIGNED, COMMITTED)
 
-    def holder_of(self, lease: int) -> str:
-        """Who holds it by this lease."""
-        return self.second.worker if self.second is not None and self.second.lease == lease else self.worker
+    @property
+    def late_names(self) -> list[str]:
+        """Names of its late fields."""
+        return [field.name for field in self.late]
+
+
+class WorkerLeases(msgspec.Struct):
+    """The leases of one worker, and their sum. `unconfirmed`: those that no heartbeat of it has named yet, each with its own deadline."""
+
+    groups: dict[int, Group] = {}
+    lease_sum: int = 0
+    unconfirmed: set[int] = set()
+
+
+class Sorted(list[Group]):
+    """Groups in the order of a key that is theirs alone and stays as it is meanwhile."""
+
+    def __init__(self, key: Callable[[Group], Any]) -> None:
+        super().__init__()
+        self._key = key
+
+    def add(self, group: Group) -> None:
+        """Put a group in its place; mostly the last."""
+        if self and self._key(self[-1]) > self._key(group):
+            bisect.insort(self, group, key=self._key)
+        else:
+            self.append(group)
+
+    def discard(self, group: Group) -> None:
+        """Take a group out that is in here."""
+        del self[bisect.bisect_left(self, self._key(group), key=self._key)]
+
+    def after(self, key: Any) -> list[Group]:
+        """The groups behind this key."""
+        return self[bisect.bisect_right(self, key, key=self._key) :]
 
 
 class Groups:
-    """Every group in play, found by id, lease, or state. Changes of state go through `move` alone."""
+    """Every group in play, found by id, lease, or state. Changes of state go through `move` alone.
+
+    ready: those that may be batched, by lease; awaiting_fields: ready ones that lack a field of `required`. arrivals: every group
+    with samples, by the position at which consumers read it; arrival_changes rises when there may be more to read.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[str, Group] = {}
         self.by_lease: dict[int, Group] = {}
-        self._by_worker: dict[str, dict[int, Group]] = {}
-        self._by_request: dict[tuple[str, int], list[Group]] = {}
+        self.by_worker: dict[str, WorkerLeases] = {}
+        self._by_request: dict[tuple[str, int], dict[str, Group]] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
-        self.ready: list[tuple[int, str]] = []
-        self.ready_tokens = 0
-        self._tokens: dict[str, int] = {}
-        self._queues: dict[str, list[tuple[int, str]]] = {TRAIN: [], EVAL: []}
-        self.arrivals: Arrivals[Group] = Arrivals()
+        self.ready, self.arrivals = Sorted(lambda group: group.lease.id), Sorted(lambda group: group.arrival)
+        self.arrival_changes = 0
         self.required: frozenset[str] = frozenset()
-        self.held: dict[str, Group] = {}
+        self.awaiting_fields: dict[str, Group] = {}
+        self._queues = {kind: Sorted(lambda group: (group.position, group.id)) for kind in (TRAIN, EVAL)}
 
     def add(self, group: Group) -> None:
         """Take in a group in the state it is in."""
         self.by_id[group.id] = group
         self._enter(group)
         if group.arrival:
-            self.arrivals.add(group)
+            self.arrive(group, group.arrival)
 
     def remove(self, group: Group) -> None:
         """Let go of a group."""
@@ -161,9 +191,7 @@ class Groups:
         del self.by_id[group.id]
 
     def move(self, group: Group, phase: Phase) -> None:
-        """Change state. Raises SlimebusError `illegal_transition` for a step that the life of a group does not have."""
-        if phase not in ALLOWED[group.phase]:
-            raise SlimebusError(f"group {group.id}: {group.phase} cannot become {phase}", code="illegal_transition")
+        """Change state."""
         self._leave(group)
         group.phase = phase
         self._enter(group)
@@ -174,108 +202,77 @@ class Groups:
 
     def leased_by(self, worker: str) -> list[Group]:
         """The groups that a worker holds, oldest lease first."""
-        return list(self._by_worker.get(worker, {}).values())
-
-    def num_leased_by(self, worker: str) -> int:
-        """How many groups a worker holds."""
-        return len(self._by_worker.get(worker, ()))
+        leases = self.by_worker.get(worker)
+        return [] if leases is None else list(leases.groups.values())
 
     def leased_at(self, worker: str, request: int) -> list[Group]:
         """The groups that a worker still holds of those that one request of it was granted."""
-        return list(self._by_request.get((worker, request), ()))
+        return list(self._by_request.get((worker, request), {}).values())
 
     def leased_for_training(self) -> list[Group]:
         """The leased training groups, oldest lease first."""
-        return [group for lease, group in self.by_lease.items() if group.kind == TRAIN and group.lease == lease]
+        return [group for group in self.by_lease.values() if group.kind == TRAIN]
 
     def first_queued(self, kind: str = TRAIN) -> Group | None:
         """The queued group of the earliest prompt."""
-        queue = self._queues[kind]
-        while queue:
-            group = self.by_id.get(queue[0][1])
-            if group is not None and group.phase == QUEUED and group.position == queue[0][0]:
-                return group
-            heapq.heappop(queue)
-        return None
-
-    def first_ready(self, count: int) -> list[Group]:
-        """The `count` earliest admitted ready groups."""
-        return [self.by_id[group_id] for _, group_id in self.ready[:count]]
+        return next(iter(self._queues[kind]), None)
 
     def every_ready(self) -> list[Group]:
         """The ready groups, those that lack a required field too."""
-        return [*self.first_ready(len(self.ready)), *self.held.values()]
+        return [*self.ready, *self.awaiting_fields.values()]
 
     def arrive(self, group: Group, position: int) -> None:
         """Samples of a group were accepted: consumers find it at this position."""
         group.arrival = position
         self.arrivals.add(group)
+        self.arrival_changes += 1
 
     def depart(self, group: Group) -> None:
         """The samples of a group are gone."""
         if group.arrival:
-            self.arrivals.remove(group)
+            self.arrivals.discard(group)
+            self.arrival_changes += 1
             group.arrival = 0
 
-    def completed(self, group: Group) -> None:
+    def fields_added(self, group: Group) -> None:
         """A group got more fields: it may be batched once it has all that are required."""
-        if group.id in self.held and not self._lacks(group):
-            del self.held[group.id]
-            self._offer(group)
+        self.arrival_changes += 1
+        if group.id in self.awaiting_fields and not self._lacks_field(group):
+            del self.awaiting_fields[group.id]
+            self.ready.add(group)
 
-    def _lacks(self, group: Group) -> bool:
-        return bool(self.required) and not self.required.issubset([*group.fields, *(f.name for f in group.late)])
+    def _lacks_field(self, group: Group) -> bool:
+        return bool(self.required) and not self.required.issubset([*group.fields, *group.late_names])
 
     def _enter(self, group: Group) -> None:
         self.counts[group.kind, group.phase] += 1
         if group.phase == QUEUED:
-            heapq.heappush(self._queues[group.kind], (group.position, group.id))
+            self._queues[group.kind].add(group)
         elif group.phase == LEASED:
-            self._enter_lease(group, group)
-            if group.second is not None:
-                self._enter_lease(group, group.second)
-        elif group.phase == READY and self._lacks(group):
-            self.held[group.id] = group
+            self.by_lease[group.lease.id] = group
+            leases = self.by_worker.setdefault(group.lease.worker, WorkerLeases())
+            leases.groups[group.lease.id] = group
+            leases.lease_sum += group.lease.id
+            self._by_request.setdefault((group.lease.worker, group.lease.request), {})[group.id] = group
+        elif group.phase == READY and self._lacks_field(group):
+            self.awaiting_fields[group.id] = group
         elif group.phase == READY:
-            self._offer(group)
-
-    def _offer(self, group: Group) -> None:
-        """A ready group may be batched."""
-        bisect.insort(self.ready, (group.admitted, group.id))
-        self._tokens[group.id] = group.num_tokens
-        self.ready_tokens += group.num_tokens
+            self.ready.add(group)
 
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
-        if group.phase == LEASED:
-            self._leave_lease(group, group)
-            self.end_second(group)
-        elif group.phase == READY and self.held.pop(group.id, None) is None:
-            del self.ready[bisect.bisect_left(self.ready, (group.admitted, group.id))]
-            self.ready_tokens -= self._tokens.pop(group.id)
-
-    def lease_again(self, group: Group, second: SecondLease) -> None:
-        """A leased group is leased to another worker as well."""
-        group.second = second
-        self._enter_lease(group, second)
-
-    def end_second(self, group: Group) -> None:
-        """End the second lease of a group, where it has one."""
-        if group.second is not None:
-            self._leave_lease(group, group.second)
-            group.second = None
-
-    def _enter_lease(self, group: Group, held: Group | SecondLease) -> None:
-        self.by_lease[held.lease] = group
-        self._by_worker.setdefault(held.worker, {})[held.lease] = group
-        self._by_request.setdefault((held.worker, held.request), []).append(group)
-
-    def _leave_lease(self, group: Group, held: Group | SecondLease) -> None:
-        del self.by_lease[held.lease]
-        of_worker, granted = self._by_worker[held.worker], self._by_request[held.worker, held.request]
-        del of_worker[held.lease]
-        granted.remove(group)
-        if not of_worker:
-            del self._by_worker[held.worker]
-        if not granted:
-            del self._by_request[held.worker, held.request]
+        if group.phase == QUEUED:
+            self._queues[group.kind].discard(group)
+        elif group.phase == LEASED:
+            leases = self.by_worker[group.lease.worker]
+            del self.by_lease[group.lease.id], leases.groups[group.lease.id]
+            leases.unconfirmed.discard(group.lease.id)
+            leases.lease_sum -= group.lease.id
+            if not leases.groups:
+                del self.by_worker[group.lease.worker]
+            request = (group.lease.worker, group.lease.request)
+            del self._by_request[request][group.id]
+            if not self._by_request[request]:
+                del self._by_request[request]
+        elif group.phase == READY and self.awaiting_fields.pop(group.id, None) is None:
+            self.ready.discard(group)

@@ -1,178 +1,142 @@
 """Lease, put, give back, expiry: what workers do with groups.
 
 A lease request that nothing can be given for is parked and answered when capacity appears or its wait runs out. Capacity is
-dealt one group at a time around the parked requests, the one that waits longest first.
+dealt one group at a time around the waiting requests, the one that waits longest first.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
-from broker.state import admission, bounds, evaluation, hedging, partials, prompts, staleness
-from broker.state.buffer_filter import spread
-from broker.state.clients import is_present, take_back
-from broker.state.consumers import TOKEN_FIELDS
-from broker.state.effects import EvalPrompt, Event, StoredPrompt
-from broker.state.groups import EVAL, LEASED, READY, TRAIN, Group
-from broker.state.records import Client, Parked
+from broker.state import admission, fates, prompts, staleness
+from broker.state.broker_state import FILTERED, State
+from broker.state.clients import end_lease, is_present, set_serving
+from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
+from broker.state.features import evaluation, partials
+from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord
 from broker.state.rules import Sampling
-from broker.state.table import State
-from broker.state.timers import bounded_wait
-from slimebus.errors import ProtocolError
-from slimebus.messages import (
-    NO_VERSION,
-    GiveBack,
-    Lease,
-    LeasedGroup,
-    LeaseReply,
-    Ok,
-    Put,
-    PutReply,
-    SampleHeader,
-    has_failed,
-)
+from broker.state.waiting import Kind, Waiting
+from slimebus.bus.errors import ProtocolError
+from slimebus.bus.messages import NO_VERSION, GiveBack, Lease, LeasedGroup, LeaseReply, Ok, Put, PutReply
+from slimebus.bus.sample_table import BadSamples, CheckedGroup, check_group
 
 NO_SPREAD = "filtered: no reward spread"
-MAX_TOKENS = 1 << 31
 MAX_REWARDS = 4096
 EVAL_SHARE = 0.5
 """Samples of an evaluation that may be made for each training sample."""
 REPLY_BYTES = 48 * 1024
 """A lease reply names its groups in one header of at most 64 KiB."""
+MEAN_OVER = 256
+"""Groups whose mean size says how many fill a batch of tokens."""
 
+Refused = dict[Kind, bool]
+"""May requests of a kind start no training group now?"""
 
 # --- lease ---
 
 
-def lease(state: State, event: Event, client: Client, ask: Lease, now: float) -> None:
+def lease(state: State, event: Event, ask: Lease) -> None:
     """Grant up to `want` groups, now or when capacity appears. The same request repeated gets the same groups."""
-    if ask.want < 1:
-        raise ProtocolError(f"lease: want is {ask.want}; expected at least 1")
-    client.lineage, client.serving = ask.lineage, ask.serving
-    held = state.groups.leased_at(client.name, event.to.request)
-    if held:
-        _answer(state, Parked(to=event.to, client=client.name, message=ask), held, now)
+    key, waiting, rules = (event.sender, event.to.request), state.waiting_leases, state.rules
+    set_serving(state, state.clients[event.sender], ask.lineage, ask.serving)
+    if granted := state.groups.leased_at(*key):
+        _answer(state, event.to, granted)
         return
-    key = (client.name, event.to.request)
-    if key not in state.parked_leases:
-        _check_parked(state, client.name, now)
-    state.parked_leases[key] = Parked(to=event.to, client=client.name, message=ask)
-    state.newly_parked[key] = now + bounded_wait(ask.wait_s)
-    if not ask.wait_s > 0:
-        deal(state, now)
-        give_up(state, client.name, event.to.request)
+    if key not in waiting:
+        if len(waiting) >= rules.max_parked or len(waiting.of(event.sender)) >= rules.max_parked_per_client:
+            deal(state)  # those before it in the same burst may have their groups now
+        state.check_may_wait(waiting, event.sender)
+    waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))
+    if ask.wait_s == 0 or state.is_finished:
+        deal(state)
+        answer_timed_out(state, key)
 
 
-def _check_parked(state: State, name: str, now: float) -> None:
-    """Raise SlimebusError `busy` when one more request may not wait."""
-    rules = state.rules
-    if state.newly_parked and (len(state.parked_leases) >= rules.max_parked or bounds.has_too_many_parked(state, name)):
-        deal(state, now)  # those before it in the same burst may have their groups now
-        watch_waits(state)
-    if len(state.parked_leases) >= rules.max_parked:
-        raise bounds.hit(state, "max_parked", f"{len(state.parked_leases)} lease requests wait already")
-    if bounds.has_too_many_parked(state, name):
-        raise bounds.hit(state, "max_parked_per_client", f"{rules.max_parked_per_client} lease requests of {name} wait already")
+def answer_timed_out(state: State, key: tuple[str, int]) -> None:
+    """Answer a lease request whose wait ran out: nothing, and why."""
+    if (waiting := state.waiting_leases.take(key)) is not None:
+        state.reply(waiting.to, LeaseReply(reason=admission.why_waiting(state, waiting), finished=state.is_finished))
 
 
-def watch_waits(state: State) -> None:
-    """Set the deadlines of the requests that are parked since the last look; most have their answer by now and need none."""
-    for key, deadline in state.newly_parked.items():
-        if key in state.parked_leases:
-            state.timers.set(("parked lease", *key), deadline)
-    state.newly_parked.clear()
-
-
-def give_up(state: State, name: str, request: int) -> None:
-    """Answer a parked lease request whose wait ran out: nothing, and why."""
-    parked = state.parked_leases.pop((name, request), None)
-    if parked is not None:
-        state.timers.cancel(("parked lease", name, request))
-        state.reply(parked.to, LeaseReply(reason=admission.why_parked(state, parked)))
-
-
-def deal(state: State, now: float) -> None:
-    """Deal what capacity there is around the parked requests; who then still waits may help out with a slow group."""
-    if not state.parked_leases:
+def deal(state: State) -> None:
+    """Deal what capacity there is around the waiting requests."""
+    if not _has_something(state):
         return
-    if _has_something(state):
-        _deal(state, now)
-    for parked, group in hedging.offer(state, now):
-        _answer_parked(state, (parked.client, parked.to.request), [group], now)
-
-
-def _deal(state: State, now: float) -> None:
-    waiting = [(key, parked) for key, parked in state.parked_leases.items() if _is_live(state, parked)]
-    granted: dict[tuple[str, int], list[Group]] = {}
+    line = deque(waiting for waiting in state.waiting_leases.values() if _is_live(state, waiting))
+    granted: dict[Address, list[Group]] = {}
     refused: Refused = {}
-    while waiting:
-        still = []
-        for key, parked in waiting:
-            group = _next_for(state, parked, refused)
-            if group is None:
-                continue
-            _grant(state, group, parked, now)
-            refused.clear()
-            granted.setdefault(key, []).append(group)
-            samples = sum(num_samples_of(state, g) for g in granted[key])
-            has_want = samples < parked.message.want * state.rules.samples_per_prompt
-            if has_want and len(granted[key]) < _reply_limit(group, state):
-                still.append((key, parked))
-        waiting = still
-    for key, groups in granted.items():
-        _answer_parked(state, key, groups, now)
-
-
-def _answer_parked(state: State, key: tuple[str, int], groups: list[Group], now: float) -> None:
-    state.timers.cancel(("parked lease", *key))
-    _answer(state, state.parked_leases.pop(key), groups, now)
+    while line:
+        waiting = line.popleft()
+        group = _next_for(state, waiting, refused)
+        if group is None:
+            continue
+        _grant(state, group, waiting)
+        refused.clear()
+        groups = granted.setdefault(waiting.to, [])
+        groups.append(group)
+        if _may_have_more(state, waiting, groups):
+            line.append(waiting)
+        else:
+            state.waiting_leases.take((waiting.client, waiting.to.request))
+        if not _has_something(state):  # nobody behind it gets anything; thousands may wait
+            break
+    for to, groups in granted.items():
+        state.waiting_leases.take((groups[0].lease.worker, to.request))
+        _answer(state, to, groups)
 
 
 def _has_something(state: State) -> bool:
-    if state.groups.first_queued(EVAL) is not None:
-        return True
-    if admission.has_room(state, state.meta.version):
-        return True
-    return admission.has_room(state, float("inf")) and not all(p.message.needs_weights for p in state.parked_leases.values())
+    """True when a waiting request can be granted a group. One of each kind is looked at: thousands may wait, of a few kinds."""
+    has_prompt = state.groups.first_queued(TRAIN) is not None or prompts.may_draw(state)
+    return any(
+        _next_evaluated(state, waiting) is not None or (has_prompt and not _is_refused(state, waiting, {}))
+        for waiting in state.waiting_leases.first_of_each_kind()
+        if waiting.client in state.clients
+    )
 
 
-def _is_live(state: State, parked: Parked[Lease]) -> bool:
-    client = state.clients.get(parked.client)
+def _is_live(state: State, waiting: Waiting[Lease]) -> bool:
+    client = state.clients.get(waiting.client)
     return client is not None and is_present(client)
 
 
-def _reply_limit(group: Group, state: State) -> int:
-    size = 256 + len(msgspec.msgpack.encode(_sampling(state, group)))
-    return max(1, REPLY_BYTES // size)
+def _may_have_more(state: State, waiting: Waiting[Lease], groups: list[Group]) -> bool:
+    """True while a request has fewer samples than it wants, and its answer fits one header."""
+    wanted = waiting.message.want * state.rules.samples_per_prompt
+    size_bytes = 256 + len(msgspec.msgpack.encode(_sampling(state, groups[-1])))
+    return sum(num_samples_of(state, group) for group in groups) < wanted and (len(groups) + 1) * size_bytes <= REPLY_BYTES
 
 
-Refused = dict[tuple[str, int, bool], bool]
-"""By what a worker serves and whether that matters: may it start no training group now? Workers that serve the same have one answer,
-and hundreds of them may wait."""
+def _is_refused(state: State, waiting: Waiting[Lease], refused: Refused) -> bool:
+    if waiting.kind not in refused:
+        client = state.clients[waiting.client]
+        refused[waiting.kind] = bool(admission.refusal_for(state, client, needs_weights=waiting.message.needs_weights))
+    return refused[waiting.kind]
 
 
-def _is_refused(state: State, parked: Parked[Lease], refused: Refused) -> bool:
-    client, needs_weights = state.clients[parked.client], parked.message.needs_weights
-    kind = (client.lineage, client.serving, needs_weights)
-    found = refused.get(kind)
-    if found is None:
-        found = refused[kind] = bool(admission.refusal_for(state, client, needs_weights=needs_weights))
-    return found
-
-
-def _next_for(state: State, parked: Parked[Lease], refused: Refused) -> Group | None:
-    evaluated = _next_evaluated(state, state.clients[parked.client], parked)
+def _next_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group | None:
+    evaluated = _next_evaluated(state, waiting)
     if evaluated is not None and _is_turn_of(state, evaluated):
         return evaluated
-    if _is_refused(state, parked, refused):
+    if _is_refused(state, waiting, refused):
         return evaluated
-    return state.groups.first_queued(TRAIN) or prompts.draw(state) or evaluated
+    group = state.groups.first_queued(TRAIN)
+    if group is not None and _is_suspect(state, group) and any(_is_suspect(state, g) for g in state.groups.leased_by(waiting.client)):
+        group = None
+    return group or prompts.draw(state) or evaluated
 
 
-def _next_evaluated(state: State, client: Client, parked: Parked[Lease]) -> Group | None:
-    group = state.groups.first_queued(EVAL)
-    if group is None or not parked.message.needs_weights or admission.unready_weights(state, client):
+def _is_suspect(state: State, group: Group) -> bool:
+    """True for a group with which so many workers vanished that it may be why. A worker gets one of them at a time, so that others,
+    which were only leased beside it, are done before they are taken for it."""
+    return group.losses >= state.rules.max_attempts
+
+
+def _next_evaluated(state: State, waiting: Waiting[Lease]) -> Group | None:
+    group, client = state.groups.first_queued(EVAL), state.clients[waiting.client]
+    if group is None or not waiting.message.needs_weights or admission.unready_weights(state, client):
         return None
     return group if client.serving >= state.evaluations[group.evaluation].version else None
 
@@ -183,233 +147,226 @@ def _is_turn_of(state: State, evaluated: Group) -> bool:
     It goes first before anything is trained; later it may hold EVAL_SHARE samples for each one being made for training, and
     whatever workers could not use for training.
     """
-    if state.meta.next_step == 0:
-        return True
-    held = state.groups.count(LEASED, EVAL) * num_samples_of(state, evaluated)
-    return held < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt
+    num_samples = state.groups.count(LEASED, EVAL) * num_samples_of(state, evaluated)
+    return state.meta.next_step == 0 or num_samples < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt
 
 
 def num_samples_of(state: State, group: Group) -> int:
     """Samples that a group asks for."""
     if group.kind == EVAL:
         return state.rules.eval_datasets[group.dataset].num_samples
-    return (group.phase == LEASED and group.lease_samples) or state.rules.samples_per_prompt
+    return (group.phase == LEASED and group.lease.num_samples) or state.rules.samples_per_prompt
 
 
-def _grant(state: State, group: Group, parked: Parked[Lease], now: float) -> None:
-    meta, client = state.meta, state.clients[parked.client]
-    group.lease, group.admitted = meta.next_lease, meta.next_admitted
+def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
+    meta, client = state.meta, state.clients[waiting.client]
+    lineage, version = (client.lineage, client.serving) if waiting.message.needs_weights else ("", NO_VERSION)
+    group.lease = LeaseRecord(meta.next_lease, client.name, waiting.to.request, lineage, version, state.rules.samples_per_prompt)
     meta.next_lease += 1
-    meta.next_admitted += 1
-    group.attempt = max(group.attempt, group.hedge_attempt) + 1
-    group.lease_samples = state.rules.samples_per_prompt
-    group.worker, group.request = client.name, parked.to.request
-    needs_weights = parked.message.needs_weights
-    group.lineage, group.lease_version = (client.lineage, client.serving) if needs_weights else ("", NO_VERSION)
-    partials.offer(state, group, is_wanted=parked.message.takes_partials)
-    state.move(group, LEASED, "leased")
-    state.lease_deadlines[group.lease] = now + state.rules.lease_s
-    state.lease_since[group.lease] = now
-    state.pace.granted[client.name] = meta.next_step
-    state.timers.set(("lease", group.lease), now + state.rules.lease_s)
+    partials.offer(state, group, is_wanted=waiting.message.takes_partials)
+    fates.become(state, group, "leased")
+    state.lease_since[group.lease.id] = state.now
+    state.groups.by_worker[client.name].unconfirmed.add(group.lease.id)
+    state.timers.set(("unconfirmed lease", group.lease.id), state.now + state.rules.lease_s)
 
 
-def _answer(state: State, parked: Parked[Lease], groups: list[Group], now: float) -> None:
-    prompts = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
+def _answer(state: State, to: Address, groups: list[Group]) -> None:
+    records = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
     begun = [frame for g in groups for frame in partials.frames(g)]
-    state.reply(parked.to, LeaseReply(groups=[_leased(state, g, parked.client, now) for g in groups]), [*prompts, *begun])
+    state.reply(to, LeaseReply(groups=[_leased(state, g) for g in groups]), [*records, *begun])
 
 
-def _leased(state: State, group: Group, worker: str, now: float) -> LeasedGroup:
-    lease, attempt = group.lease_of(worker)
+def _leased(state: State, group: Group) -> LeasedGroup:
+    deadline = state.timers.deadline(("unconfirmed lease", group.lease.id), ("leases of", group.lease.worker))
     return LeasedGroup(
         group=group.id,
-        lease=lease,
-        attempt=attempt,
+        lease=group.lease.id,
         num_samples=num_samples_of(state, group),
-        deadline_s=max(0.0, state.lease_deadlines[lease] - now),
+        deadline_s=max(0.0, deadline - state.now),
         kind=group.kind,
         dataset=group.dataset,
         sampling=_sampling(state, group),
-        partial_frames=group.partial_frames,
+        partial_frames=group.partial.num_frames,
+        lineage=group.lease.lineage,
+        version=group.lease.version,
     )
 
 
 def _sampling(state: State, group: Group) -> Sampling:
-    if group.kind == EVAL:
-        return {**state.rules.sampling, **state.rules.eval_datasets[group.dataset].sampling}
-    return dict(state.rules.sampling)
+    return state.rules.sampling | (state.rules.eval_datasets[group.dataset].sampling if group.kind == EVAL else {})
 
 
-def expire(state: State, lease_id: int) -> None:
-    """A lease was not extended in time."""
-    group = state.groups.by_lease.get(lease_id)
-    if group is None:
-        return
-    state.note(f"lease of group {group.id} by {group.holder_of(lease_id)} expired", is_warning=True)
-    if not hedging.end_one(state, group, lease_id, "lease expired", counts=True):
-        take_back(state, group, "lease expired", has_failed=True)
+def expire_unconfirmed(state: State, lease: int) -> None:
+    """No heartbeat named a lease: its worker died with it, or never got it."""
+    group = state.groups.by_lease[lease]
+    state.note(f"lease of group {group.id} by {group.lease.worker} expired", is_warning=True)
+    end_lease(state, group, "worker lost", "lease expired")
+
+
+def expire_worker(state: State, worker: str) -> None:
+    """A worker has sent no heartbeat for its leases for `lease_s`."""
+    leases = state.groups.by_worker[worker]
+    expired = [group for lease, group in leases.groups.items() if lease not in leases.unconfirmed]
+    state.note(f"{len(expired)} leases of {worker} expired", is_warning=True)
+    for group in expired:
+        end_lease(state, group, "worker lost", "lease expired")
 
 
 # --- put and give back ---
 
 
-def put(state: State, event: Event, client: Client, done: Put) -> None:
+def put(state: State, event: Event, done: Put) -> None:
     """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
-    check_samples(done, len(event.bulk))
-    group = state.groups.by_id.get(done.group)
-    seen = state.recent_puts.get(done.lease)
-    if seen == "accepted" or (group is not None and group.put_attempt == done.attempt):
+    group, before = state.groups.by_id.get(done.group), state.recent_leases.get(done.lease)
+    if before == "accepted" or (group is not None and group.put_lease == done.lease):
         state.reply(event.to, PutReply(result="duplicate"))
         return
-    if group is not None and group.holder_of(done.lease) == client.name:
-        hedging.bring_forward(group, done.lease)
-    refusal = _put_refusal(state, group, client, done)
-    if refusal or group is None:
-        num_tokens = sum(s.num_tokens for s in done.samples)
-        if seen is None and not hedging.count_late(state, done.lease, num_tokens):
-            state.wasted("put after the lease was lost", 1, num_tokens)
-        reply = PutReply(result="discarded", reason=refusal)
+    lost = _why_lost(group, event.sender, done)
+    leased = None if lost else group
+    try:
+        made = checked(state, event, leased)
+    except BadSamples as bad:
+        text = f"put of group {done.group[:64]} by {event.sender}: {bad.text}"
+        state.note(text, is_warning=True)
+        if leased is not None:
+            end_lease(state, leased, "failed", f"put refused: {bad.text}")
+        raise BadSamples(text) from None
+    num_tokens = sum(made.table.num_tokens)
+    if leased is None:
+        if before != "discarded":
+            state.count_waste("put after the lease was lost", 1, num_tokens)
+        reply = PutReply(result="discarded", reason=lost)
+    elif leased.lease.lineage and done.lineage != leased.lease.lineage:
+        lost = f"its samples are of lineage {done.lineage[:8]!r}, its lease is of {leased.lease.lineage[:8]!r}"
+        state.count_waste("put of another lineage", 1, num_tokens)
+        end_lease(state, leased, "failed", f"put refused: {lost}")
+        reply = PutReply(result="discarded", reason=lost)
     else:
-        reply = _accept(state, event, group, done)
-    state.remember_put(done.lease, reply.result)
+        reply = PutReply(result="accepted", reason=_accept(state, leased, made))
+    state.remember_lease(done.lease, reply.result)
     state.reply(event.to, reply)
 
 
-def _put_refusal(state: State, group: Group | None, client: Client, done: Put) -> str:
+def _why_lost(group: Group | None, worker: str, done: Put) -> str:
     if group is None:
         return f"group {done.group[:64]} is not in play: trained, dropped, or of another run"
-    if group.phase != LEASED or group.lease != done.lease or group.attempt != done.attempt or group.worker != client.name:
+    if group.phase != LEASED or (group.lease.id, group.lease.worker) != (done.lease, worker):
         return f"lease {done.lease} of group {done.group} is no longer held (now: {group.phase}, {group.reason or 'new'})"
-    if group.lineage and done.lineage != group.lineage:
-        return f"lineage {done.lineage[:8]} is not that of the lease, {group.lineage[:8]}"
-    newest = max((v for s in done.samples for v, _ in s.versions), default=NO_VERSION)
-    if newest > state.meta.version:
-        raise ProtocolError(f"put of group {group.id}: tokens of version {newest}, but {state.meta.version} is the newest published")
     return ""
 
 
-def check_samples(done: Put | GiveBack, num_frames: int) -> None:
-    """Raise ProtocolError unless frames, fields and headers agree with each other."""
-    where = f"{'put' if isinstance(done, Put) else 'give_back'} of group {done.group[:64]}"
-    if num_frames != len(done.fields):
-        raise ProtocolError(f"{where}: {num_frames} bulk frames for {len(done.fields)} fields")
-    for i, sample in enumerate(done.samples):
-        problem = _problem_of(sample)
-        if problem:
-            raise ProtocolError(f"{where}, sample {i}: {problem}")
+def checked(state: State, event: Event, group: Group | None) -> CheckedGroup:
+    """The samples of a put or a partial; group: whose lease they are made for. Raises BadSamples."""
+    num_samples, newest = (None, None) if group is None else (num_samples_of(state, group), state.meta.version)
+    return check_group(event.bulk, num_samples=num_samples, newest=newest, max_bytes=state.max_message_bytes)
 
 
-def _problem_of(sample: SampleHeader) -> str:
-    runs, is_sound, has_oldest = 0, True, sample.oldest_version == NO_VERSION
-    for version, length in sample.versions:
-        runs += length
-        is_sound = is_sound and length >= 0 and version >= NO_VERSION
-        has_oldest = has_oldest or version == sample.oldest_version
-    if sample.num_tokens > MAX_TOKENS:
-        return f"{sample.num_tokens} tokens; at most {MAX_TOKENS}"
-    if runs != sample.num_tokens or not is_sound:
-        return f"version runs cover {runs} of {sample.num_tokens} tokens"
-    if not 0 <= sample.num_trainable <= sample.num_tokens:
-        return f"{sample.num_trainable} trained of {sample.num_tokens} tokens"
-    return "" if has_oldest else f"no run of its oldest version {sample.oldest_version}"
-
-
-def good_of(samples: Sequence[SampleHeader]) -> list[SampleHeader]:
-    """Those that have not failed."""
-    return [s for s in samples if not has_failed(s.status, s.reward, s.oldest_version)]
-
-
-def _accept(state: State, event: Event, group: Group, done: Put) -> PutReply:
-    good = good_of(done.samples)
-    group.put_attempt = done.attempt
+def _accept(state: State, group: Group, made: CheckedGroup) -> str:
+    """Take samples in; why they are not kept, or nothing."""
+    samples = made.samples
+    good = [s for s in samples if not s.has_failed]
+    group.put_lease = group.lease.id
     if group.kind == EVAL:
-        evaluation.score(state, group, good, num_failed=len(done.samples) - len(good))
-        return PutReply(result="accepted")
-    state.tally(state.meta.counted, "samples put", len(done.samples))
-    state.tally(state.meta.counted, "samples failed", len(done.samples) - len(good))
+        evaluation.score(state, group, good, num_failed=len(samples) - len(good))
+        return ""
+    state.tally(state.meta.counted, "samples put", len(samples))
+    state.tally(state.meta.counted, "samples failed", len(samples) - len(good))
     if state.stateful is not None:
-        group.rewards = [s.reward if s.reward is not None and math.isfinite(s.reward) else None for s in done.samples]
+        group.rewards = [s.reward for s in samples]
     if not good:
-        if not hedging.end_one(state, group, done.lease, "every sample failed", counts=True):
-            state.fail(group, "every sample failed")
-        return PutReply(result="accepted", reason="every sample failed")
-    describe(group, done)
-    group.steps_behind = _steps_behind(state, group)
-    if group.second is not None and staleness.is_stale(state, group, state.next_unassigned):
-        state.wasted("stale", 1, group.num_tokens)
-        hedging.end_one(state, group, done.lease, "stale")
-        return PutReply(result="accepted", reason="too stale; another worker still makes this group")
-    hedging.decide(state, group)
-    state.measured(group.num_tokens)
+        fates.become(state, group, "failed", "every sample failed")
+        return "every sample failed"
+    describe(group, made)
+    made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
+    group.steps_behind = max(made_after, group.partial.steps_behind)
+    _measure(state, group.num_tokens)
     if state.rules.needs_spread and group.reward_std == 0.0:
-        _filter_out(state, group)
-        return PutReply(result="accepted", reason=NO_SPREAD)
+        state.count_waste(NO_SPREAD, 1, group.num_tokens)
+        _drop_filtered(state, group, NO_SPREAD)
+        return NO_SPREAD
     state.meta.filtered_in_a_row = 0
-    state.pace.group_seconds.append(state.now - state.lease_since[group.lease])
-    state.pace.concurrency.append(state.groups.num_leased_by(group.worker))
-    group.num_frames = 1 + len(event.bulk)
-    group.size_bytes = len(event.body) + sum(len(frame) for frame in event.bulk)
+    state.pace.group_seconds.append(state.now - state.lease_since[group.lease.id])
     partials.used(state, group)
-    state.move(group, READY, "put")
-    state.groups.arrive(group, state.meta.next_arrival)
-    state.meta.next_arrival += 1
+    fates.become(state, group, "put")
+    group.losses = 0
+    arrive(state, group)
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:
-        state.save("payloads", group.id, [event.body, *event.bulk])
-    return PutReply(result="accepted")
+        state.save("payloads", group.id, made.frames)
+    return ""
 
 
-def _steps_behind(state: State, group: Group) -> int:
-    made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
-    return max(made_after, group.partial_steps)
+def arrive(state: State, group: Group) -> None:
+    """Samples of a group are taken in: it has the next position for consumers."""
+    state.groups.arrive(group, state.meta.next_arrival)
+    state.meta.next_arrival += 1
 
 
-def describe(group: Group, done: Put) -> None:
+def describe(group: Group, made: CheckedGroup) -> None:
     """Note on a group what the broker must know of its samples; failed ones are only counted."""
-    good = good_of(done.samples)
-    group.num_samples, group.num_failed = len(good), len(done.samples) - len(good)
+    good = [s for s in made.samples if not s.has_failed]
+    group.num_samples, group.num_failed = len(good), len(made.samples) - len(good)
     group.num_tokens = sum(s.num_tokens for s in good)
-    group.lengths = [s.num_tokens for s in done.samples]
-    group.fields = [f.name for f in done.fields if f.name not in TOKEN_FIELDS]
-    group.oldest_version = min((s.oldest_version for s in good if s.oldest_version != NO_VERSION), default=NO_VERSION)
-    group.newest_version = max((version for s in good for version, _ in s.versions), default=NO_VERSION)
-    group.reward_mean, group.reward_std = spread([s.reward or 0.0 for s in good])
+    group.lengths, group.fields = made.table.num_tokens, made.extras
+    group.num_frames, group.size_bytes = len(made.frames), made.size_bytes
+    group.oldest_version, group.newest_version = partials.version_range(good)
+    group.reward_mean, group.reward_std = mean_and_deviation([s.reward or 0.0 for s in good])
 
 
-def _filter_out(state: State, group: Group) -> None:
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and (population) standard deviation; (0, 0) of nothing, and exactly 0 for equal rewards. Rewards within +-MAX_REWARD."""
+    if not rewards:
+        return 0.0, 0.0
+    mean = math.fsum(rewards) / len(rewards)
+    if min(rewards) == max(rewards):
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+
+
+def _measure(state: State, num_tokens: int) -> None:
+    """Take the size of a group into the running mean of the last ones."""
+    meta = state.meta
+    meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
+    meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+
+def _drop_filtered(state: State, group: Group, reason: str) -> None:
     """Drop a group that gives no gradient; admission lets another prompt take its place."""
-    state.wasted(NO_SPREAD, 1, group.num_tokens)
-    state.filtered()
-    state.drop(group, NO_SPREAD)
+    state.tally(state.meta.counted, FILTERED)
+    state.meta.filtered_in_a_row += 1
+    if state.meta.filtered_in_a_row == state.rules.max_filtered:
+        state.note(f"{state.rules.max_filtered} groups in a row were dropped by the dynamic sampling filter", is_warning=True)
+    fates.become(state, group, "dropped", reason)
 
 
-def give_back(state: State, event: Event, client: Client, back: GiveBack) -> None:
+def give_back(state: State, event: Event, back: GiveBack) -> None:
     """End a lease without samples; one that is no longer held is acknowledged."""
     if back.outcome not in ("requeue", "drop", "fail", "partial"):
         raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop, fail or partial")
-    check_samples(back, len(event.bulk))
     group = state.groups.by_lease.get(back.lease)
-    if group is not None and group.id == back.group and group.holder_of(back.lease) == client.name:
-        hedging.bring_forward(group, back.lease)
-        if back.num_tokens > 0:
-            state.wasted(f"returned: {back.reason}", 1, min(back.num_tokens, MAX_TOKENS))
-        if group.second is not None and back.outcome != "drop":
-            hedging.end_one(state, group, back.lease, f"returned: {back.reason}", counts=back.outcome == "fail")
-            state.reply(event.to, Ok())
-            return
-        if back.outcome == "partial" and group.kind != EVAL and back.lineage == group.lineage:
-            partials.keep(state, event, group, back)
-        if state.stateful is not None and back.outcome in ("drop", "fail"):
+    if group is not None and group.id == back.group and group.lease.worker == event.sender:
+        outcome, reason = back.outcome, f"returned: {back.reason}"
+        if outcome == "partial" and (refusal := _take_partial(state, event, group, back)):
+            outcome, reason = "fail", f"partial refused: {refusal}"
+        if back.num_tokens:
+            state.count_waste(reason, 1, back.num_tokens)
+        if state.stateful is not None and outcome in ("drop", "fail"):
             group.rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
-        _give_back(state, group, back.outcome, f"returned: {back.reason}")
+        if outcome == "drop" and group.kind != EVAL:
+            _drop_filtered(state, group, reason)
+        else:
+            end_lease(state, group, "failed" if outcome in ("drop", "fail") else "returned", reason)
     state.reply(event.to, Ok())
 
 
-def _give_back(state: State, group: Group, outcome: str, reason: str) -> None:
-    if outcome == "drop" and group.kind != EVAL:
-        state.filtered()
-        state.drop(group, reason)
-    else:
-        take_back(state, group, reason, has_failed=outcome in ("drop", "fail"))
+def _take_partial(state: State, event: Event, group: Group, back: GiveBack) -> str:
+    """Keep a partial; what is wrong with it, or nothing."""
+    try:
+        made = checked(state, event, group)
+    except BadSamples as bad:
+        state.note(f"partial of group {group.id} by {group.lease.worker}: {bad.text}", is_warning=True)
+        return bad.text
+    if group.kind != EVAL and back.lineage == group.lease.lineage:
+        partials.keep(state, group, made)
+    return ""

@@ -1,39 +1,28 @@
-"""The door of the state machine: a burst of events in, their effects out.
+"""The entry to the state machine: a burst of events in, their effects out.
 
-The caller writes every Save and Delete before it sends any Reply or Notify, and calls `tick` when `next_deadline` has come.
+The caller performs every Write before it sends any Reply or Notify, and calls `tick` when `next_deadline` has come.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from broker.state import (
-    batches,
-    choice,
-    clients,
-    consumers,
-    damage,
-    edits,
-    evaluation,
-    leases,
-    pushes,
-    settings,
-    status,
-    timeline,
-    watchdog,
-)
-from broker.state.buffer_filter import BufferFilter
-from broker.state.effects import Effect, Event, Inline
-from broker.state.groups import LEASED, Group
-from broker.state.records import ROWS, Client, ClientRecord, Consumer, Evaluation, Meta, PushRecord, Records, StepRecord
+from broker.observe import status, watchdog
+from broker.source.interface import PromptSource
+from broker.state import batches, clients, damage, leases, timeline
+from broker.state.broker_state import State
+from broker.state.effects import Effect, Event, Reply, StatusDocument, Table
+from broker.state.features import consumers, edits, evaluation, pushes, settings
+from broker.state.records import BufferFilter, Meta
 from broker.state.rules import Rules
-from broker.state.table import PromptSource, State
-from slimebus import messages as m
-from slimebus.envelope import error_reply
-from slimebus.errors import ProtocolError, SlimebusError, UsageError
+from slimebus.bus import messages as m
+from slimebus.bus.envelope import error_reply
+from slimebus.bus.errors import SlimebusError, UsageError
 
-Row = tuple[str, str, bytes]
+Row = tuple[Table, str, bytes | SlimebusError]
+"""Table, key and value; an error in place of a value that is damaged."""
 
 
 class Machine:
@@ -41,7 +30,6 @@ class Machine:
 
     `buffer_filter` chooses the groups of batches; None: first in, first out.
     `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
-    `records`: reads stored records, so that old ones need not be in memory; None keeps them there.
     """
 
     def __init__(
@@ -54,40 +42,37 @@ class Machine:
         max_message_bytes: int = 0,
         first_id: int = 1,
         buffer_filter: BufferFilter | None = None,
-        records: Records | None = None,
     ) -> None:
-        self.state = State(rules, source, run, buffer_filter, records)
+        self.state = State(rules, source, run, buffer_filter)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
-        self.hints, self.max_message_bytes = hints, max_message_bytes
-        self.outside: Callable[[], dict[str, Any]] = dict
+        self.state.hints_address, self.state.max_message_bytes = hints, max_message_bytes
+
+    # --- after a restart ---
 
     def restore(self, rows: Iterable[Row], now: float) -> None:
-        """Take up the stored state. Leases and clients get a full deadline from `now`. Raises UsageError for other data."""
-        state = self.state
-        pushed = []
-        for table, _, value in rows:
-            match msgspec.msgpack.decode(value, type=ROWS[table]) if table in ROWS else value:
-                case Group() as group:
-                    state.groups.add(group)
-                case StepRecord() as record:
-                    state.steps[record.step] = record
-                case Evaluation() as evaluated:
-                    state.evaluations[evaluated.key] = evaluated
-                case Consumer() as consumer:
-                    state.consumers[consumer.name] = consumer
-                case ClientRecord() as client:
-                    state.clients[client.name] = Client(**msgspec.structs.asdict(client))
-                case PushRecord() as push:
-                    pushed.append(push)
-                case Meta() as meta:
-                    self._restore_meta(meta)
-                case bytes() as kept if table == "source" and state.stateful is not None:
-                    state.stateful.restore(kept)
-        pushes.restore(state, pushed)
+        """Take up the stored state. Leases and clients get a full deadline from `now`.
+
+        A damaged row costs what it held (broker/state/damage.py). Raises UsageError for other data; SlimebusError, msgspec.DecodeError
+        or UnicodeDecodeError where `meta` or `source` is damaged, without which no broker can go on.
+        """
+        state, lost = self.state, []
+        state.now = now
+        records: defaultdict[Table, list[Any]] = defaultdict(list)
+        for table, key, value in rows:
+            try:
+                records[table].append(damage.decoded(table, key, value))
+            except (SlimebusError, msgspec.DecodeError, UnicodeDecodeError) as bad:
+                if table in ("meta", "source"):
+                    raise
+                lost.append((table, key, str(bad)))
+        for meta in records["meta"]:
+            self._restore_meta(meta)
+        state.restore(records)
         settings.restore(state)
-        self._restart_deadlines(now)
         evaluation.cancel_impossible(state)
-        watchdog.restored(state, now)
+        damage.lose_rows(state, lost)
+        self._restart_deadlines()
+        watchdog.restored(state)
 
     def _restore_meta(self, meta: Meta) -> None:
         state = self.state
@@ -100,186 +85,148 @@ class Machine:
                 code="data",
             )
         meta.fingerprint, meta.source_ended = state.meta.fingerprint, False
+        if meta.finishing and (state.rules.num_steps or 0) > meta.finished_num_steps:
+            meta.finishing = False  # it goes on with more steps: a worker that joins before the trainer is to wait for it
         state.meta = meta
 
-    def _restart_deadlines(self, now: float) -> None:
+    def _restart_deadlines(self) -> None:
         state = self.state
         state.had_members = bool(state.clients)
         for client in state.clients.values():
-            clients.heard(state, client, now)
-        for lease, group in state.groups.by_lease.items():
-            assert group.phase == LEASED
-            state.lease_deadlines[lease] = now + state.rules.lease_s
-            state.lease_since[lease] = now
-            state.timers.set(("lease", lease), now + state.rules.lease_s)
+            clients.touch(state, client)
+        state.members_before = set(state.clients)
+        state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)
+        for worker in state.groups.by_worker:
+            state.timers.set(("leases of", worker), state.now + state.rules.lease_s)
         if state.meta.finishing:
-            state.timers.set(("finish",), now + state.rules.client_timeout_s)
+            state.finish_is_confirmed = False
+            state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
 
-    def apply(self, events: Sequence[Event], now: float) -> list[Effect]:
+    # --- events ---
+
+    def apply(self, events: Sequence[Event], now: float, *, store_problem: str = "") -> list[Effect]:
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
-        Whoever waits is looked at once a burst: what the last request changed is what counts.
+        Whoever waits is looked at once a burst: what the last request changed is what counts. `store_problem`: why the store takes no
+        samples now; empty when it does.
         """
-        self.state.now = now
+        self.state.now, self.state.store_problem = now, store_problem
         for event in events:
             try:
-                self._handle(event, now)
+                clients.check_sender(self.state, event)
+                REQUESTS[type(event.message)](self.state, event, event.message)
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
-        self._settle(now)
-        watchdog.look(self.state, now)
-        return self.state.flush()
+        return self._settled()
 
-    def expel(self, keys: Collection[str], now: float) -> list[Effect]:
-        """The holders of these keys may speak no more: what they hold is queued again at once."""
-        clients.expel(self.state, keys)
-        self._settle(now)
-        return self.state.flush()
+    def revoke_keys(self, keys: Collection[str], now: float) -> list[Effect]:
+        """These keys are valid no more: what their holders lease is queued again at once."""
+        self.state.now = now
+        clients.revoke_keys(self.state, keys)
+        return self._settled()
 
-    def damaged(self, table: str, group: str, now: float) -> list[Effect]:
+    def lose_record(self, table: str, key: str, now: float) -> list[Effect]:
         """A record of a group was found damaged or missing: it is made again from what is whole."""
-        if table == "payloads":
-            damage.lose_samples(self.state, group)
-        elif table == "prompts":
-            damage.lose_prompt(self.state, group)
-        elif table == "fields":
-            damage.lose_samples(self.state, group.partition("\n")[0])
-        elif table == "partials":
-            damage.lose_partial(self.state, group)
-        self._settle(now)
-        return self.state.flush()
-
-    def answer_held(self, event: Event, said: m.Hint, problem: SlimebusError, now: float) -> tuple[m.Message, list[bytes]]:
-        """Answer a request while the last decisions cannot be stored: no decision is made and none of those is told.
-
-        Heartbeats keep leases and clients alive and hear again what was `said` last, the status names the problem, everything
-        else is to be asked again.
-        """
-        match event.message:
-            case m.Status():
-                return m.StatusReply(), [msgspec.json.encode(self.status(now))]
-            case m.Heartbeat(leases=listed) if clients.keep_alive(self.state, event, listed, now):
-                return m.HeartbeatReply(
-                    lineage=said.lineage, version=said.version, publishers=said.publishers, digest=said.digest, finished=said.finished
-                ), []
-            case _:
-                return m.Error(code=problem.code, text=problem.text, retryable=True), []
+        self.state.now = now
+        damage.lose_record(self.state, table, key)
+        return self._settled()
 
     def tick(self, now: float) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients."""
         self.state.now = now
-        for key in self.state.timers.due(now):
-            self._fall_due(key, now)
-        self._settle(now)
-        watchdog.look(self.state, now)
-        return self.state.flush()
+        for kind, subject in self.state.timers.due(now):
+            DUE[kind](self.state, subject)
+        return self._settled()
+
+    def _settled(self) -> list[Effect]:
+        """Answer whoever waited for what just happened; all effects of it."""
+        state = self.state
+        leases.deal(state)
+        batches.assign(state)
+        leases.deal(state)
+        consumers.serve(state)
+        if state.is_finished and not state.finish_is_announced:
+            state.finish_is_announced = True
+            state.notify()
+            for key in list(state.waiting_leases):
+                leases.answer_timed_out(state, key)
+            for name in list(state.waiting_reads):
+                consumers.answer_timed_out(state, name)
+        watchdog.look(state)
+        return state.flush()
+
+    def answer_uncommitted(self, event: Event, last: m.Hint, problem: SlimebusError, now: float) -> Effect:
+        """Answer a request while the last decisions cannot be stored: no decision is made and none of those is told.
+
+        Heartbeats keep leases and clients alive and get the `last` hint again, the status names the problem, everything else is to be
+        asked again.
+        """
+        state = self.state
+        state.now, state.store_problem = now, problem.text
+        match event.message:
+            case m.Status():
+                return Reply(event.to, m.StatusReply(), [StatusDocument(self.status(now))])
+            case m.Heartbeat() if clients.keep_alive(state, event):
+                return Reply(event.to, m.HeartbeatReply(**msgspec.structs.asdict(last), hints=state.hints_address))
+        return Reply(event.to, m.Error(code=problem.code, text=problem.text, retryable=True))
+
+    # --- questions ---
 
     def next_deadline(self) -> float | None:
         """When `tick` should be called, at the latest; None while nothing is due ever."""
         return self.state.timers.next()
 
     def status(self, now: float) -> dict[str, Any]:
-        """The whole picture, with what the process around this machine adds to it."""
-        return status.status(self.state, now) | self.outside()
+        """The whole picture."""
+        self.state.now = now
+        return status.status(self.state)
 
     @property
     def is_over(self) -> bool:
         """True once the run is finished and every worker and trainer that this process has seen has left."""
         return self.state.had_members and self.state.is_finished and clients.has_everyone_left(self.state)
 
-    # --- dispatch ---
 
-    def _handle(self, event: Event, now: float) -> None:
-        state, message = self.state, event.message
-        clients.check_run(state, event)
-        match message:
-            case m.Hello():
-                client = clients.join(state, event, message, now)
-                state.reply(event.to, clients.welcome(state, client, message, self.hints, self.max_message_bytes))
-            case m.Goodbye():
-                state.reply(event.to, clients.goodbye(state, event))
-            case m.Status():
-                state.reply(event.to, m.StatusReply(), [Inline(msgspec.json.encode(self.status(now)))])
-            case m.Evaluate():
-                evaluation.evaluate(state, event, message, now)
-            case m.Edit():
-                edits.edit(state, event, message)
-            case m.Import():
-                edits.take_in(state, event, message)
-            case m.Set():
-                settings.change(state, event, message)
-            case _:
-                self._handle_member(event, clients.sender_of(state, event, now), now)
+def _status(state: State, event: Event, ask: m.Status) -> None:
+    state.reply(event.to, m.StatusReply(), [StatusDocument(status.status(state))])
 
-    def _handle_member(self, event: Event, client: Client, now: float) -> None:
-        state, message = self.state, event.message
-        match message:
-            case m.Heartbeat():
-                state.reply(event.to, clients.heartbeat(state, client, message, now))
-            case m.Lease():
-                leases.lease(state, event, client, message, now)
-            case m.Put():
-                leases.put(state, event, client, message)
-            case m.GiveBack():
-                leases.give_back(state, event, client, message)
-            case m.Resume():
-                timeline.resume(state, event, message)
-            case m.Publish():
-                timeline.publish(state, event, message)
-            case m.Batch():
-                batches.batch(state, event, client, message, now)
-            case m.Fetch():
-                batches.fetch(state, event, message, self.max_message_bytes)
-                watchdog.fetched(state, message.groups, now)
-            case m.Commit():
-                batches.commit(state, event, message)
-            case m.Read():
-                consumers.read(state, event, client, message, now)
-            case m.PutFields():
-                consumers.put_fields(state, event, client, message, self.max_message_bytes)
-            case m.Push():
-                pushes.push(state, event, message)
-            case m.Finish():
-                timeline.finish(state, event, message, now)
-            case m.Keys():  # a broker with keys answers this before it comes here
-                state.reply(event.to, m.KeysReply())
-            case _:
-                raise ProtocolError(f"{type(message).__name__} is not a request", code="unknown_type")
 
-    def _fall_due(self, key: Any, now: float) -> None:
-        state = self.state
-        match key:
-            case ("lease", lease):
-                leases.expire(state, lease)
-            case ("parked lease", name, request):
-                leases.give_up(state, name, request)
-            case ("parked batch", step):
-                batches.give_up(state, step, now)
-            case ("parked read", name):
-                consumers.give_up(state, name)
-            case ("parked evaluation", name, request):
-                evaluation.give_up(state, name, request)
-            case ("stale wait",):
-                choice.stop_waiting(state)
-            case ("client", name):
-                clients.silent(state, name, now)
-            case ("source",):
-                pass  # its rest is over: whoever waits is dealt to when the burst is settled
-            case ("hedge",):
-                pass  # deal() looks at what has become slow
-            case ("finish",):
-                timeline.check_finish(state, now)
-            case ("watchdog",):
-                watchdog.check(state, now)
+REQUESTS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
+    m.Hello: clients.hello,
+    m.Heartbeat: clients.heartbeat,
+    m.Goodbye: clients.goodbye,
+    m.Lease: leases.lease,
+    m.Put: leases.put,
+    m.GiveBack: leases.give_back,
+    m.Resume: timeline.resume,
+    m.Publish: timeline.publish,
+    m.Batch: batches.batch,
+    m.Fetch: batches.fetch,
+    m.Reject: damage.reject,
+    m.Commit: batches.commit,
+    m.Finish: timeline.finish,
+    m.Read: consumers.read,
+    m.PutFields: consumers.put_fields,
+    m.Status: _status,
+    m.Evaluate: evaluation.evaluate,
+    m.Set: settings.change,
+    m.Push: pushes.push,
+    m.Edit: edits.edit,
+    m.Import: edits.take_in,
+    m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
+}
+"""What answers each request; slimebus/bus/security/roles.py says who may send it."""
 
-    def _settle(self, now: float) -> None:
-        """Answer whoever waited for what just happened."""
-        leases.deal(self.state, now)
-        batches.assign(self.state, now)
-        leases.deal(self.state, now)
-        consumers.serve(self.state)
-        leases.watch_waits(self.state)
-        if self.state.is_finished and not self.state.finished_said:
-            self.state.finished_said = True
-            self.state.notify()
-            consumers.finish(self.state)
+DUE: dict[str, Callable[[State, Any], None]] = {
+    "unconfirmed lease": leases.expire_unconfirmed,
+    "leases of": leases.expire_worker,
+    "lease": leases.answer_timed_out,
+    "batch": batches.answer_timed_out,
+    "read": consumers.answer_timed_out,
+    "evaluate": evaluation.answer_timed_out,
+    "client": clients.on_silence,
+    "source": lambda state, _: None,  # its rest is over: whoever waits is dealt to when the burst is settled
+    "finish": lambda state, _: timeline.check_finish(state),
+    "watchdog": lambda state, _: watchdog.check(state),
+}
+"""What is done when a timer falls due; the key of a timer is (one of these, its subject)."""

@@ -11,29 +11,24 @@ RECENT = 64
 class Pace:
     """Times in seconds of the machine's clock, of the last steps and groups.
 
-    intervals: between commits. train_seconds: from fetch, or the commit before, to commit. group_seconds: from lease to put;
-    concurrency: leases of their worker at that put. granted: the next step when a worker last got a lease. since: when the run last
-    moved; mark: what it looked like then; num_tokens: what workers reported when it was last asked. assigned_at, fetched: when the
-    next step's batch was chosen, when steps were fetched.
+    intervals: between commits. group_seconds: from lease to put. since: when the run last
+    moved; mark: what it looked like then; num_tokens: what workers reported when it was last asked. trainer: the last that joined.
+    assigned_at: when the next step's batch was chosen.
     """
 
     def __init__(self) -> None:
         self.intervals: deque[float] = deque(maxlen=RECENT)
         self.group_seconds: deque[float] = deque(maxlen=RECENT)
-        self.concurrency: deque[int] = deque(maxlen=RECENT)
-        self.train_seconds: deque[float] = deque(maxlen=RECENT)
-        self.granted: dict[str, int] = {}
         self.since = 0.0
         self.num_tokens = 0.0
         self.stalled_at: float | None = None
         self.mark: tuple[Any, ...] = ()
         self.next_step, self.lineage = 0, ""
         self.has_stepped = False
-        self.num_joined = self.seen_joined = 0
-        self.trainer: tuple[str, int] = ("", 0)
+        self.num_joined = 0
+        self.trainer = ""
         self.trainer_left_at: float | None = None
         self.assigned, self.assigned_at = -1, 0.0
-        self.fetched: dict[int, float] = {}
 
 
 def quantile(values: Iterable[float], share: float) -> float:

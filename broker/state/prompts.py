@@ -7,20 +7,18 @@ Pushed prompts go before those of the source: first what was pushed to the front
     hook/41             given by a stateful source
     0/42                of files: the source finds them again
 
-The records of the first three kinds are nowhere but in the store. They are kept when their samples are freed, for a trainer may still go
-back behind its checkpoint, until the step that trained them is KEPT_STEPS behind the newest checkpoint.
+The records of the first three kinds are nowhere but in the store, where they are kept as long as their samples.
 """
 
-from broker.state import archive
-from broker.state.groups import Group
-from broker.state.table import Prompt, State
-from slimebus.errors import SlimebusError
+from broker.source.interface import Prompt
+from broker.state.broker_state import State
+from broker.state.groups import TRAIN, Group
+from slimebus.bus.errors import SlimebusError
 
 FRONT, PUSH, HOOK, IMPORT = "front", "push", "hook", "import"
 LANES = (FRONT, PUSH)
 FIRST_POSITION = {FRONT: -(1 << 62), PUSH: -(1 << 61), IMPORT: -(1 << 60), HOOK: 0}
 """Queued prompts are leased by position, lowest first."""
-KEPT_STEPS = 1000
 RETRY_S = 1.0
 """Pause before a source that failed, or had nothing to give, is asked again."""
 
@@ -35,11 +33,7 @@ def _draw_pushed(state: State) -> Group | None:
         first, end = state.meta.pushed[lane]
         if first < end:
             state.meta.pushed[lane] = (first + 1, end)
-            group = Group(id=f"{lane}/{first}", position=FIRST_POSITION[lane] + first)
-            state.groups.add(group)
-            state.changed("groups", group.id)
-            state.tally(state.meta.moves, "source>queued pushed")
-            return group
+            return _queue(state, Group(id=f"{lane}/{first}", position=FIRST_POSITION[lane] + first), "pushed")
     return None
 
 
@@ -48,17 +42,20 @@ def _draw_from_source(state: State) -> Group | None:
     if prompt is None:
         return None
     state.meta.cursor += 1
-    group = Group(id=prompt.id, position=prompt.position)
+    state.save("prompts", prompt.id, prompt.record)
+    return _queue(state, Group(id=prompt.id, position=prompt.position), "drawn")
+
+
+def _queue(state: State, group: Group, reason: str) -> Group:
     state.groups.add(group)
     state.changed("groups", group.id)
-    state.tally(state.meta.moves, "source>queued drawn")
-    state.save("prompts", group.id, prompt.record)
+    state.tally(state.meta.moves, f"source>queued {reason}")
     return group
 
 
 def _take(state: State) -> Prompt | None:
     """The next prompt of the source. One that fails is asked again a second later, and the run waits for it meanwhile."""
-    if state.now < state.source_rests_until:
+    if state.now < state.source_rests_until or not _may_have_more(state):
         return None
     try:
         prompt = state.source.take(state.meta.cursor)
@@ -76,9 +73,18 @@ def _take(state: State) -> Prompt | None:
     return prompt
 
 
+def may_draw(state: State) -> bool:
+    """False when `draw` gives none for sure."""
+    return num_waiting(state) > 0 or (state.now >= state.source_rests_until and _may_have_more(state))
+
+
+def _may_have_more(state: State) -> bool:
+    return state.stateful is not None or not state.meta.source_ended
+
+
 def _rest(state: State) -> None:
     state.source_rests_until = state.now + RETRY_S
-    state.timers.set(("source",), state.source_rests_until)
+    state.timers.set(("source", None), state.source_rests_until)
 
 
 def num_waiting(state: State) -> int:
@@ -114,47 +120,34 @@ def comes_once(group_id: str) -> bool:
     return group_id.partition("/")[0] in FIRST_POSITION
 
 
-def free(state: State, group_id: str) -> None:
-    """The samples of this group are freed: let go of its record too, unless it is needed to go back."""
-    if not comes_once(group_id):
-        state.delete("prompts", group_id)
-
-
-def forget_old(state: State, first: int, stop: int) -> None:
-    """The steps of [first, stop) are freed: let go of the records kept for the steps KEPT_STEPS before them."""
-    first, stop = first - KEPT_STEPS, stop - KEPT_STEPS
-    for step in [*archive.steps(state, first, stop), *sorted(s for s in state.steps if first <= s < stop)]:
-        record = state.step_record(step)
-        for group_id in record.groups if record else ():
-            if comes_once(group_id) and group_id not in state.groups.by_id:
-                state.delete("prompts", group_id)
-
-
-def is_forgotten(state: State, group_id: str, step: int) -> bool:
-    """True when the record of a freed group of `step` is kept no more."""
-    return comes_once(group_id) and step < state.meta.floor - KEPT_STEPS
-
-
-def bring_back(state: State, group_id: str) -> bool:
-    """Queue the prompt of a freed group again; False when the source does not know it any more."""
+def find(state: State, group_id: str) -> Prompt | None:
+    """The prompt of a group as the source gives it again; None, with the reason in the log, where it does not."""
     if comes_once(group_id):
-        lane, _, number = group_id.partition("/")
-        position = FIRST_POSITION[lane] + (0 if lane == IMPORT else int(number))
-        _queue(state, Group(id=group_id, position=position, reason="rewound"))
-        return True
+        return None
     try:
-        prompt = state.source.find(group_id)
+        return state.source.find(group_id)
     except SlimebusError as bad:
         state.note(f"group {group_id}: {bad.text}", is_warning=True)
-        return False
-    if prompt is None:
-        return False
-    _queue(state, Group(id=prompt.id, position=prompt.position, reason="rewound"))
-    state.save("prompts", prompt.id, prompt.record)
-    return True
+        return None
 
 
-def _queue(state: State, group: Group) -> None:
-    state.groups.add(group)
-    state.changed("groups", group.id)
-    state.tally(state.meta.moves, "freed>queued rewound")
+def free(state: State, group_id: str) -> None:
+    """The samples of this group are freed, its record with them."""
+    state.meta.num_freed_once += comes_once(group_id)
+    state.delete("prompts", group_id)
+
+
+def begin_anew(state: State) -> None:
+    """A trainer begins the run again behind what is freed: every prompt that the source gives again is new."""
+    if state.stateful is None:
+        for group in [g for g in state.groups.by_id.values() if g.kind == TRAIN and not comes_once(g.id)]:
+            state.retire(group, "the run begins anew")
+        for group in [g for groups in state.ended.values() for g in groups.values() if not comes_once(g.id)]:
+            state.forget_ended(group)
+            state.meta.ended[group.phase] -= 1
+        state.meta.cursor, state.meta.source_ended = 0, False
+    if state.meta.num_freed_once:
+        text = f"{state.meta.num_freed_once} prompts that came once (pushed, imported or from a source hook) were trained and freed"
+        state.note(f"{text}; they are not sampled again", is_warning=True)
+        state.tally(state.meta.counted, "prompts lost in a rewind", state.meta.num_freed_once)
+        state.meta.num_freed_once = 0

@@ -1,13 +1,13 @@
 """What the state is made of: the records that are kept, and the requests that wait."""
 
 import math
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from broker.state.effects import Address, Table
 from broker.state.groups import Group
-from slimebus.messages import NO_VERSION, Batch, Evaluate, Lease, Read, Scalar
+from slimebus.bus.messages import NO_VERSION, Scalar
 
 
 class PushRecord(msgspec.Struct, kw_only=True):
@@ -25,6 +25,7 @@ class Change(msgspec.Struct, kw_only=True):
     """Settings changed by one request: name -> (old, new), from the first step that is chosen under the new ones."""
 
     key: str
+    serial: int
     by: str
     step: int
     changed: dict[str, tuple[Scalar, Scalar]]
@@ -35,9 +36,10 @@ class Meta(msgspec.Struct, kw_only=True):
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
-    finisher_born: when the trainer started that finished the run; a hello of that one or of an older one is a late one.
-    archived: ranges [start, stop) of the steps whose records are on disk only (broker/state/archive.py).
-    settings: those in force; overrides: name -> [what the config said, what was set]; changes: the last of them.
+    finished_num_steps: of the rules when the trainer finished; a run that is started again with more is not finished.
+    trainer: name and instance that resumed last, the only one that trains; lineages: the last ones begun.
+    num_freed_once: freed groups whose prompts only the store had. last_reject: (epoch, request) of the trainer.
+    settings: those in force; overrides: name -> [what the config said, what was set].
     """
 
     run: str = ""
@@ -57,13 +59,15 @@ class Meta(msgspec.Struct, kw_only=True):
     next_step: int = 0
     floor: int = 0
     next_lease: int = 1
-    next_admitted: int = 1
     next_epoch: int = 1
     next_arrival: int = 1
+    next_ended: int = 1
     step_seconds: list[float] = []
     next_evaluation: int = 1
     finishing: bool = False
-    finisher_born: float = 0.0
+    finished_num_steps: int = 0
+    trainer: tuple[str, str] = ("", "")
+    lineages: list[str] = []
     moves: dict[str, int] = {}
     lags: dict[int, int] = {}
     waste: dict[str, list[int]] = {}
@@ -72,28 +76,32 @@ class Meta(msgspec.Struct, kw_only=True):
     num_measured: int = 0
     mean_tokens: float = 0.0
     filtered_in_a_row: int = 0
-    archived: list[tuple[int, int]] = []
+    num_freed_once: int = 0
+    last_reject: tuple[int, int] = (0, 0)
     settings: dict[str, Scalar] = {}
     overrides: dict[str, list[Scalar]] = {}
-    changes: list[Change] = []
+    num_changes: int = 0
+
+    def newest(self) -> dict[str, Any]:
+        """The newest version as messages name it."""
+        return {"lineage": self.lineage, "version": self.version, "publishers": self.publishers, "digest": self.digest}
 
 
-class ClientRecord(msgspec.Struct, kw_only=True):
-    """What is kept of a client. `key`: the name of the key it joined with."""
+class Client(msgspec.Struct, kw_only=True):
+    """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
+
+    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello.
+    """
 
     name: str
     role: str
     epoch: int
     instance: str
-    former: list[str] = []
+    previous_instances: list[str] = []
     is_fenced: bool = False
-    born: float = 0.0
     key: str = ""
-
-
-class Client(ClientRecord, kw_only=True):
-    """Who takes part. What ClientRecord lacks does not survive a restart and is learned again."""
-
+    successors: list["Client"] = []
+    settings: dict[str, str] = {}
     heard_at: float = 0.0
     is_gone: bool = False
     state: str = ""
@@ -103,17 +111,14 @@ class Client(ClientRecord, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
-    """The groups of a step, in order, the version trained in it and the bound they were chosen under.
-
-    Metrics are the trainer's, kept for the last steps.
-    """
+    """The groups of a step, in order, the version trained in it and the bound they were chosen under; their bytes once it is committed."""
 
     step: int
     version: int
     groups: list[str]
     max_staleness: float = math.inf
     is_committed: bool = False
-    metrics: dict[str, float] = {}
+    size_bytes: int = 0
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -143,23 +148,6 @@ class Evaluation(msgspec.Struct, kw_only=True):
     reason: str = ""
 
 
-M = TypeVar("M", Lease, Batch, Read, Evaluate)
-
-
-class Parked(msgspec.Struct, Generic[M], kw_only=True):
-    """A request that waits: for capacity, a batch, groups to read, results."""
-
-    to: Address
-    client: str
-    message: M
-
-
-class Records(Protocol):
-    """Reads one stored record of what is not kept in memory: ended groups, steps freed long ago."""
-
-    def __call__(self, table: Table, key: str) -> bytes | None: ...
-
-
 class Consumer(msgspec.Struct, kw_only=True):
     """What is kept of a consumer: it has acknowledged every position up to `position`. fields: how many it has put, by name."""
 
@@ -170,15 +158,34 @@ class Consumer(msgspec.Struct, kw_only=True):
     fields: dict[str, int] = {}
 
 
+class BatchWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a buffer filter is asked for: exactly `num_groups` groups, or groups of at most `num_tokens` tokens (0: no such bound)."""
+
+    step: int
+    version: int
+    num_groups: int
+    num_tokens: int
+
+
+BufferFilter = Callable[[Sequence[Group], BatchWanted], list[Group]]
+"""Chooses the groups of a batch, in order, from those that are ready. Raises HookError."""
+
 ROWS: dict[str, type[msgspec.Struct]] = {
     "meta": Meta,
     "groups": Group,
     "ended": Group,
-    "clients": ClientRecord,
+    "clients": Client,
     "steps": StepRecord,
-    "freed": StepRecord,
     "evaluations": Evaluation,
     "consumers": Consumer,
     "pushes": PushRecord,
+    "changes": Change,
 }
 """Table -> what its records are, msgpack; the other tables hold opaque bytes."""
+KEYS = {
+    **dict.fromkeys(("groups", "ended"), "id"),
+    **dict.fromkeys(("clients", "consumers"), "name"),
+    **dict.fromkeys(("evaluations", "pushes", "changes"), "key"),
+    "steps": "step",
+}
+"""Table -> the attribute of a record under which it is kept."""

@@ -1,12 +1,13 @@
 """The constants of a run, checked once."""
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from slimebus.errors import ConfigError
-from slimebus.messages import Scalar
+from slimebus.bus.errors import ConfigError
+from slimebus.bus.messages import MAX_BATCH_SIZE, Scalar
 
 Sampling = dict[str, Scalar | list[str | int]]
 
@@ -24,19 +25,19 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
 
     batch_size: groups a step (B). samples_per_prompt: samples a group (n). max_staleness: eta; inf is unbounded.
     publish_interval: steps between versions (K). num_steps: None runs until the source ends.
-    on_stale: what happens to a ready group that grew too old: `requeue` its prompt, `drop` it, or `wait` (a batch waits for
-    the leased groups that would be too old for the next one; what is too old all the same is requeued).
+    on_stale: what happens to a ready group that grew too old: `requeue` its prompt, or `drop` it.
     lease_s: a lease lives this long after its last heartbeat. client_timeout_s: silence after which a client counts as gone.
     max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups;
     0 is what the bound can use (`capacity`).
     batch_tokens: tokens a step instead of batch_size groups, which is then the first guess of how many fill it; 0: by groups.
-    over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. stale_wait_s: with `wait`, the longest
-    that a full batch waits. needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
+    over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size.
+    needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
     max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.
+    agreed: settings that every process of the run must have (broker/state/agreement.py).
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
-    required_fields: a group is in no batch before it has all of them. hedge_after: a group is leased a second time once it takes so many
-    times the usual; 0: never. eval_interval: versions between evaluations, 0 for none.
+    required_fields: a group is in no batch before it has all of them.
+    eval_interval: versions between evaluations, 0 for none.
     """
 
     batch_size: int
@@ -44,7 +45,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     max_staleness: float = 1
     publish_interval: int = 1
     num_steps: int | None = None
-    on_stale: Literal["requeue", "drop", "wait"] = "requeue"
+    on_stale: Literal["requeue", "drop"] = "requeue"
     lease_s: float = 60.0
     heartbeat_s: float = 2.0
     client_timeout_s: float = 30.0
@@ -52,7 +53,6 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     buffer_capacity: int = 4096
     batch_tokens: int = 0
     over_sampling: int = 0
-    stale_wait_s: float = 600.0
     needs_spread: bool = False
     max_filtered: int = 1024
     max_parked: int = 4096
@@ -62,8 +62,8 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     waits_for_push: bool = False
     stall_min_s: float = 30.0
     required_fields: list[str] = []
-    hedge_after: float = 0.0
     sampling: Sampling = {}
+    agreed: dict[str, str] = {}
     eval_datasets: dict[str, EvalDataset] = {}
     eval_interval: int = 0
     eval_first: bool = True
@@ -91,49 +91,45 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         return self.over_sampling / self.batch_size if self.over_sampling else 1.0
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            _at_least(name, getattr(self, name), least)
-        _at_least("num_steps", self.num_steps or 0, 0)
-        if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
-            raise ConfigError(f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound")
-        if self.on_stale not in ON_STALE:
-            raise ConfigError(f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}")
-        if self.over_sampling and self.over_sampling < self.batch_size:
-            raise ConfigError(
-                f"over_sampling_batch_size {self.over_sampling} is below the batch of {self.batch_size} groups; expected more, or 0"
-            )
-        if self.needs_spread and self.samples_per_prompt < 2:
-            raise ConfigError("groups of one sample have no reward spread, so the dynamic sampling filter would drop all; sample 2 or more")
-        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stale_wait_s", "stall_min_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0")
-        if self.lease_s <= self.heartbeat_s:
-            raise ConfigError(f"lease_s {self.lease_s} must exceed heartbeat_s {self.heartbeat_s}, or every lease expires")
-        if self.capacity < self.batch_size:
-            raise ConfigError(f"buffer_capacity {self.buffer_capacity} is below batch_size {self.batch_size}; no batch would ever fill")
-        if self.batch_size > MAX_BATCH_SIZE:
-            raise ConfigError(f"batch_size is {self.batch_size} groups; at most {MAX_BATCH_SIZE} fit one batch reply")
-        for name, dataset in self.eval_datasets.items():
-            _at_least(f"eval_datasets.{name}.num_prompts", dataset.num_prompts, 1)
-            _at_least(f"eval_datasets.{name}.num_samples", dataset.num_samples, 1)
+        sizes = [(f"eval_datasets.{name}.{size}", getattr(d, size)) for name, d in self.eval_datasets.items() for size in DATASET_SIZES]
+        for name, got, least in [*((n, getattr(self, n) or 0, least) for n, least in LEAST.items()), *((n, got, 1) for n, got in sizes)]:
+            if not got >= least:
+                raise ConfigError(f"{name} is {got}; expected at least {least}")
+        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stall_min_s"):
+            if not 0 < getattr(self, name) <= LONGEST_S:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0, at most {LONGEST_S:.0f} (a week)")
+        for name in self.eval_datasets:
             if not name or len(name) > 64 or "/" in name:
                 raise ConfigError(f"eval dataset name {name!r}; expected 1 to 64 characters without '/'")
+        if problem := next(self._contradictions(), ""):
+            raise ConfigError(problem)
+
+    def _contradictions(self) -> Iterator[str]:
+        if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
+            yield f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound"
+        if self.on_stale not in ON_STALE:
+            yield f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}"
+        if self.over_sampling and self.over_sampling < self.batch_size:
+            yield f"over_sampling_batch_size {self.over_sampling} is below the batch of {self.batch_size} groups; expected more, or 0"
+        if self.needs_spread and self.samples_per_prompt < 2:
+            yield "groups of one sample have no reward spread, so the dynamic sampling filter would drop all; sample 2 or more"
+        if self.lease_s <= self.heartbeat_s:
+            yield f"lease_s {self.lease_s} must exceed heartbeat_s {self.heartbeat_s}, or every lease expires"
+        if self.capacity < self.batch_size:
+            yield f"buffer_capacity {self.buffer_capacity} is below batch_size {self.batch_size}; no batch would ever fill"
+        if self.batch_size > MAX_BATCH_SIZE:
+            yield f"batch_size is {self.batch_size} groups; at most {MAX_BATCH_SIZE} fit one batch reply"
 
 
+DATASET_SIZES = ("num_prompts", "num_samples")
 COUNTED_FROM_1 = ("batch_size", "samples_per_prompt", "publish_interval", "max_attempts", "max_filtered", "max_pushed")
 LEAST = {
     **dict.fromkeys((*COUNTED_FROM_1, "max_parked", "max_parked_per_client", "max_clients"), 1),
-    **dict.fromkeys(("max_staleness", "hedge_after", "eval_interval", "batch_tokens"), 0),
+    **dict.fromkeys(("max_staleness", "eval_interval", "batch_tokens", "num_steps"), 0),
 }
-ON_STALE = ("requeue", "drop", "wait")
+ON_STALE = ("requeue", "drop")
 UNBOUNDED_BATCHES = 4
 """Batches of room when no staleness bound limits how far ahead workers may run."""
+LONGEST_S = 7 * 86400.0
 MAX_STALENESS = 1 << 40
 """Versions; more is no bound, and then inf says so."""
-MAX_BATCH_SIZE = 2048
-"""A batch reply names every group in one header of at most 64 KiB: about 25 bytes a group."""
-
-
-def _at_least(name: str, got: float, least: float) -> None:
-    if not got >= least:
-        raise ConfigError(f"{name} is {got}; expected at least {least}")

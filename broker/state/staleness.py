@@ -1,16 +1,12 @@
 """The hard bound: no group is handed out that is staler than `max_staleness`, and what happens to those that grew too old.
 
-A group made by version w is fresh enough up to the last step whose version is at most w + max_staleness: its deadline. With
-`on_stale: wait` the earliest deadlines are trained first, and a batch waits for groups in flight while that saves some of them:
-while fewer would miss their deadline if all of them came back now than if the batch went without them. (Unit jobs with
-deadlines: earliest first, leaving out what cannot be in time, loses the fewest; Jackson 1955, Moore 1968.)
+A group made by version w is fresh enough up to the last step whose version is at most w + max_staleness: its deadline.
 """
 
-from collections.abc import Iterable
-
+from broker.state import fates
+from broker.state.broker_state import State
 from broker.state.groups import Group
-from broker.state.table import State
-from slimebus.messages import NO_VERSION
+from slimebus.bus.messages import NO_VERSION
 
 
 def is_stale(state: State, group: Group, step: int) -> bool:
@@ -30,14 +26,11 @@ def sweep(state: State, step: int) -> None:
 
 
 def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
-    """What `on_stale` says; what is too old in spite of waiting is requeued."""
-    if state.rules.on_stale == "drop":
-        state.drop(group, reason)
-    else:
-        state.requeue(group, reason)
+    """What `on_stale` says."""
+    fates.become(state, group, "dropped" if state.rules.on_stale == "drop" else "stale", reason)
 
 
-def take_back(state: State, step: int, reason: str) -> None:
+def end_stale_leases(state: State, step: int, reason: str) -> None:
     """End the leases of groups begun by versions too old for `step`: their workers learn it with the next heartbeat."""
     for group in state.groups.leased_for_training():
         if last_step(state, begun_by(group)) < step:
@@ -45,9 +38,9 @@ def take_back(state: State, step: int, reason: str) -> None:
 
 
 def begun_by(group: Group) -> int:
-    """The version that made the first tokens of a group in flight: of its lease (the newer of two), or of the partial it continues."""
-    version = group.lease_version if group.second is None else max(group.lease_version, group.second.version)
-    return version if group.partial_oldest == NO_VERSION else min(version, group.partial_oldest)
+    """The version that made the first tokens of a group in flight: of its lease, or of the partial it continues."""
+    partial, version = group.partial.oldest_version, group.lease.version
+    return version if partial == NO_VERSION else min(version, partial)
 
 
 def last_step(state: State, version: int) -> float:
@@ -57,24 +50,3 @@ def last_step(state: State, version: int) -> float:
     interval, meta = state.rules.publish_interval, state.meta
     period = version + state.rules.max_staleness - meta.pace_version + meta.pace_step // interval
     return (period + 1) * interval - 1
-
-
-def saved_by_waiting(state: State, step: int, size: int) -> int:
-    """How many more groups could be trained in time if the batch of `step`, `size` groups, waited for those in flight."""
-    ready = sorted(last_step(state, group.oldest_version) for group in state.groups.first_ready(len(state.groups.ready)))
-    leased = [last_step(state, begun_by(group)) for group in state.groups.leased_for_training()]
-    leased += [last_step(state, group.oldest_version) for group in state.groups.held.values()]
-    if not leased:
-        return 0
-    return _num_late([*ready[size:], *leased], step + 1, size) - _num_late([*ready, *leased], step, size)
-
-
-def _num_late(deadlines: Iterable[float], step: int, size: int) -> int:
-    """How many of these miss their deadline when `size` of them are trained in each step from `step` on."""
-    trained = late = 0
-    for deadline in sorted(deadlines):
-        if trained < size * (deadline - step + 1):
-            trained += 1
-        else:
-            late += 1
-    return late

@@ -4,18 +4,17 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import archive, evaluation, partials, prompts
+from broker.state import batches, fates, prompts
+from broker.state.broker_state import State
+from broker.state.clients import fence_older_trainers
 from broker.state.effects import Event
-from broker.state.groups import ASSIGNED, COMMITTED, READY, Group
-from broker.state.records import StepRecord
-from broker.state.table import State
-from slimebus.errors import ProtocolError, SlimebusError
-from slimebus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
+from broker.state.features import evaluation, partials
+from broker.state.groups import ASSIGNED, COMMITTED
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
 
-MAX_LINEAGE_CHARS = 128
-MAX_NUMBER = 1 << 40
-MAX_PUBLISHERS = 1024
-MAX_DIGEST_CHARS = 128
+MAX_LINEAGES = 64
+"""Past ones that a resume is refused for."""
 
 
 # --- resume ---
@@ -24,25 +23,37 @@ MAX_DIGEST_CHARS = 128
 def resume(state: State, event: Event, ask: Resume) -> None:
     """Begin `lineage` at `step` with `version`. The same request repeated changes nothing."""
     meta = state.meta
-    if not 0 <= ask.step <= MAX_NUMBER or not 0 <= ask.version <= MAX_NUMBER or not 0 < len(ask.lineage) <= MAX_LINEAGE_CHARS:
-        raise ProtocolError(
-            f"resume: step {ask.step}, version {ask.version}; expected both from 0 to 2^40, a lineage of 1 to 128 characters"
+    trainer = state.clients[event.sender]
+    if ask.lineage == meta.lineage and (trainer.name, trainer.instance) == meta.trainer:
+        if (ask.step, ask.version) != (meta.base_step, meta.base_version):
+            raise SlimebusError("resume to another step needs a new lineage", code="lineage")
+        state.reply(event.to, Ok())
+        return
+    if ask.lineage in meta.lineages:
+        raise SlimebusError(f"resume: lineage {ask.lineage[:8]!r} was begun before; each trainer begins one of its own", code="lineage")
+    if 0 < ask.step < meta.floor:
+        raise SlimebusError(
+            f"resume at step {ask.step}: the oldest checkpoint that this broker knows of is of step {meta.floor}, the samples of the steps "
+            f"before it are freed; resume at step {meta.floor} or later, or at 0 to train every prompt anew",
+            code="step",
         )
-    if ask.lineage != meta.lineage:
-        _begin(state, ask)
-    elif (ask.step, ask.version) != (meta.base_step, meta.base_version):
-        raise SlimebusError("resume to another step needs a new lineage", code="lineage")
+    fence_older_trainers(state, trainer)
+    _begin(state, ask)
+    meta.trainer = (trainer.name, trainer.instance)
+    meta.lineages = [*meta.lineages, ask.lineage][-MAX_LINEAGES:]
     state.reply(event.to, Ok())
 
 
 def _begin(state: State, ask: Resume) -> None:
     meta = state.meta
     was_at, had_lineage = meta.next_step, bool(meta.lineage)
-    for step in list(state.parked_batches):
-        parked = state.parked_batches.pop(step)
-        state.timers.cancel(("parked batch", step))
-        state.reply(parked.to, BatchReply(step=step, reason="the trainer resumed from another step"))
+    for step in list(state.waiting_batches):
+        state.answer(state.waiting_batches, step, BatchReply(step=step, reason="the trainer resumed from another step"))
     _accept_trained(state, ask.step)
+    if ask.step < meta.floor:
+        state.note(f"the samples of the {meta.floor} steps that a checkpoint held are freed; every prompt is trained anew", is_warning=True)
+        prompts.begin_anew(state)
+    state.fetched_steps.clear()
     _rewind(state, ask)
     _revoke_leases(state)
     partials.rewind(state, ask.step, ask.version)
@@ -50,76 +61,44 @@ def _begin(state: State, ask: Resume) -> None:
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
-    state.swept, state.finished_said, meta.filtered_in_a_row = None, False, 0
-    state.end_wait()
+    state.swept, state.finish_is_announced, meta.filtered_in_a_row = None, False, 0
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
     state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")
+    if was_at and not ask.step:
+        text = f"the trainer found no checkpoint: it trains from step 0, and {was_at} steps of this run are lost"
+        state.note(f"{text}; if it has one, start the trainer with the run directory that holds it (--run-dir)", is_warning=True)
 
 
 def _accept_trained(state: State, step: int) -> None:
-    """Steps that the trainer has behind it and the broker not yet committed are trained."""
+    """Steps that the trainer has behind it and the broker not yet committed are trained; some it may have no record of."""
     known = [record for s, record in state.steps.items() if state.meta.next_step <= s < step]
     for record in known:
         record.is_committed = True
         state.changed("steps", record.step)
-        for group in _groups_of(state, record, ASSIGNED):
-            state.move(group, COMMITTED, "trained, says the resumed trainer")
-            state.tell(group, "trained", "", record.step)
+        for group in state.groups_of(record, ASSIGNED):
+            fates.become(state, group, "trained", "trained, says the resumed trainer")
     num_unknown = step - state.meta.next_step - len(known)
-    if num_unknown > 0:
-        _skip_unknown(state, num_unknown)
-
-
-def _skip_unknown(state: State, num_steps: int) -> None:
-    """The broker has no record of steps that were trained: it is new, or lost its last moments."""
-    num_groups = num_steps * state.rules.batch_size
-    if state.meta.cursor == 0:
+    num_groups = num_unknown * state.rules.batch_size
+    if num_unknown > 0 and state.meta.cursor == 0:
         state.meta.cursor = num_groups
-        text = f"this broker has no record of the {num_steps} steps trained so far; skipping the first {num_groups} prompts of the source"
-    else:
-        text = f"this broker has no record of {num_steps} of the trained steps; up to {num_groups} prompts may be trained twice"
-    state.note(text, is_warning=True)
+        text = f"this broker has no record of the {num_unknown} steps trained so far; skipping the first {num_groups} prompts of the source"
+        state.note(text, is_warning=True)
+    elif num_unknown > 0:
+        text = f"this broker has no record of {num_unknown} of the trained steps; up to {num_groups} prompts may be trained twice"
+        state.note(text, is_warning=True)
 
 
 def _rewind(state: State, ask: Resume) -> None:
-    archive.recall(state, ask.step)
-    for step in sorted(s for s in state.steps if s >= ask.step):
-        record = state.steps.pop(step)
-        state.changed("steps", step)
-        for group_id in record.groups:
-            group = state.groups.by_id.get(group_id)
-            if group is None and prompts.is_forgotten(state, group_id, step):
-                _lose(state, group_id)
-            elif group is None:
-                _restore_freed(state, group_id)
-            elif group.step == step and group.phase in (ASSIGNED, COMMITTED):
-                group.step = -1
-                state.move(group, READY, "rewound")
+    batches.reopen(state, ask.step, "", ASSIGNED, COMMITTED)
     for group in state.groups.every_ready():
         if group.newest_version > ask.version or group.steps_behind > ask.step:
-            state.requeue(group, "made by a version of the abandoned timeline")
-
-
-def _restore_freed(state: State, group_id: str) -> None:
-    """A group whose samples were freed under a checkpoint that the trainer now goes behind: its prompt is queued again."""
-    if not prompts.bring_back(state, group_id):
-        _lose(state, group_id)
-
-
-def _lose(state: State, group_id: str) -> None:
-    state.tally(state.meta.counted, "prompts lost in a rewind")
-    state.note(f"group {group_id} was freed and its prompt is known no more; it will not be trained again", is_warning=True)
+            fates.become(state, group, "abandoned", "made by a version of the abandoned timeline")
 
 
 def _revoke_leases(state: State) -> None:
     for group in state.groups.leased_for_training():
-        if group.lineage:
-            state.requeue(group, "lease of the abandoned timeline")
-
-
-def _groups_of(state: State, record: StepRecord, phase: str) -> list[Group]:
-    groups = [state.groups.by_id.get(group_id) for group_id in record.groups]
-    return [g for g in groups if g is not None and g.phase == phase and g.step == record.step]
+        if group.lease.lineage:
+            fates.become(state, group, "abandoned", "lease of the abandoned timeline")
 
 
 # --- publish and finish ---
@@ -130,15 +109,12 @@ def publish(state: State, event: Event, news: Publish) -> None:
     meta = state.meta
     if news.lineage != meta.lineage:
         raise SlimebusError(f"publish of lineage {news.lineage[:8]!r}; the broker is on {meta.lineage[:8]!r}, resume first", code="lineage")
-    if len(news.publishers) > MAX_PUBLISHERS:
-        raise ProtocolError(f"publish: {len(news.publishers)} publishers; at most {MAX_PUBLISHERS}")
-    if len(news.digest) > MAX_DIGEST_CHARS:
-        raise ProtocolError(f"publish: a digest of {len(news.digest)} characters; at most {MAX_DIGEST_CHARS}")
     if meta.base_version <= news.version < meta.version:  # a late repetition of what has been published
         state.reply(event.to, Ok())
         return
-    newest = state.version_of(meta.next_step + 1)
-    first = meta.base_version if meta.version == NO_VERSION else meta.version
+    is_first = meta.version == NO_VERSION
+    first = meta.base_version if is_first else meta.version
+    newest = meta.base_version if is_first else state.version_of(meta.next_step + 1)
     if not first <= news.version <= newest:
         raise SlimebusError(
             f"publish of version {news.version} at step {meta.next_step}; expected {first} to {newest} "
@@ -153,21 +129,22 @@ def publish(state: State, event: Event, news: Publish) -> None:
     state.reply(event.to, Ok())
 
 
-def finish(state: State, event: Event, ask: Finish, now: float) -> None:
+def finish(state: State, event: Event, ask: Finish) -> None:
     """The last step is trained; workers leave once the last evaluation is done."""
+    state.finish_is_confirmed = True
     if not state.meta.finishing:
-        state.meta.finishing, state.meta.finisher_born = True, state.clients[event.sender].born
+        state.meta.finishing, state.meta.finished_num_steps = True, state.rules.num_steps or 0
         evaluation.start_automatic(state)
-        state.timers.set(("finish",), now + state.rules.client_timeout_s)
+        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
         state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
     state.reply(event.to, Ok())
 
 
-def check_finish(state: State, now: float) -> None:
+def check_finish(state: State) -> None:
     """Do not wait for an evaluation that no worker is left to make."""
     if not state.meta.finishing or not state.is_evaluating:
         return
     if any(c.role == "rollout" and not c.is_gone for c in state.clients.values()):
-        state.timers.set(("finish",), now + state.rules.client_timeout_s)
+        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
     else:
         evaluation.cancel_running(state, "no worker is left to evaluate")

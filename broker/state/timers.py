@@ -1,17 +1,11 @@
 """Deadlines by key, with cheap extension."""
 
 import heapq
+import math
 from collections.abc import Hashable, Iterator
 
-MAX_WAIT_S = 600.0
-"""The longest a request may be parked."""
-
-
-def bounded_wait(wait_s: float) -> float:
-    """The seconds that a request is parked: 0 for anything that is not a positive number, at most 600."""
-    return min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0
-
-
+Key = tuple[str, Hashable]
+"""What falls due, and of whom."""
 SLACK = 1024
 """Forgotten deadlines that may lie about in the heap, beside as many as are alive."""
 
@@ -20,24 +14,28 @@ class Timers:
     """Deadlines that may move; moving one later costs a dictionary write, not a heap operation."""
 
     def __init__(self) -> None:
-        self._deadline: dict[Hashable, float] = {}
-        self._queued: dict[Hashable, float] = {}
-        self._heap: list[tuple[float, int, Hashable]] = []
+        self._deadline: dict[Key, float] = {}
+        self._queued: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
 
-    def set(self, key: Hashable, deadline: float) -> None:
+    def set(self, key: Key, deadline: float) -> None:
         """Have `key` fall due at `deadline`, whatever was set before."""
         self._deadline[key] = deadline
-        if deadline < self._queued.get(key, float("inf")):
+        if deadline < self._queued.get(key, math.inf):
             self._push(key, deadline)
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, key: Key) -> None:
         """Forget `key`; unknown keys are fine."""
         self._deadline.pop(key, None)
         if len(self._heap) > 2 * len(self._deadline) + SLACK:
             self._compact()
 
-    def due(self, now: float) -> Iterator[Hashable]:
+    def deadline(self, *keys: Key) -> float:
+        """The deadline of the first of these that has one; infinity where none has."""
+        return next((self._deadline[key] for key in keys if key in self._deadline), math.inf)
+
+    def due(self, now: float) -> Iterator[Key]:
         """The keys whose deadline has come; each is forgotten as it is given."""
         while self._heap and self._heap[0][0] <= now:
             queued, _, key = heapq.heappop(self._heap)
@@ -66,7 +64,7 @@ class Timers:
         self._heap = live
         heapq.heapify(self._heap)
 
-    def _push(self, key: Hashable, deadline: float) -> None:
+    def _push(self, key: Key, deadline: float) -> None:
         self._serial += 1
         self._queued[key] = deadline
         heapq.heappush(self._heap, (deadline, self._serial, key))

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from broker.store.interface import Damaged, Store, StoreError, Write
+from broker.state.effects import Write
+from broker.store.interface import Damaged, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import LmdbStore
 from broker.store.memory import MemoryStore
 
@@ -15,4 +16,4 @@ def open_store(durability: Literal["fsync", "os", "memory"], path: Path) -> Stor
     return LmdbStore(path, is_synced=durability == "fsync")
 
 
-__all__ = ["Damaged", "LmdbStore", "MemoryStore", "Store", "StoreError", "Write", "open_store"]
+__all__ = ["Damaged", "LmdbStore", "MemoryStore", "Store", "StoreError", "StoreRefusal", "Write", "open_store"]

@@ -3,20 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, get_args
 
-import msgspec
-
-from broker.state.effects import Table
-from slimebus.errors import SlimebusError
+from broker.state.effects import Table, Write
+from slimebus.bus.errors import SlimebusError
 
 TABLES: tuple[str, ...] = get_args(Table)
-
-
-class Write(msgspec.Struct, frozen=True, gc=False):
-    """One change: a value (bytes, or frames to keep together), or None to remove the record."""
-
-    table: str
-    key: str
-    value: bytes | Sequence[Any] | None
 
 
 class StoreError(SlimebusError):
@@ -24,6 +14,12 @@ class StoreError(SlimebusError):
 
     code = "store"
     retryable = True
+
+
+class StoreRefusal(SlimebusError):
+    """The store will never take one of these writes; the others it would."""
+
+    code = "unstorable"
 
 
 class Damaged(SlimebusError):
@@ -45,7 +41,7 @@ class Store(Protocol):
     def commit(self, writes: Sequence[Write]) -> None:
         """Make every change or none; once it returns they survive what the store's durability promises.
 
-        Raises StoreError, after which nothing of it is kept and the same commit may be tried again.
+        Raises StoreError, after which nothing of it is kept and the same commit may be tried again; StoreRefusal for one that may not.
         """
 
     def get(self, table: str, key: str) -> bytes | None:
@@ -54,8 +50,8 @@ class Store(Protocol):
     def frames(self, table: str, key: str) -> Sequence[Any] | None:
         """The frames of a record that was written as frames, or None. Raises Damaged."""
 
-    def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
-        """Every record of a table, by key. Raises Damaged."""
+    def scan(self, table: str) -> Iterator[tuple[str, bytes | Damaged]]:
+        """Every record of a table, by key; Damaged in place of one that is. Raises Damaged where the table cannot be read."""
 
     def refusal(self, size_bytes: int) -> str:
         """Why so many bytes more should not be taken now; empty when there is room and a reserve is left for what frees room."""

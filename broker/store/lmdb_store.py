@@ -8,18 +8,21 @@ import fcntl
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from broker.store.interface import TABLES, Damaged, StoreError, Write
-from broker.store.pages import check_pages, damaged_store
+from broker.state.effects import Write
+from broker.store.interface import TABLES, Damaged, StoreError, StoreRefusal
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from broker.store.space import LOOK_S, Reserve, free_bytes, in_words
-from slimebus.errors import UsageError
+from slimebus.bus.errors import UsageError
 
 log = logging.getLogger("slimebus.broker")
 
@@ -29,6 +32,12 @@ FORMAT_KEY = b"slimebus format"
 FIRST_MAP_BYTES = 256 * 1024 * 1024
 READERS_BYTES = 16 * 1024
 SCRATCH_BYTES = 4 * 1024 * 1024
+VALUE_TABLES = {"payloads", "prompts", "partials", "fields"}
+"""Read record by record, each when it is asked for. The other tables are read as a whole when a broker starts."""
+WAY_OUT = (
+    "start over in a new run directory; `slimebus buffer verify` lists what is damaged, `slimebus buffer export` saves what is whole, "
+    "`slimebus buffer import` takes it in there"
+)
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
 
@@ -42,13 +51,17 @@ class LmdbStore:
     def __init__(self, path: Path, *, is_synced: bool, map_bytes: int = FIRST_MAP_BYTES) -> None:
         self.path, self.durability = path, "fsync" if is_synced else "os"
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._map_bytes, self._is_open = map_bytes, False
         self._lock = _lock(path)
+        self.hints = _announced_hints(self._lock)
+        """Where the broker before this one published hints; empty when there was none."""
         try:
-            check_pages(path)
-            self._map_bytes = map_bytes
+            check_readable(path, set(TABLES) - VALUE_TABLES)
             self._open()
-            self._check_format()
+            self._take_format()
         except UsageError:
+            if self._is_open:
+                self._env.close()
             self._lock.close()
             raise
         self.reserve = Reserve(path)
@@ -62,26 +75,21 @@ class LmdbStore:
             raise cannot_open(self.path, bad) from None
         self._is_open = True
 
-    def _check_format(self) -> None:
+    def _take_format(self) -> None:
         try:
             with self._env.begin(write=True) as txn:
                 found = txn.get(FORMAT_KEY)
                 if found is None:
                     txn.put(FORMAT_KEY, str(FORMAT).encode())
         except lmdb.Error as bad:
-            self._env.close()
             raise cannot_open(self.path, bad) from None
-        try:
-            check_format(self.path, found)
-        except UsageError:
-            self._env.close()
-            raise
+        check_format(self.path, found)
 
-    def announce(self, endpoint: str) -> None:
-        """Leave word, for commands on this machine, of who serves this store."""
+    def announce(self, endpoint: str, hints: str) -> None:
+        """Leave word of who serves this store: for commands on this machine, and the hints' address for the next broker."""
         self._lock.seek(0)
         self._lock.truncate()
-        self._lock.write(json.dumps({"pid": os.getpid(), "endpoint": endpoint}))
+        self._lock.write(json.dumps({"pid": os.getpid(), "endpoint": endpoint, "hints": hints}))
         self._lock.flush()
 
     # --- writing ---
@@ -117,13 +125,21 @@ class LmdbStore:
     def _write(self, writes: Sequence[Write]) -> None:
         with self._env.begin(write=True) as txn:
             for write in writes:
-                key, value, table = write.key.encode(), write.value, self._tables[write.table]
-                if value is None:
-                    txn.delete(key, db=table)
-                elif isinstance(value, bytes):
-                    txn.put(key, seal(write.table, write.key, value), db=table)
-                else:
-                    txn.put(key, seal_frames(write.table, write.key, value, self._buffer(value)), db=table)
+                try:
+                    self._write_one(txn, write)
+                except lmdb.BadValsizeError as bad:
+                    limits = f"a key of 1 to {self._env.max_key_size()} bytes, a value below 4 GiB"
+                    text = f"the store cannot keep {write.table} {write.key[:64]!r}: {bad}; expected {limits}"
+                    raise StoreRefusal(text) from None
+
+    def _write_one(self, txn: Any, write: Write) -> None:
+        key, value, table = write.key.encode(), write.value, self._tables[write.table]
+        if value is None:
+            txn.delete(key, db=table)
+        elif isinstance(value, bytes):
+            txn.put(key, seal(write.table, write.key, value), db=table)
+        else:
+            txn.put(key, seal_frames(write.table, write.key, value, self._buffer(value)), db=table)
 
     def _buffer(self, frames: Sequence[Any]) -> memoryview:
         """Memory for the sealed frames, that the next value takes again: fresh memory costs more than the copy."""
@@ -161,9 +177,10 @@ class LmdbStore:
 
     def _full_text(self, needed_bytes: int) -> str:
         free = in_words(free_bytes(self.path))
+        readers = "".join(f"; process {pid} reads the store and holds back what is freed until it ends" for pid in self._readers())
         return (
             f"the disk of the broker's store is full: {self.path} has {free} free and {in_words(needed_bytes)} are needed; make room there "
-            "(or raise the quota) and the run goes on by itself; nothing acknowledged is lost"
+            f"(or raise the quota) and the run goes on by itself; nothing acknowledged is lost{readers}"
         )
 
     # --- room ---
@@ -173,10 +190,21 @@ class LmdbStore:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_S or self._room_bytes < size_bytes + 2 * self.reserve.size_bytes:
             self._looked_at, is_held = now, self.reserve.restore()
-            self._room_bytes = free_bytes(self.path) + (self._spare_bytes() if is_held else 0)
+            self._free_dead_readers()
+            self._room_bytes = free_bytes(self.path) + (self._spare_bytes() if is_held and not self._readers() else 0)
         margin = (2 if self._is_full else 1) * self.reserve.size_bytes  # twice: so that it does not flicker at the edge
         self._is_full = self._room_bytes < size_bytes + margin
         return self._full_text(size_bytes + margin) if self._is_full else ""
+
+    def _free_dead_readers(self) -> None:
+        """Give up what processes that were killed while they read would hold back for ever."""
+        if self._is_open and (count := self._env.reader_check()):
+            log.info("%d readers of the store at %s ended without closing it; what they held back is free", count, self.path)
+
+    def _readers(self) -> list[str]:
+        """Ids of the processes that read now: pages that are freed meanwhile cannot be written to before they end."""
+        rows = [line.split() for line in self._env.readers().splitlines()[1:]] if self._is_open else []
+        return sorted({row[0] for row in rows if len(row) == 3 and row[2] != "-"})
 
     def _spare_bytes(self) -> int:
         """Pages of the file that hold nothing."""
@@ -203,20 +231,17 @@ class LmdbStore:
         """One record, or None. Raises Damaged."""
         try:
             with self._env.begin(buffers=True) as txn:
-                found = txn.get(key.encode(), db=self._tables[table])
-                return None if found is None else unseal(table, key, found)
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
-            raise Damaged(table, key, f"record {key!r} of table {table!r} in the store at {self.path} cannot be read: {bad}") from None
+                return read_record(txn, table, self._tables[table], key)
         except lmdb.Error as bad:
             raise StoreError(f"the broker's store at {self.path} cannot be read now: {bad}") from None
 
     def frames(self, table: str, key: str) -> Sequence[Any] | None:
         """The frames of a record that was written as frames, or None. Raises Damaged."""
         found = self.get(table, key)
-        return None if found is None else unpack_frames(found)
+        return None if found is None else unpack_frames(found, table, key)
 
-    def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
-        """Every record of a table, by key. Raises Damaged."""
+    def scan(self, table: str) -> Iterator[tuple[str, bytes | Damaged]]:
+        """Every record of a table, by key; Damaged in place of one that is. Raises Damaged where the table cannot be read."""
         with self._env.begin(buffers=True) as txn:
             yield from scan_records(txn, table, self._tables[table])
 
@@ -238,12 +263,28 @@ class LmdbStore:
         self._lock.close()
 
 
-def scan_records(txn: Any, table: str, handle: Any) -> Iterator[tuple[str, bytes]]:
-    """The records of a table in a transaction with buffers, by key. Raises Damaged."""
+def read_record(txn: Any, table: str, handle: Any, key: str) -> bytes | None:
+    """One record of a table in a transaction with buffers, or None. Raises Damaged; lmdb.Error where that may pass."""
+    try:
+        found = txn.get(key.encode(), db=handle)
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
+        raise Damaged(table, key, f"record {key!r} of table {table!r} cannot be read: {bad}") from None
+    return None if found is None else unseal(table, key, found)
+
+
+def scan_records(txn: Any, table: str, handle: Any) -> Iterator[tuple[str, bytes | Damaged]]:
+    """The records of a table in a transaction with buffers, by key; Damaged in place of one that is.
+
+    Raises Damaged where the table cannot be read.
+    """
     try:
         for key, value in txn.cursor(db=handle):
             name = bytes(key).decode(errors="replace")
-            yield name, unseal(table, name, value)
+            try:
+                record: bytes | Damaged = unseal(table, name, value)
+            except Damaged as bad:
+                record = bad
+            yield name, record
     except lmdb.Error as bad:
         raise Damaged(table, "", f"table {table!r} cannot be read: {bad}") from None
 
@@ -261,6 +302,31 @@ def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, 
         readonly=is_readonly,
         create=not is_readonly,
     )
+
+
+def check_readable(path: Path, tables: Iterable[str]) -> None:
+    """Raise UsageError when LMDB cannot read these tables. A child process tries: damaged pages may end the process that reads them."""
+    file = path / "data.mdb"
+    if not file.exists() or not file.stat().st_size:
+        if (path / "reserve").exists():  # made after LMDB has written its first pages
+            raise damaged_store(f"at {path}", "data.mdb is missing or empty, though a broker has kept its state here")
+        return
+    command = [sys.executable, "-P", str(Path(__file__).with_name("read_probe.py")), str(path), *sorted(tables)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise damaged_store(f"at {path}", ended_by(done.returncode) or done.stdout.strip() or done.stderr.strip()[-300:])
+
+
+def ended_by(returncode: int) -> str:
+    """What a signal says that ended a process which read a store; empty for an exit code."""
+    if returncode >= 0:
+        return ""
+    return f"reading it ended with {signal.Signals(-returncode).name}: data.mdb was cut short, or its pages are damaged"
+
+
+def damaged_store(which: str, why: object) -> UsageError:
+    """The error for a store that is not what was written, with the way out."""
+    return UsageError(f"the broker's store {which} is damaged: {why}; {WAY_OUT}", code="store_damaged")
 
 
 def check_format(path: Path, found: Any) -> None:
@@ -292,6 +358,14 @@ def _is_full(bad: Exception) -> bool:
 
 def _needed(writes: Sequence[Write]) -> int:
     return sum(PAGE_SLACK_BYTES + (0 if write.value is None else packed_size(write.value)) for write in writes)
+
+
+def _announced_hints(lock: Any) -> str:
+    lock.seek(0)
+    try:
+        return str(json.loads(lock.read() or "{}").get("hints", ""))
+    except (ValueError, AttributeError):
+        return ""
 
 
 def _lock(path: Path) -> Any:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from broker.store.interface import TABLES, Write
+from broker.state.effects import Write
+from broker.store.interface import TABLES
 from broker.store.records import packed, packed_size, unpack_frames
 
 
@@ -31,7 +32,7 @@ class MemoryStore:
     def frames(self, table: str, key: str) -> Sequence[Any] | None:
         """The frames of a record that was written as frames, or None."""
         found = self._tables[table].get(key)
-        return None if found is None else unpack_frames(found) if isinstance(found, bytes) else found
+        return None if found is None else unpack_frames(found, table, key) if isinstance(found, bytes) else found
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""

@@ -47,12 +47,14 @@ def pack_into(buffer: memoryview, frames: Sequence[Any]) -> int:
     return end
 
 
-def unpack_frames(value: bytes) -> list[memoryview]:
-    """The frames of a value, as views of it."""
+def unpack_frames(value: bytes, table: str = "", key: str = "") -> list[memoryview]:
+    """The frames of a value, as views of it. Raises Damaged, of this table and key, where the sizes do not add up to the value."""
     view = memoryview(value)
-    (count,) = struct.unpack_from("<I", view)
-    sizes = struct.unpack_from(f"<{count}Q", view, 4)
-    start, frames = 4 + 8 * count, []
+    count = int.from_bytes(view[:4], "little")
+    start, frames = 4 + 8 * count, list[memoryview]()
+    sizes = struct.unpack_from(f"<{count}Q", view, 4) if start <= len(view) else ()
+    if len(view) < 4 or start + sum(sizes) != len(view):
+        raise Damaged(table, key, f"the stored record {key!r} of table {table!r} is damaged: its frames are not of the sizes it names")
     for size in sizes:
         frames.append(view[start : start + size])
         start += size

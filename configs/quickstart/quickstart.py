@@ -18,26 +18,19 @@ from typing import Any
 import click
 import yaml
 from rich.console import Console
-from rich.live import Live
 
-from slimebus import report
-from slimebus.chart import draw_curve
-from slimebus.commands.status import ask_status
-from slimebus.commands.up import describe, start_all
-from slimebus.config import resolve
-from slimebus.errors import DataError, SlimebusError, UsageError
-from slimebus.launch import Fleet
-from slimebus.live_view import LiveStatus, line, render
-from slimebus.result_table import result_table
-from slimebus.transport.client import Client
+from slimebus.bus.errors import DataError, SlimebusError, UsageError
+from slimebus.cli.config import resolve
+from slimebus.view import report
+from slimebus.view.chart import draw_curve
+from slimebus.view.local_run import LocalRun, describe
+from slimebus.view.result_table import result_table
 
 HERE = Path(__file__).parent
 LAYOUT_GOAL = 0.95
 """Below this share of right answers without any carry, copying errors drown the reward signal and RL learns slowly."""
 MAX_EXTRA_WARM_UPS = 4
 EXTRA_STEPS = 50
-PLAIN_EVERY_S = 5.0
-STATUS_EVERY_S = 0.5
 
 console = Console(highlight=False)
 
@@ -47,7 +40,7 @@ console = Console(highlight=False)
     "--seed", default=0, show_default=True, help="[number] Of model, data order and sampling; the held-out problems never change."
 )
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True, help="[path] Where all goes."
+    "--run-dir", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True, help="[path] Folder of all results."
 )
 @click.option(
     "--engine", type=click.Choice(["cpu", "sglang"]), default="cpu", show_default=True, help="The embedded engine, or real SGLang."
@@ -67,7 +60,7 @@ def quickstart(
     warm_up_steps: int | None,
     max_staleness: int | None,
 ) -> None:
-    """Teach a tiny model to add, from nothing, on this machine."""
+    """Teach a tiny model of random weights to add, on this machine."""
     prepare(run_dir, seed, resume=resume)
     if engine == "sglang" and not Path("/proc/driver/nvidia/version").exists():
         console.print(
@@ -172,130 +165,35 @@ def write_run(recipe: str, folder: Path, run_dir: Path, changes: dict[str, Any])
     return file
 
 
-def run_stage(phase: str, file: Path) -> None:
+def run_stage(title: str, file: Path) -> None:
     """Run broker, trainer and worker of a run.yaml to their end, showing how it goes. Raises SlimebusError if one fails."""
-    resolved = resolve(file)
-    with Fleet(resolved.run_dir / "logs") as fleet:
-        address = start_all(fleet, resolved, [str(file)], workers=1)
-        client = Client(address, name="quickstart")
-        try:
-            watch(fleet, client, View(phase, resolved.config.rollout.num_rollout, resolved.config.broker.max_staleness))
-        finally:
-            client.close(goodbye=False)
-
-
-class View:
-    """Turns the broker's status into what the live view shows; remembers rewards and token counts between looks."""
-
-    def __init__(self, phase: str, num_steps: int, max_staleness: float) -> None:
-        self.phase, self.num_steps, self.max_staleness = phase, num_steps, max_staleness
-        self.signal = "reward" if phase.startswith("GRPO") else "loss"
-        self.started = time.monotonic()
-        self.rewards: dict[int, float] = {}
-        self.accuracies: dict[int, float] = {}
-        self._tokens: tuple[float, float] = (time.monotonic(), 0.0)
-        self._rate = 0.0
-
-    def take(self, status: dict[str, Any]) -> LiveStatus:
-        """The view of one status."""
-        for row in status["steps"]:
-            self.rewards[row["step"]] = row["metrics"].get(self.signal, 0.0)
-        for row in status["evaluations"]:
-            if row["dataset"] == "heldout" and row["done"] and row["mean_reward"] is not None:
-                self.accuracies[row["version"]] = row["mean_reward"]
-        workers = [c for c in status["clients"] if c["role"] == "rollout" and c["state"] not in ("gone", "fenced")]
-        last = status["steps"][-1]["metrics"] if status["steps"] else {}
-        groups = status["groups"]
-        known = sorted(self.accuracies)
-        return LiveStatus(
-            phase=self.phase,
-            step=status["step"],
-            num_steps=self.num_steps,
-            seconds=time.monotonic() - self.started,
-            signal=self.signal,
-            rewards=[self.rewards[s] for s in sorted(self.rewards)],
-            accuracy=self.accuracies[known[-1]] if known else None,
-            accuracy_before=self.accuracies[known[0]] if known else None,
-            lag_mean=last.get("lag_mean", 0.0),
-            lag_max=last.get("lag_max", 0.0),
-            max_staleness=self.max_staleness,
-            trainer_tokens_per_s=last.get("num_tokens", 0.0) / max(1e-9, last.get("train_s", 0.0) + last.get("wait_s", 0.0))
-            if last
-            else 0.0,
-            workers_tokens_per_s=self._worker_rate(workers),
-            workers=len(workers),
-            queued=groups["queued"],
-            leased=groups["leased"],
-            ready=groups["ready"],
-            assigned=groups["assigned"],
-            waits=status["waiting"],
-        )
-
-    def _worker_rate(self, workers: list[dict[str, Any]]) -> float:
-        now, made = time.monotonic(), sum(w["metrics"].get("tokens", 0.0) for w in workers)
-        then, before = self._tokens
-        if now - then > 3.0 and made >= before:
-            self._rate, self._tokens = (made - before) / (now - then), (now, made)
-        return self._rate
-
-
-def watch(fleet: Fleet, client: Client, view: View) -> None:
-    """Show the run until all its processes ended. Raises SlimebusError naming the first that failed, with its last lines."""
-    shown_at = 0.0
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while len(fleet.ended()) < len(fleet.children):
-            for child in fleet.ended():
-                if child.process.returncode:
-                    raise SlimebusError(f"{describe(child)}\n{child.tail()}")
-            try:
-                found = view.take(ask_status(client, timeout_s=2.0))
-            except SlimebusError:  # it starts, or has just ended: the loop tells which
-                time.sleep(STATUS_EVERY_S)
-                continue
-            if console.is_terminal:
-                live.update(render(found), refresh=True)
-            elif time.monotonic() - shown_at > PLAIN_EVERY_S:
-                shown_at = time.monotonic()
-                console.print(line(found), soft_wrap=True)
-            time.sleep(STATUS_EVERY_S)
-    for child in fleet.ended():
-        if child.process.returncode:
-            raise SlimebusError(f"{describe(child)}\n{child.tail()}")
+    stage = LocalRun(resolve(file), [str(file)], title=title, quiet=True)
+    code = stage.run()
+    if stage.failed is not None:
+        raise SlimebusError(f"{describe(stage.failed)}\n{stage.failed.tail()}")
+    if code:
+        raise KeyboardInterrupt
 
 
 def finish(run_dir: Path, seed: int) -> None:
     """result.json, curve.png, the table, three solved problems and what to try next."""
     found = report.read(run_dir / "rl")
-    evals = found.evaluations("heldout")
-    if len(evals) < 2:
-        raise DataError(f"{run_dir / 'rl'}: {len(evals)} evaluations on record; expected one before training and one after")
-    bound = resolve(run_dir / "rl" / "run.yaml").config.broker.max_staleness
-    result = {
-        "accuracy_before": evals[0]["mean_reward"],
-        "accuracy_after": evals[-1]["mean_reward"],
-        "heldout_problems": evals[-1]["num_samples"],
-        **report.summarise(found),
-        "max_staleness": bound,
-        "rl_s": seconds_in(run_dir / "rl" / "seconds"),
-        "total_s": seconds_in(run_dir / "seconds"),
-        "seed": seed,
-    }
+    config = resolve(run_dir / "rl" / "run.yaml").config
+    times = {"rl_s": seconds_in(run_dir / "rl" / "seconds"), "total_s": seconds_in(run_dir / "seconds")}
+    result = report.result(found, "heldout", config) | times | {"seed": seed}
+    if "accuracy_after" not in result:
+        raise DataError(f"{run_dir / 'rl'}: fewer than two evaluations on record; expected one before training and one after")
     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    names = {"machine": f"{os.cpu_count()} CPU cores", "evaluation": f"{result['heldout_problems']} held-out problems"}
-    draw_curve({**report.curve(found, "heldout", bound), **names, "rl_s": result["rl_s"]}, run_dir / "curve.png")  # type: ignore[typeddict-item]
-    console.print(result_table(result))
-    solved = subprocess.run(
-        [
-            sys.executable,
-            str(HERE / "solve.py"),
-            "--model",
-            str(run_dir / "rl" / "hf"),
-            "--problems",
-            str(run_dir / "task" / "heldout.jsonl"),
-        ],
-        check=False,
+    draw_curve(
+        *(found, run_dir / "curve.png"),
+        dataset="heldout",
+        max_staleness=config.broker.max_staleness,
+        rl_s=result["rl_s"],
+        machine=f"{os.cpu_count()} CPU cores",
     )
-    if solved.returncode:
+    console.print(result_table(result))
+    places = ["--model", str(run_dir / "rl" / "hf"), "--problems", str(run_dir / "task" / "heldout.jsonl")]
+    if subprocess.run([sys.executable, str(HERE / "solve.py"), *places], check=False).returncode:
         raise SlimebusError(f"the exported model in {run_dir / 'rl' / 'hf'} could not be used by transformers (see above)")
     console.print(f"picture  {run_dir / 'curve.png'}\nresult   {run_dir / 'result.json'}\nmodel    {run_dir / 'rl' / 'hf'}", soft_wrap=True)
     console.print(

@@ -1,78 +1,46 @@
 """Built-in rewards by name, and the call that any reward goes through."""
 
 import asyncio
-import inspect
-from collections.abc import Callable
-from math import isfinite
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
 
-from rollout.response import Response
-from slimebus import hooks
-from slimebus.errors import HookError, SlimebusError, UsageError
+from rollout.plugins import Plugin, PluginError, text_of
+from rollout.response import Response, reward_number
+from slimebus.bus.errors import UsageError
+from slimebus.bus.sample_table import MAX_REWARD
 
 BUILT_IN = {"exact": "rollout.rewards.exact:reward", "math": "rollout.rewards.math:reward", "random": "rollout.rewards.random:reward"}
 
-Reward = Callable[[Response], Any]
 
-
-def find(rm_type: str, custom_rm_path: str, base: Path | None) -> Reward:
+def find(rm_type: str, custom_rm_path: str, base: Path | None) -> Plugin:
     """The reward function of a config: a hook, or a built-in one by name. Raises UsageError or HookError."""
     if custom_rm_path:
-        return hooks.load(custom_rm_path, base=base)
+        return Plugin.load("reward", custom_rm_path, base, ["response"])
     if rm_type not in BUILT_IN:
         raise UsageError(f"rollout.rm_type: no built-in reward {rm_type!r}; expected one of {', '.join(BUILT_IN)}, or set custom_rm_path")
-    return hooks.load(BUILT_IN[rm_type])
+    return Plugin.load("reward", BUILT_IN[rm_type], None)
 
 
-async def score(reward: Reward, responses: list[Response], timeout_s: float) -> list[SlimebusError | None]:
+async def score(reward: Plugin, responses: Sequence[Response], timeout_s: float) -> list[PluginError | None]:
     """Set the reward of each response that has none yet; for each, the error that kept it from getting one.
 
-    A plain function runs in a thread, one call after the other; a coroutine function runs for all responses at once.
+    A plain function runs in threads, for one response after the other; a coroutine function runs for all responses at once.
     """
-    todo = [r for r in responses if r.reward is None]
-    if inspect.iscoroutinefunction(reward):
-        outcomes = await asyncio.gather(*(_one(reward, r, timeout_s) for r in todo))
-    else:
-        try:
-            outcomes = await asyncio.wait_for(asyncio.to_thread(lambda: [_call(reward, r) for r in todo]), timeout_s)
-        except TimeoutError:
-            outcomes = [_late(reward, timeout_s) for _ in todo]
-    for response, outcome in zip(todo, outcomes, strict=True):
-        response.reward = outcome if isinstance(outcome, float) else None
-    problems = {id(r): outcome for r, outcome in zip(todo, outcomes, strict=True) if isinstance(outcome, SlimebusError)}
-    return [problems.get(id(r)) for r in responses]
+    if reward.is_async:
+        return await asyncio.gather(*(_score_one(reward, r, timeout_s) for r in responses))
+    return [await _score_one(reward, r, timeout_s) for r in responses]
 
 
-async def _one(reward: Reward, response: Response, timeout_s: float) -> float | SlimebusError:
+async def _score_one(reward: Plugin, response: Response, timeout_s: float) -> PluginError | None:
+    if response.reward is not None:
+        return None
     try:
-        return _accept(reward, await asyncio.wait_for(reward(response), timeout_s))
-    except TimeoutError:
-        return _late(reward, timeout_s)
-    except Exception as bad:  # noqa: BLE001  a plug-in may fail in any way; the sample is counted as failed
-        return _broken(reward, bad)
-
-
-def _call(reward: Reward, response: Response) -> float | SlimebusError:
+        value = await reward(response, timeout_s=timeout_s)
+    except PluginError as bad:
+        return bad
     try:
-        return _accept(reward, reward(response))
-    except Exception as bad:  # noqa: BLE001  a plug-in may fail in any way; the sample is counted as failed
-        return _broken(reward, bad)
-
-
-def _accept(reward: Reward, value: Any) -> float | SlimebusError:
-    if isinstance(value, SupportsFloat) and not isinstance(value, str) and isfinite(number := float(value)):
-        return number
-    return HookError(f"reward {_path(reward)} gave {value!r}; expected a finite number")
-
-
-def _late(reward: Reward, timeout_s: float) -> SlimebusError:
-    return HookError(f"reward {_path(reward)} took longer than reward_timeout_s = {timeout_s:g} s", code="reward_timeout")
-
-
-def _broken(reward: Reward, bad: Exception) -> SlimebusError:
-    return HookError(f"reward {_path(reward)} failed: {type(bad).__name__}: {bad}", code="reward_failed")
-
-
-def _path(reward: Reward) -> str:
-    return f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__name__', '?')}"
+        response.reward = reward_number("it", value)
+    except Exception:  # noqa: BLE001  a plug-in's own class may fail in any way when it is asked for a number
+        response.reward = None
+        return PluginError(f"{reward.name} gave {text_of(value)}", f"expected a number within +-{MAX_REWARD:g}")
+    return None

@@ -8,6 +8,8 @@ from fractions import Fraction
 
 from rollout.response import Response
 
+MAX_DIGITS = 1000
+"""Longer numbers are compared as text: `1e999999999` would take for ever."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
@@ -56,6 +58,9 @@ def same(a: str, b: str) -> bool:
 
 def _number(text: str) -> Fraction | None:
     cleaned = text.strip().strip("$").rstrip("%.").replace(",", "").replace(" ", "")
+    exponent = re.search(r"[eE][+-]?(\d[\d_]*)$", cleaned)
+    if len(cleaned) > MAX_DIGITS or (exponent is not None and (len(exponent[1]) > 4 or int(exponent[1]) > MAX_DIGITS)):
+        return None
     try:
         return Fraction(cleaned)
     except (ValueError, ZeroDivisionError):

@@ -8,11 +8,17 @@ chunk_request (pieces)         ->    at most `credits` of them unanswered
     a piece is gone                ->    ask for the manifest again
 """
 
-import msgspec
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal
 
-from slimebus.errors import WeightsError
-from slimebus.messages import Error, Message, Ok, wire_name
-from slimebus.weights.tensors import NO_BASE
+import msgspec
+from msgspec import Meta
+
+from slimebus.bus.errors import WeightsError
+from slimebus.bus.messages import Error, Message, Ok, wire_name
+from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, TensorForm, digest_of, tensor_bytes
 
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_PIECES = 256
@@ -21,7 +27,11 @@ GONE = "gone"
 NO_VERSION_YET = "no_version"
 BAD_CHUNK = "bad_chunk"
 
-SAME, FULL, DELTA = "same", "full", "delta"
+SAME: Final = "same"
+FULL: Final = "full"
+DELTA: Final = "delta"
+Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+"""Of a tensor; it names files, so nothing else passes."""
 
 
 class VersionGone(WeightsError):
@@ -45,10 +55,11 @@ class ManifestRequest(Message):
 
 
 class ManifestReply(Message):
-    """Bulk frame 0 is the `Manifest`."""
+    """Bulk frame 0 is the `Manifest`, the same bytes for all that ask for it. sources: a worker that has these payloads too."""
 
     lineage: str
     version: int
+    sources: list[str] = []
 
 
 class Piece(msgspec.Struct, array_like=True, frozen=True):
@@ -71,45 +82,99 @@ class ChunkRequest(Message):
 class ChunkReply(Message):
     """One bulk frame for each piece asked for, in order. gone: indices of pieces that can no longer be had; their frames are empty.
 
-    later: the server is still pulling some piece itself; there are no frames, ask again.
+    later: the server is still pulling some piece itself; there are no frames, ask again. is_pulling: False while it has not asked for that
+    version yet, which is worth a moment's wait and no more.
     """
 
     gone: list[int] = []
     later: bool = False
+    is_pulling: bool = True
 
 
 class TensorEntry(msgspec.Struct, omit_defaults=True):
     """One tensor of a version and how to get it.
 
-    kind: `same` (as in the base), `delta` (size bytes of codec payload that hash to payload_hash, to be applied to the base's
-    tensor, which hashes to base_hash) or `full` (its own bytes). hash: xxh3_128 of the tensor's bytes, however they came.
+    kind: `same` (as in the base), `delta` (size bytes of codec payload of checksum payload_hash, to be applied to the base's
+    tensor, which hashes to base_hash) or `full` (its own bytes). hash: of the tensor's bytes, however they came.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    hash: str
-    kind: str
+    hash: Hash
+    kind: Literal["same", "full", "delta"]
     size: int = 0
-    num_changed: int = 0
-    payload_hash: str = ""
-    base_hash: str = ""
+    num_changed: Annotated[int, Meta(ge=0)] = 0
+    payload_hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")] = ""
+    base_hash: Hash = ""
+
+    @property
+    def form(self) -> TensorForm:
+        """What the tensor is."""
+        return TensorForm(self.name, self.dtype, self.shape, self.hash)
+
+    def check(self) -> None:
+        """Raises WeightsError for what no publisher could have written and its types do not show."""
+        bytes_ = tensor_bytes(self.name, self.dtype, self.shape)
+        sizes = {SAME: range(1), FULL: range(bytes_, bytes_ + 1), DELTA: range(1, bytes_)}[self.kind]
+        if self.size not in sizes:
+            wanted = f"1 to {bytes_ - 1}" if self.kind == DELTA else f"{sizes[0]}"
+            raise WeightsError(
+                f"tensor {self.name!r}, {self.kind}, of {bytes_} bytes has a payload of {self.size} bytes; expected {wanted}"
+            )
+        if self.kind == DELTA and (self.dtype not in STEPPED_DTYPES or not self.payload_hash or not self.base_hash):
+            raise WeightsError(
+                f"tensor {self.name!r} is a delta of {self.dtype}, hashes {self.payload_hash!r} and {self.base_hash!r}; "
+                f"expected {' or '.join(sorted(STEPPED_DTYPES))}, a payload_hash and a base_hash"
+            )
+        if self.num_changed > bytes_:
+            raise WeightsError(f"tensor {self.name!r} says that {self.num_changed} values changed")
 
 
-class Manifest(msgspec.Struct, omit_defaults=True):
+class Manifest(msgspec.Struct, omit_defaults=True, dict=True):
     """Every tensor that this server has of a version. base: what `same` and `delta` are relative to, or NO_BASE.
 
-    digest covers these tensors. sources: a worker to take the payloads from instead of this server, which has them too.
+    digest covers these tensors. sources: those of the reply.
     """
 
-    lineage: str
-    version: int
+    lineage: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,128}\Z")]
+    version: Annotated[int, Meta(ge=0)]
     digest: str
     tensors: list[TensorEntry]
     base: int = NO_BASE
     sources: list[str] = []
 
+    @functools.cached_property
+    def encoded(self) -> bytes:
+        """As it travels; encoded once for all that ask for it."""
+        return msgspec.msgpack.encode(self)
 
-REQUESTS = (ManifestRequest, ChunkRequest)
-REPLIES = (ManifestReply, ChunkReply, Ok, Error)
-TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES)}
+
+def decode_manifest(data: Any, source: object) -> Manifest:
+    """A manifest of which every field has been checked, and its digest. Raises WeightsError that names its source."""
+    try:
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+        if not NO_BASE <= manifest.base <= manifest.version:
+            raise WeightsError(f"it leads to version {manifest.version} from base {manifest.base}")
+        for entry in manifest.tensors:
+            entry.check()
+            if entry.kind != FULL and manifest.base == NO_BASE:
+                raise WeightsError(f"tensor {entry.name!r} is {entry.kind}, but there is no base")
+        check_names(manifest.tensors)
+        if (digest := digest_of(entry.form for entry in manifest.tensors)) != manifest.digest:
+            raise WeightsError(f"digest {manifest.digest[:80]!r}, but its tensors have {digest}")
+    except (msgspec.DecodeError, RecursionError) as bad:
+        raise WeightsError(f"{source}: its manifest does not parse: {bad}") from None
+    except WeightsError as bad:
+        raise WeightsError(f"{source}: its manifest is wrong: {bad.text}") from None
+    return manifest
+
+
+def check_names(entries: Iterable[TensorEntry]) -> None:
+    """Raises WeightsError when two of the tensors have one name."""
+    twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
+    if twice is not None:
+        raise WeightsError(f"tensor {twice!r} is served by two publishers, or twice by one", retryable=False)
+
+
+TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (ManifestRequest, ChunkRequest, ManifestReply, ChunkReply, Ok, Error)}

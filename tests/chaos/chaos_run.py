@@ -27,12 +27,12 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "props"), str(ROOT)]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "fixtures"), str(ROOT)]
 
 from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
-from siege import Siege  # noqa: E402
+from load_attack import LoadAttack  # noqa: E402
 
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
@@ -149,6 +149,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     restarts: dict[str, dict[str, int]]
     longest_stall: Stall
     median_step_s: float
+    rudeness: dict[str, int]
     problems: list[str]
 
 
@@ -165,10 +166,13 @@ class Chaos:
         self.keepers = {"broker": self._keeper("broker", "broker"), "trainer": self._keeper("trainer", "trainer")}
         self.workers = [f"w{i + 1}" for i in range(workers)]
         self.keepers |= {name: self._keeper(name, "rollout") for name in self.workers}
+        rude = [sys.executable, str(Path(__file__).with_name("rude_client.py")), self.run.address, str(seed)]
+        self.keepers["rude client"] = Keeper("rude client", lambda: self.run.command("rude", rude))
         self.struck: list[Struck] = []
         self.problems: list[str] = []
         self.zombies: list[tuple[str, Process, float]] = []
         self.stopped: dict[int, psutil.Process] = {}
+        self.rudeness: dict[str, int] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._steps_at_trainer_start = 0
@@ -180,8 +184,11 @@ class Chaos:
 
     # --- the course of it ---
 
-    def carry_out(self, seconds: float, *, until_all_kinds_s: float = 0.0) -> Outcome:
-        """Faults for so many seconds, and until each kind has struck but no longer than until_all_kinds_s; then calm, then the count."""
+    def carry_out(self, seconds: float, *, until_all_kinds_s: float = 0.0, min_steps: int = 0) -> Outcome:
+        """Faults for so many seconds, and until each kind has struck but no longer than until_all_kinds_s; then calm, then the count.
+
+        min_steps: the calm also lasts until the surviving timeline has so many steps; a problem if that takes longer than CALM_S.
+        """
         with self.run:
             try:
                 self._until(lambda: self.num_rows() > 0, START_S, "no step was trained at the start")
@@ -191,7 +198,8 @@ class Chaos:
                 self._until(self.has_struck_all, until_all_kinds_s - seconds, "")
                 self._agenda = sorted(entry for entry in self._agenda if entry[2].__name__ != "strike")
                 calm = self.num_rows()
-                self._until(lambda: self.num_rows() >= calm + CALM_STEPS, CALM_S, "no progress once the faults had ended")
+                goal, problem = calm + CALM_STEPS, "no progress once the faults had ended"
+                self._until(lambda: self.num_rows() >= goal and self.next_step() >= min_steps, CALM_S, problem)
                 self._until(lambda: not self.zombies and not self._agenda, 2 * ZOMBIE_S, "")
             finally:
                 for process in self.stopped.values():
@@ -221,6 +229,10 @@ class Chaos:
         file = self.run.run_dir / "metrics" / "trainer.jsonl"
         return file.read_bytes().count(b"\n") if file.is_file() else 0
 
+    def next_step(self) -> int:
+        """The step after the newest finished one."""
+        return max((row["step"] + 1 for row in self.run.rows("trainer")[-1:]), default=0)
+
     def has_struck_all(self) -> bool:
         """True once every kind of fault has hit every kind of target that it can hit."""
         return {(s.fault.kind, s.fault.target) for s in self.struck} == set(DECK)
@@ -248,7 +260,7 @@ class Chaos:
         )
 
     def _end_in_good_order(self) -> None:
-        for name in ("trainer", *self.workers, "broker"):
+        for name in ("rude client", "trainer", *self.workers, "broker"):
             process = self.keepers[name].process
             if process is None:
                 continue
@@ -258,10 +270,20 @@ class Chaos:
             except subprocess.TimeoutExpired:
                 self.problems.append(f"{name} still runs 20 s after SIGTERM\n{process.tail()}")
                 process.kill()
+            if name == "rude client":
+                self._note_rudeness(process)
         try:
             self.run.assert_none_alive(within_s=5.0)
         except AssertionError as left:
             self.problems.append(str(left))
+
+    def _note_rudeness(self, process: Process) -> None:
+        """What the rude client was answered; it must have been heard, and nothing wrong taken."""
+        told = [json.loads(line) for line in process.text().splitlines() if line.startswith("{")]
+        if not told or told[-1]["accepted"]:
+            self.problems.append(f"the rude client: {told[-1]['accepted'] if told else 'said nothing'}\n{process.tail()}")
+        else:
+            self.rudeness = told[-1]["answers"]
 
     # --- faults ---
 
@@ -311,7 +333,7 @@ class Chaos:
         assert keeper.process is not None
         with contextlib.suppress(psutil.Error):
             for process in keeper.process.family():
-                if any("engine" in word for word in process.cmdline()[:4]):
+                if process.cmdline()[1:3] == ["-m", "rollout.embedded"]:  # and not its guard
                     return process
         return None
 
@@ -373,6 +395,7 @@ class Chaos:
             restarts={name: dict(keeper.ends) for name, keeper in self.keepers.items()},
             longest_stall=self._longest_stall(),
             median_step_s=round(gaps[len(gaps) // 2], 3) if gaps else math.inf,
+            rudeness=self.rudeness,
             problems=[*self.problems, *ledger.problems],
         )
 
@@ -460,6 +483,7 @@ def table(outcome: Outcome, struck: list[Struck]) -> Iterator[str]:
     yield f"staleness      bound {o.bound}; tokens trained at each: {o.lag_tokens}"
     for name, ends in o.restarts.items():
         yield f"{name:<14} {', '.join(f'{n} x {why}' for why, n in sorted(ends.items())) or 'never ended'}"
+    yield f"rude client    {', '.join(f'{n} x {answer}' for answer, n in o.rudeness.items()) or 'not heard'}"
     stall = o.longest_stall
     yield f"longest stall  {stall.seconds:.1f} s after step {stall.after_step}: {', '.join(stall.faults) or 'no fault near'}"
     yield ""
@@ -467,10 +491,10 @@ def table(outcome: Outcome, struck: list[Struck]) -> Iterator[str]:
     yield from o.problems
 
 
-def besiege(folder: Path, seed: int, messages: int, peers: int) -> int:
-    """Print what a siege did as one JSON object; the exit code."""
-    with Siege(folder) as siege:
-        report = siege.run(messages, peers=peers, seed=seed)
+def run_load_attack(folder: Path, seed: int, messages: int, peers: int) -> int:
+    """Print what an attack did as one JSON object; the exit code."""
+    with LoadAttack(folder) as attack:
+        report = attack.run(messages, peers=peers, seed=seed)
     click.echo(msgspec.json.format(msgspec.json.encode(report)))
     return 0 if report.is_alive and not report.problems else 1
 
@@ -501,7 +525,7 @@ def chaos(
     """
     seed = secrets.randbits(31) if seed is None else seed
     if hostile:
-        sys.exit(besiege(folder or Path(tempfile.mkdtemp(prefix=f"slimebus-siege-{seed}-")), seed, hostile, workers))
+        sys.exit(run_load_attack(folder or Path(tempfile.mkdtemp(prefix=f"slimebus-load-attack-{seed}-")), seed, hostile, workers))
     folder = folder or Path(tempfile.mkdtemp(prefix=f"slimebus-chaos-{seed}-"))
     click.echo(f"chaos: seed {seed}, {minutes:g} minutes, {workers} workers, in {folder}", err=True)
     one = Chaos(folder, seed=seed, workers=workers, mean_gap_s=mean_gap_s, durability=durability)

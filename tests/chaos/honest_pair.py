@@ -14,10 +14,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from slimebus import messages as m
-from slimebus.errors import SlimebusError
-from slimebus.samples import Sample, encode_group
-from slimebus.transport.client import Client
+from slimebus.bus import messages as m
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.samples import Sample, encode_group
+from slimebus.bus.transport.client import Client
 
 TOKENS, SAMPLES = 256, 8
 
@@ -44,20 +44,20 @@ class Pair:
             versions=[(m.NO_VERSION, TOKENS)],
             reward=1.0,
         )
-        headers, fields, frames = encode_group([sample] * SAMPLES)
+        frames = encode_group([sample] * SAMPLES)
         while not self.stop.is_set():
             try:
-                self._round(client, headers, fields, frames)
+                self._round(client, frames)
             except SlimebusError as bad:
                 self.problems.append(f"worker: {bad.code}: {bad.text}")
                 time.sleep(0.1)
         client.close()
 
-    def _round(self, client: Client, headers: list[m.SampleHeader], fields: list[m.Field], frames: list[bytes]) -> None:
+    def _round(self, client: Client, frames: list[bytes]) -> None:
         leased = client.call(m.Lease(want=8, wait_s=1.0, needs_weights=False)).message
         assert isinstance(leased, m.LeaseReply)
         for group in leased.groups:
-            put = m.Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="", samples=headers, fields=fields)
+            put = m.Put(group=group.group, lease=group.lease, lineage="")
             answer = client.call(put, frames).message
             assert isinstance(answer, m.PutReply)
             if answer.result == "accepted":
@@ -71,7 +71,7 @@ class Pair:
             client.join("trainer", timeout_s=30).heartbeat_s, lambda: m.Heartbeat(state="training"), lambda _: None, self._lost
         )
         client.call(m.Resume(step=0, version=0, lineage="l"))
-        client.call(m.Publish(lineage="l", version=0, publishers=[]))
+        client.call(m.Publish(lineage="l", version=0, publishers=[], digest="d"))
         while not self.stop.is_set():
             try:
                 batch = client.call(m.Batch(step=self.committed, wait_s=1.0)).message
@@ -79,7 +79,7 @@ class Pair:
                 if not batch.groups:
                     continue
                 client.call(m.Fetch(groups=[g.group for g in batch.groups]))
-                client.call(m.Publish(lineage="l", version=self.committed + 1, publishers=[]))
+                client.call(m.Publish(lineage="l", version=self.committed + 1, publishers=[], digest="d"))
                 client.call(m.Commit(step=self.committed, checkpoint=self.committed + 1))
                 self.committed += 1
             except SlimebusError as bad:

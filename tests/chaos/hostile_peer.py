@@ -25,8 +25,8 @@ TYPES = [
     *("evaluate", "set", "push", "read", "put_fields", "ok", "error", "welcome", "hint", "lease_reply", "chunk_request", "teleport"),
 ]
 KEYS = [
-    *("role", "instance", "protocol", "oldest", "born", "state", "lineage", "serving", "leases", "metrics", "want", "wait_s", "version"),
-    *("needs_weights", "group", "lease", "attempt", "samples", "fields", "seconds", "outcome", "reason", "step", "publishers", "groups"),
+    *("role", "instance", "protocol", "oldest", "state", "lineage", "serving", "leases", "metrics", "want", "wait_s", "version"),
+    *("needs_weights", "group", "lease", "samples", "fields", "seconds", "outcome", "reason", "step", "publishers", "groups"),
     *("checkpoint", "unused", "key", "datasets", "partials", "settings", "name", "prompts", "cursor", "digest"),
 ]
 NUMBERS = (0, 1, -1, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, -1e308, float("nan"), float("inf"), 5e-324)
@@ -139,14 +139,6 @@ class Nonsense:
     def body_of(self, kind: str) -> dict[str, Any]:
         chance, number = self.chance, self.number
         seconds = chance.choice([0.0, -1.0, 1e300, float("nan"), float("inf"), 0.001])
-        sample = {
-            "num_tokens": number(),
-            "num_trainable": number(),
-            "versions": [[number(), number()]] * chance.randint(0, 3),
-            "oldest_version": number(),
-            "reward": seconds,
-        }
-        field = {"name": "tokens", "dtype": chance.choice(["int32", "object", ""]), "shapes": [[number()] * chance.randint(0, 4)]}
         bodies: dict[str, dict[str, Any]] = {
             "hello": {"role": chance.choice(["rollout", "client", "root", ""]), "instance": "i", "protocol": number(), "oldest": number()},
             "heartbeat": {"leases": [number()] * chance.choice([0, 1, 3000]), "serving": number(), "state": chance.choice(TEXTS)},
@@ -154,10 +146,7 @@ class Nonsense:
             "put": {
                 "group": chance.choice(TEXTS),
                 "lease": number(),
-                "attempt": number(),
                 "lineage": "",
-                "samples": [sample] * chance.choice([0, 1, 8]),
-                "fields": [field] * chance.choice([0, 1, 3]),
             },
             "give_back": {
                 "group": "0/1",
@@ -166,7 +155,7 @@ class Nonsense:
                 "reason": "x" * 999,
             },
             "resume": {"step": number(), "version": number(), "lineage": chance.choice(TEXTS)},
-            "publish": {"lineage": "l", "version": number(), "publishers": ["tcp://x:1"] * chance.choice([0, 1, 2000])},
+            "publish": {"lineage": "l", "version": number(), "publishers": ["tcp://x:1"] * chance.choice([0, 1, 2000]), "digest": "d"},
             "batch": {"step": number(), "wait_s": seconds},
             "fetch": {"groups": [chance.choice(TEXTS)] * chance.choice([0, 1, 1000])},
             "commit": {"step": number(), "checkpoint": number(), "unused": {"0/1": "x"}, "metrics": {"loss": seconds}},
@@ -182,7 +171,22 @@ class Nonsense:
         return [self.header(kind, self.body_of(kind), sender=self.chance.choice(["evil", "good", "trainer", "", "x" * 300]))]
 
     def mismatched_put(self) -> Frames:
-        return [self.header("put", self.body_of("put")), *(self.chance.randbytes(16) for _ in range(self.chance.randint(0, 9)))]
+        frames = (self.chance.randbytes(16) for _ in range(self.chance.randint(0, 9)))
+        return [self.header("put", self.body_of("put")), self.table(), *frames]
+
+    def table(self) -> bytes:
+        """Of samples, with wrong numbers in it."""
+        chance, number = self.chance, self.number
+        count = chance.choice([0, 1, 8])
+        field = {"name": "tokens", "dtype": chance.choice(["int32", "object", ""]), "shapes": [[number()] * chance.randint(0, 4)]}
+        columns = {
+            "num_tokens": [number()] * count,
+            "versions": [[[number(), number()]] * chance.randint(0, 3)] * count,
+            "fields": [field] * chance.choice([0, 1, 3]),
+            "reward": [chance.choice([0.0, float("nan"), float("inf")])] * chance.choice([0, count]),
+            "temperature": [chance.choice([0.0, -1.0, float("nan"), 0.7])] * chance.choice([0, count]),
+        }
+        return bytes(msgpack.packb(columns))
 
     def stranger(self) -> Frames:
         run = self.chance.choice(["", "other", "x" * 1000])

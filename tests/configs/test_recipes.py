@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slimebus import hooks
-from slimebus.config import resolve
+from slimebus.cli import hooks
+from slimebus.cli.config import resolve
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))

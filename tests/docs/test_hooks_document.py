@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from letters import Letters
 
-from broker.filter_plugin import load_buffer_filter
+from broker.buffer_filter import ReadyGroup, load_plugin
 from broker.source import load_source
-from broker.state.buffer_filter import BatchWanted, ReadyGroup
-from broker.state.table import GroupResult
+from broker.source.interface import GroupResult
+from broker.state.records import BatchWanted
 from rollout import rewards
 from rollout.groups import Dropped, GroupMaker
 from rollout.response import Response, Task
-from slimebus.config import resolve
-from slimebus.config.fields import sections
-from slimebus.messages import LeasedGroup
-from slimebus.samples import Sample
+from slimebus.bus.messages import LeasedGroup
+from slimebus.bus.samples import Sample
+from slimebus.cli.config import resolve
+from slimebus.cli.config.fields import sections
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -47,7 +47,7 @@ def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: in
     flag = {f"rollout.{field}": f"hook.py:{example}", "engine.engine": "cpu"}
     resolved = resolve(None, flag, {})
     maker = GroupMaker(resolved.config, tmp_path, Letters(end=None), engines)  # type: ignore[arg-type]
-    leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=num_samples, deadline_s=60.0)
+    leased = LeasedGroup(group="0/1", lease=1, num_samples=num_samples, deadline_s=60.0)
     return asyncio.run(maker.make(leased, msgspec.msgpack.encode({"prompt": "2+2=", "label": "4"})))
 
 
@@ -72,7 +72,7 @@ def test_the_filter_keeps_mixed_groups_only(tmp_path: Path) -> None:
 
 def test_the_buffer_filter_prefers_the_widest_spread(tmp_path: Path) -> None:
     (tmp_path / "hook.py").write_text(EXAMPLES["choose"])
-    choose = load_buffer_filter("hook.py:choose", tmp_path)
+    choose = load_plugin("hook.py:choose", tmp_path)
     assert choose is not None
     shown = [
         ReadyGroup(
@@ -103,7 +103,7 @@ def test_the_source_raises_its_level_when_it_is_mastered_and_remembers_it(tmp_pa
     for position in range(40):
         prompt = source.take(position)
         assert prompt is not None
-        source.tell(GroupResult(id=prompt.id, attempt=1, outcome="dropped", reason="filtered", rewards=[1.0] * 8))
+        source.feedback(GroupResult(id=prompt.id, attempt=1, outcome="dropped", reason="filtered", rewards=[1.0] * 8))
     saved = source.saved()
     assert saved is not None
     level = msgspec.msgpack.decode(saved)["level"]

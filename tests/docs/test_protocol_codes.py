@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from broker.store.interface import Damaged, StoreError
-from slimebus import errors
+from broker.store.interface import Damaged, StoreError, StoreRefusal
+from slimebus.bus import errors
+from slimebus.bus.sample_table import BadSamples
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.SlimebusError)}
-CLASSES |= {"StoreError": StoreError, "Damaged": Damaged}
+CLASSES |= {"StoreError": StoreError, "StoreRefusal": StoreRefusal, "Damaged": Damaged, "BadSamples": BadSamples}
 SOURCES = [
     *(file for file in (ROOT / "broker").rglob("*.py") if "buffer" not in file.parts),  # `slimebus buffer` works on files
-    *(ROOT / "slimebus" / "transport").glob("server.py"),
-    ROOT / "slimebus" / "envelope.py",
-    ROOT / "slimebus" / "protocol.py",
+    *(ROOT / "slimebus" / "bus" / "transport").glob("server.py"),
+    ROOT / "slimebus" / "bus" / "envelope.py",
+    ROOT / "slimebus" / "bus" / "protocol.py",
 ]
 AT_THE_START = ("UsageError", "DataError", "HookError")
 """Raised before a broker serves anyone, or told by the status: never an answer. A ConfigError is one where a setting is changed."""

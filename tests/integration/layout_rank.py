@@ -11,13 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
-from trainer import parallel
-from trainer.batch import Group, Sample
-from trainer.policy import Policy
-from trainer.settings import ModelSettings, TrainerSettings
+from slimebus.bus.samples import Sample
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.compat import cpu_compat
+
+cpu_compat.import_megatron()
+
+from trainer.batches.batch import Group  # noqa: E402
+from trainer.checkpoint.contents import load_checkpoint, save_checkpoint  # noqa: E402
+from trainer.model import parallel  # noqa: E402
+from trainer.model.policy import Policy  # noqa: E402
 
 
 def groups(seed: int) -> list[Group]:
@@ -29,7 +34,9 @@ def groups(seed: int) -> list[Group]:
             tokens=draw.integers(0, 38, length).astype(np.int32),
             loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
             rollout_logprobs=(-3.6 + 0.2 * draw.standard_normal(length)).astype(np.float32),
+            versions=[(0, length)],
             reward=reward,
+            temperature=(0.7, 1.0, 1.3)[length % 3],
         )
 
     return [Group(f"g{g}", [sample(3 + g, r) for r in (0.0, 1.0, float(g % 2))]) for g in range(5)]
@@ -41,26 +48,26 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 def main() -> None:
     model, out, layout = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    settings = TrainerSettings(
-        model=ModelSettings(hf_checkpoint=model, **layout),
+    config = RunConfig(
         optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
         algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True, entropy_coef=0.01),
-        max_tokens_per_gpu=48,
+        trainer=TrainerConfig(max_tokens_per_gpu=48, **{name: value for name, value in layout.items() if name != "megatron"}),
+        megatron=layout.get("megatron", {}),
     )
-    policy = Policy.build(settings)
-    seen: dict[str, object] = {"exported": digest(policy.hf_tensors()), "owners": policy.owners()}
-    owned = json.dumps(digest(policy.owned_tensors())).encode()
-    seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned, dist.group.WORLD)]
-    batch = lambda step: groups(step) if policy.is_main else None  # noqa: E731
+    policy = Policy.build(config, model)
+    seen: dict[str, object] = {"exported": digest(policy.hf_tensors()), "owners": policy.export.owners}
+    owned = json.dumps(digest(policy.export.owned_tensors())).encode()
+    seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned)]
+    batch = lambda step: groups(step) if parallel.is_main_rank() else None  # noqa: E731
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]
     folder = str(out.with_suffix(".checkpoint"))
-    policy.save_checkpoint(folder, 3, {"n": 1})
+    save_checkpoint(folder, policy, 3, 7)
     after = policy.train(batch(3))
-    assert policy.load_checkpoint(folder) == (3, {"n": 1})
+    assert load_checkpoint(folder, policy) == (3, 7)
     seen["after_save"], seen["after_load"] = after, policy.train(batch(3))
     policy.save_hf(str(out.with_suffix(".hf")))
-    if policy.is_main:
+    if parallel.is_main_rank():
         out.write_text(json.dumps(seen))
     policy.close()
 

@@ -64,8 +64,8 @@ def test_a_missing_data_file_is_named(run: Run, task: Path) -> None:
     change(run, task, data__prompt_data=["nowhere/prompts.jsonl"])
     assert "nowhere/prompts.jsonl does not exist" in refused(run, "broker").said
     up = refused(run, "up")
-    assert "broker ended with code 2" in up.said
-    assert "nowhere/prompts.jsonl does not exist" in child_line(up, "broker")
+    assert "data.prompt_data: no such file" in up.said
+    assert "nowhere/prompts.jsonl" in up.said
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,6 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_their_numbers(run: Run,
 
 
 def test_batches_that_no_rank_can_share_evenly_are_refused(run: Run, task: Path) -> None:
-    change(run, task, rollout__global_batch_size=12)
-    assert "16 must equal global_batch_size 12" in refused(run, "trainer").said
     change(run, task, trainer__nproc_per_node=3)
     assert "16 samples do not divide over 3 data-parallel ranks" in refused(run, "trainer").said
 

@@ -11,12 +11,12 @@ import pytest
 from live_broker import LiveBroker
 from waiting import wait_until
 
-from slimebus import messages as m
-from slimebus.commands.status import ask_status
-from slimebus.errors import SlimebusError
-from slimebus.security import key_folder
-from slimebus.security.credentials import Credentials
-from slimebus.transport.client import Client
+from slimebus.bus import messages as m
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.security import key_folder
+from slimebus.bus.security.credentials import Credentials
+from slimebus.bus.transport.client import Client
+from slimebus.cli.commands.status import ask_status
 
 pytestmark = pytest.mark.integration
 
@@ -46,25 +46,25 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
 def test_a_name_belongs_to_the_key_that_joined_under_it(live: Live) -> None:
     owner, other = live.with_key("rollout", "w1"), live.with_key("node2", "w1")
-    owner.join("rollout", timeout_s=10)
+    owner.join("rollout", timeout_s=60)
     with pytest.raises(SlimebusError, match="the name 'w1' belongs to the key 'rollout' while its process is alive") as refused:
-        other.join("rollout", timeout_s=10)
+        other.join("rollout", timeout_s=60)
     assert refused.value.code == "forbidden"
     other.run, other.epoch = owner.run, owner.epoch
     for message in (m.Lease(want=1, wait_s=0), m.Heartbeat()):
         with pytest.raises(SlimebusError, match="'w1' joined with another key than 'node2'"):
-            other.call(message, timeout_s=10)
-    other.call(m.Goodbye(), timeout_s=10)
-    assert isinstance(owner.call(m.Heartbeat(), timeout_s=10).message, m.HeartbeatReply), "a goodbye in its name did nothing"
+            other.call(message, timeout_s=60)
+    other.call(m.Goodbye(), timeout_s=60)
+    assert isinstance(owner.call(m.Heartbeat(), timeout_s=60).message, m.HeartbeatReply), "a goodbye in its name did nothing"
 
 
 def test_the_holder_of_a_revoked_key_is_out_and_its_groups_are_queued_again(live: Live) -> None:
     worker = live.with_key("node2", "w2")
-    worker.join("rollout", timeout_s=10)
-    leased = worker.call(m.Lease(want=3, wait_s=5, needs_weights=False), timeout_s=10).message
+    worker.join("rollout", timeout_s=60)
+    leased = worker.call(m.Lease(want=3, wait_s=5, needs_weights=False), timeout_s=60).message
     assert isinstance(leased, m.LeaseReply)
     parked = live.with_key("node2", "w3")
-    parked.join("rollout", timeout_s=10)
+    parked.join("rollout", timeout_s=60)
     waiting = parked.submit(m.Lease(want=1, wait_s=600), timeout_s=600)
     wait_until("parked request", lambda: len(live.status()["parked"]) == 1)
     key_folder.revoke(live.keys, "node2")
@@ -76,14 +76,14 @@ def test_the_holder_of_a_revoked_key_is_out_and_its_groups_are_queued_again(live
 
 def test_a_trainer_learns_the_allow_list_and_its_changes(live: Live) -> None:
     trainer = live.with_key("trainer", "t")
-    trainer.join("trainer", timeout_s=10)
-    first = trainer.call(m.Keys(), timeout_s=10)
+    trainer.join("trainer", timeout_s=60)
+    first = trainer.call(m.Keys(), timeout_s=60)
     assert isinstance(first.message, m.KeysReply)
     assert sorted(name for _, name, _ in json.loads(bytes(first.bulk[0]))) == ["client", "node2", "rollout", "trainer"]
-    again = trainer.call(m.Keys(have=first.message.generation), timeout_s=10)
+    again = trainer.call(m.Keys(have=first.message.generation), timeout_s=60)
     assert len(again.bulk) == 0
     key_folder.revoke(live.keys, "node2")
-    wait_until("new list", lambda: trainer.call(m.Keys(have=first.message.generation), timeout_s=10).bulk)
+    wait_until("new list", lambda: trainer.call(m.Keys(have=first.message.generation), timeout_s=60).bulk)
 
 
 def test_hints_reach_keys_that_are_allowed_and_stop_when_they_are_revoked(live: Live) -> None:
@@ -91,7 +91,7 @@ def test_hints_reach_keys_that_are_allowed_and_stop_when_they_are_revoked(live: 
     welcome = None
     for key, hints in heard.items():
         client = live.with_key(key, f"listener-{key}")
-        welcome = client.join("rollout", timeout_s=10)
+        welcome = client.join("rollout", timeout_s=60)
         client.listen(welcome.hints, hints.append)
     plain = Client(live.address, name="plain")
     strange: list[m.Hint] = []
@@ -99,15 +99,15 @@ def test_hints_reach_keys_that_are_allowed_and_stop_when_they_are_revoked(live: 
     plain.listen(welcome.hints, strange.append)
     live.clients.append(plain)
     trainer = live.with_key("trainer", "t")
-    trainer.join("trainer", timeout_s=10)
-    trainer.call(m.Resume(step=0, version=0, lineage="L"), timeout_s=10)
-    trainer.call(m.Publish(lineage="L", version=0, publishers=["x"]), timeout_s=10)
+    trainer.join("trainer", timeout_s=60)
+    trainer.call(m.Resume(step=0, version=0, lineage="L"), timeout_s=60)
+    trainer.call(m.Publish(lineage="L", version=0, publishers=["x"], digest="d"), timeout_s=60)
     wait_until("hint for both", lambda: heard["rollout"] and heard["node2"])
     key_folder.revoke(live.keys, "node2")
     wait_until("end of it", lambda: not [c for c in live.status()["clients"] if c["name"] == "listener-node2"])
     time.sleep(1.0)
     before = {key: len(hints) for key, hints in heard.items()}
-    trainer.call(m.Publish(lineage="L", version=0, publishers=["y"]), timeout_s=10)
+    trainer.call(m.Publish(lineage="L", version=0, publishers=["y"], digest="d"), timeout_s=60)
     wait_until("hint", lambda: len(heard["rollout"]) > before["rollout"])
     assert len(heard["node2"]) == before["node2"], "the revoked one hears no more"
     assert strange == []

@@ -11,17 +11,19 @@ from slimebus_command import slimebus
 pytestmark = pytest.mark.integration
 
 HOOK = """
-import asyncio, os
+import asyncio, itertools, os
+
+calls = itertools.count()
 
 async def generate(task, engines):
-    if os.path.exists({flag!r}):
+    if os.path.exists({flag!r}) and next(calls) < 32:  # 4 samples a group: 8 groups fail; 16 in a row would end the worker
         raise ValueError("the tool is down")
     await asyncio.sleep(0.3)
     return await engines.sample([task])
 """
 
 
-def test_a_live_run_is_listed_shown_saved_changed_and_brought_back(tmp_path: Path, task: Path) -> None:
+def test_a_live_run_is_listed_shown_exported_and_changed_with_and_without_a_broker(tmp_path: Path, task: Path) -> None:
     flag = tmp_path / "down"
     (tmp_path / "flaky.py").write_text(HOOK.format(flag=str(flag)))
     changes: dict[str, Any] = {"rollout__num_rollout": 500, "broker__max_attempts": 1, "broker__max_staleness": 3}
@@ -60,23 +62,19 @@ def test_a_live_run_is_listed_shown_saved_changed_and_brought_back(tmp_path: Pat
         assert len(whole["samples"][0]["tokens"]) == whole["samples"][0]["num_tokens"]
         assert "no group '0/99999x'" in buffer("show", here, "0/99999x", code=2)
 
-        # saved
+        # exported
         assert buffer("verify", here).startswith("ok: ")
-        out = tmp_path / "groups.jsonl"
+        out = tmp_path / "groups"
         buffer("export", here, "--out", str(out), "--state", "ready", "--state", "committed", "--state", "dead")
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        rows = [json.loads(line) for line in (out / "groups.jsonl").read_text().splitlines()]
         assert {row["state"] for row in rows} >= {"dead", "committed"}
-        buffer("export", here, "--out", str(tmp_path / "one.safetensors"), committed["group"])
-        saved = tmp_path / "saved"
-        buffer("backup", here, "--out", str(saved))
-        assert buffer("verify", "--run-dir", str(saved)).startswith("ok: ")
-        assert len([json.loads(line) for line in buffer("ls", "--run-dir", str(saved), "--json").splitlines()]) >= len(dead)
+        buffer("export", here, "--out", str(tmp_path / "one"), committed["group"])
 
         # changed
         first, second, *_ = [row["group"] for row in dead]
         assert f"{first}: queued" in buffer("replay", here, first)
         assert f"{second}: dropped" in buffer("drop", here, second, "--why", "no longer wanted")
-        assert "refused" in buffer("drop", here, committed["group"], code=1) or committed["state"] == "ready"
+        assert any(word in buffer("drop", here, committed["group"]) for word in (": dropped", "has its samples"))
         run.wait_for("the replayed group", lambda s: s["moves"].get("dead>queued replayed") == 1)
         prompts = tmp_path / "more.jsonl"
         prompts.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "2+2=", "label": "4"}\n')
@@ -85,15 +83,11 @@ def test_a_live_run_is_listed_shown_saved_changed_and_brought_back(tmp_path: Pat
         run.wait_for("imported prompts are sampled", lambda s: s["moves"].get("import>queued") == 2)
         assert "import/" in buffer("import", here, str(out), "--prompts-only")
 
-        # brought back
+        # without a broker
         for process in (broker, trainer, worker):
             process.kill()
         assert "a broker" not in buffer("verify", here)
-        assert "before-restore" in buffer("restore", here, "--backup", str(saved))
-        assert buffer("verify", here).startswith("ok: ")
-        back = {row["group"]: row["state"] for row in listed()}
-        assert back[second] == "dead", "dropped after the backup"
-        assert f"{second}: queued" in buffer("replay", here, second), "without a broker"
+        assert f"{second}: queued" in buffer("replay", here, second)
         assert {row["group"]: row["state"] for row in listed("--state", "queued")}[second] == "queued"
         for role in ("broker", "trainer"):
             run.start(role)

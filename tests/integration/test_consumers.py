@@ -11,10 +11,10 @@ from live_broker import LiveBroker
 from raw_cast import begin, put, sample, train
 from slimebus_command import ROOT
 
-from slimebus.consumer import Consumer
-from slimebus.errors import SlimebusError
-from slimebus.launch import free_port
-from slimebus.messages import Commit, Finish, Goodbye, Lease, LeaseReply
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import Commit, Finish, Goodbye, Lease, LeaseReply
+from slimebus.cli.launch import free_port
+from slimebus.client.consumer import Consumer
 
 pytestmark = pytest.mark.integration
 

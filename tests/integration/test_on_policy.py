@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from live_run import Run
 
-from slimebus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Resume
-from slimebus.samples import Sample, decode_stored
-from slimebus.transport.client import Client
-from slimebus.weights.rounding import to_bf16
-from slimebus.weights.server import WeightServer
-from slimebus.weights.store import VersionStore
+from slimebus.bus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Resume
+from slimebus.bus.samples import Sample, decode_stored
+from slimebus.bus.transport.client import Client
+from slimebus.weights.codec.rounding import to_bf16
+from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.version_store import VersionStore
 
 pytestmark = pytest.mark.integration
 

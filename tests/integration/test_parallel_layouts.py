@@ -103,14 +103,18 @@ def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:
     assert {name: digest for owned in got["owned"] for name, digest in owned.items()} == got["exported"]
 
 
-def test_ranks_that_do_not_divide_are_refused_in_one_line(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from slimebus.errors import ConfigError
-    from trainer.parallel import check_layout
-    from trainer.settings import ModelSettings
+def test_ranks_that_do_not_divide_are_refused_in_one_line():
+    from slimebus.bus.errors import ConfigError
+    from slimebus.cli.config import RunConfig
+    from slimebus.cli.config.schema import TrainerConfig
+    from trainer.compat.cpu_compat import import_megatron
 
-    settings = ModelSettings(hf_checkpoint=str(model), tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    import_megatron()
+    from trainer.model.parallel import check_layout
+
+    config = RunConfig(trainer=TrainerConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
     with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1"):
-        check_layout(settings, 6)
-    settings = ModelSettings(hf_checkpoint=str(model), megatron={"expert_model_parallel_size": 4})
+        check_layout(config, 6)
+    config = RunConfig(megatron={"expert_model_parallel_size": 4})
     with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4"):
-        check_layout(settings, 6)
+        check_layout(config, 6)

@@ -14,17 +14,18 @@ from raw_cast import begin
 from slimebus_command import slimebus
 from waiting import wait_until
 
-from slimebus.errors import DataError, SlimebusError
-from slimebus.messages import Lease, LeaseReply
-from slimebus.prompts import PromptClient
+from slimebus.bus.errors import DataError, SlimebusError
+from slimebus.bus.messages import Lease, LeaseReply
+from slimebus.client.prompts import PromptClient
 
 pytestmark = pytest.mark.integration
 
 
 def start(folder: Path, max_pushed: int = 100_000) -> LiveBroker:
     """The broker of a run without prompts of its own."""
-    bounds, rollout = {"max_staleness": 1000, "max_pushed": max_pushed}, {"rollout_batch_size": 4, "num_rollout": 1000}
-    return LiveBroker(folder, broker=bounds, data={"wait_for_push": True}, rollout=rollout)
+    rollout = {"rollout_batch_size": 4, "num_rollout": 1000}
+    constants = {"MAX_PUSHED": max_pushed}
+    return LiveBroker(folder, constants=constants, broker={"max_staleness": 1000}, data={"wait_for_push": True}, rollout=rollout)
 
 
 @pytest.fixture
@@ -112,6 +113,19 @@ def test_a_pipe_is_pushed_as_it_comes(broker: LiveBroker) -> None:
     assert b"3 prompts were pushed" in complaint
     assert b"stdin:4: not JSON" in complaint
     assert leased(broker, 4) == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("command", ["status", "set", "eval", "push"])
+def test_a_command_with_the_file_of_another_run_says_so_and_does_nothing(broker: LiveBroker, tmp_path: Path, command: str) -> None:
+    (tmp_path / "other.yaml").write_text("name: other\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    words = [command, tmp_path / "other.yaml", *([tmp_path / "p.jsonl"] if command == "push" else []), "--broker", broker.address]
+    refused = slimebus(*words)
+    assert refused.returncode == 2, refused
+    assert "names run 'other', this broker serves run 'live'; give --name, or the address of its own broker" in refused.stderr
+    assert pushed(broker) == 0
+    if command in ("status", "set"):
+        assert slimebus(*words, "--name", "live").returncode == 0
 
 
 def test_a_client_waits_for_room_and_says_so(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from live_run import Run, slow_hook
 
-from slimebus.weights import delta_file
-from slimebus.weights.disk_chain import LATEST, DiskPuller, part_file, read_latest
-from slimebus.weights.rounding import rounded
-from slimebus.weights.safetensors_file import as_weights, read_model
+from slimebus.weights.codec.rounding import rounded
+from slimebus.weights.files import delta_file
+from slimebus.weights.files.disk_chain import LATEST, DiskPuller, part_file, read_latest
+from slimebus.weights.files.safetensors_file import as_weights, read_model
 
 pytestmark = pytest.mark.integration
 
@@ -18,13 +18,13 @@ TWO_STAGES = ("--nproc-per-node", "2", "--pipeline-model-parallel-size", "2")
 def test_a_run_of_two_stages_over_a_shared_directory_survives_its_trainer(tmp_path: Path, even_task: Path) -> None:
     shared = tmp_path / "shared"
     hook = slow_hook(tmp_path, 0.3)
-    changes = {"weights__weights_transport": "disk", "weights__weights_dir": str(shared), "weights__weights_diff": "device"}
+    changes = {"weights__weights_dir": str(shared)}
     changes |= {"rollout__num_rollout": 6, "rollout__custom_generate_function_path": hook, "trainer__save_hf": "hf"}
     with Run(tmp_path, even_task, **changes) as run:
         run.start("broker")
         trainer = run.start("trainer", *TWO_STAGES)
         run.start("rollout", name="w1")
-        run.wait_for("a checkpoint", lambda s: s["step"] >= 3 and s["checkpoint"] >= 2)
+        run.wait_for("a checkpoint", lambda s: s["step"] >= 3 and s["oldest_checkpoint"] >= 2)
         trainer.kill()
         run.start("trainer", *TWO_STAGES)
         run.complete(timeout_s=120)

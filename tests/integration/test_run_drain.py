@@ -12,24 +12,25 @@ import pytest
 from live_run import Process, Run
 
 pytestmark = pytest.mark.integration
+KEY = {"Authorization": "Bearer of the test"}
 
 
 def engine_of(worker: Process) -> str:
     """The URL of the engine that a worker started."""
     for child in worker.family():
         words = child.cmdline() if psutil.pid_exists(child.pid) else []
-        if "rollout.engine" in words:
+        if "rollout.embedded" in words:
             return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
     raise AssertionError("no engine")
 
 
 def post(url: str, body: dict[str, Any]) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **KEY})
     urllib.request.urlopen(request, timeout=10).close()
 
 
 def running(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/server_info", headers=KEY), timeout=10) as reply:
         return int(json.load(reply)["internal_states"][0]["num_running_reqs"])
 
 
@@ -47,7 +48,7 @@ def freeze_in_the_middle(run: Run, url: str) -> None:
 
 def test_what_a_stopped_worker_has_begun_is_continued_by_another(tmp_path: Path, task: Path) -> None:
     changes = {"rollout__num_rollout": 12, "data__prompt_data": [f"{task}/rl.jsonl@[0:1000]"], "broker__max_staleness": 4}
-    with Run(tmp_path, task, rollout__drain_timeout_s=20.0, broker__lease_s=60, **changes) as run:
+    with Run(tmp_path, task, engine__engine_api_key="of the test", rollout__drain_timeout_s=20.0, broker__lease_s=60, **changes) as run:
         for role in ("broker", "trainer"):
             run.start(role)
         first = run.start("rollout", name="w1")

@@ -21,7 +21,7 @@ def own_memory(folder: Path, name: str) -> str:
 
 def test_workers_pass_weights_on_and_one_that_is_killed_is_gone_around(tmp_path: Path, task: Path) -> None:
     hook = slow_hook(tmp_path, 0.3)
-    changes = {"weights__weights_fanout": 1, "weights__fanout_bind": "tcp://127.0.0.1:0", "rollout__num_rollout": 16}
+    changes = {"weights__fanout_bind": "tcp://127.0.0.1:0", "rollout__num_rollout": 16}
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook, broker__lease_s=3, **changes) as run:
         for role in ("broker", "trainer"):
             run.start(role)

@@ -40,7 +40,7 @@ def test_a_killed_engine_is_replaced_and_serves_nothing_before_it_has_the_weight
         run.start("trainer")
         worker = run.start("rollout", name="w1")
         run.wait_for("a trained step", lambda s: s["step"] >= 1)
-        (engine,) = [p for p in worker.family() if "rollout.engine" in p.cmdline()]
+        (engine,) = [p for p in worker.family() if p.cmdline()[1:3] == ["-m", "rollout.embedded"]]
         engine.kill()
         run.complete()
         run.assert_accounted(num_steps=6)
@@ -87,7 +87,7 @@ def test_a_killed_trainer_resumes_from_its_checkpoint_in_a_new_lineage(tmp_path:
         run.start("broker")
         trainer = run.start("trainer")
         run.start("rollout", name="w1")
-        before = run.wait_for("a step after the checkpoint", lambda s: s["checkpoint"] == 3 and s["step"] >= 5)
+        before = run.wait_for("a step after the checkpoint", lambda s: s["oldest_checkpoint"] == 3 and s["step"] >= 5)
         trainer.kill()
         run.start("trainer")
         after = run.wait_for("a new lineage", lambda s: s["lineage"] != before["lineage"])

@@ -1,6 +1,7 @@
 """Ctrl-C, and going on afterwards."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_ctrl_c_ends_up_and_all_it_started_and_up_again_completes_the_run(tmp_pa
         assert early.popen.returncode == 130
 
         middle = run.start("up", "--workers", "2")
-        before = run.wait_for("a step after a checkpoint", lambda s: s["checkpoint"] >= 2 and s["step"] >= 3)
+        before = run.wait_for("a step after a checkpoint", lambda s: s["oldest_checkpoint"] >= 2 and s["step"] >= 3)
         assert press_ctrl_c(run, middle) < LEAVE_S, "while it trains"
         assert middle.popen.returncode == 130
 
@@ -42,7 +43,7 @@ def test_ctrl_c_ends_up_and_all_it_started_and_up_again_completes_the_run(tmp_pa
         run.assert_accounted(num_steps=8)
         rows = run.rows("batches")
         resumed = [row["step"] for row in rows if row["lineage"] == rows[-1]["lineage"]]
-        assert resumed[0] >= before["checkpoint"], "it went on from a checkpoint"
+        assert resumed[0] >= before["oldest_checkpoint"], "it went on from a checkpoint"
         for role in ("broker", "trainer", "rollout"):
             assert f"{role:>9} | " in last.text(), "one log with the role in front"
 
@@ -56,3 +57,30 @@ def test_nothing_outlives_up(tmp_path: Path, task: Path, number: signal.Signals,
         up.send(number)
         up.wait(LEAVE_S)
         run.assert_none_alive(within_s=within_s)
+
+
+def test_a_trainer_that_is_told_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task, trainer__save_interval=0, rollout__num_rollout=8) as run:
+        run.start("broker")
+        run.start("rollout", name="w1")
+        trainer = run.start("trainer")
+        run.wait_for("three steps", lambda s: s["step"] >= 3)
+        trainer.send(signal.SIGTERM)
+        assert trainer.wait() == 0, trainer.tail()
+        stopped = re.search(r"stopped before step (\d+); all steps before it are saved", trainer.text())
+        assert stopped, trainer.tail()
+        assert run.start("trainer").wait() == 0
+        run.assert_accounted(num_steps=8)
+        assert [row["step"] for row in run.rows("batches")].count(int(stopped[1]) - 1) == 1, "nothing saved is trained again"
+
+
+def test_a_trainer_whose_broker_is_gone_leaves_soon_and_says_what_is_lost(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task, trainer__save_interval=0) as run:
+        broker = run.start("broker")
+        run.start("rollout", name="w1")
+        trainer = run.start("trainer")
+        run.wait_for("three steps", lambda s: s["step"] >= 3)
+        broker.kill()
+        trainer.send(signal.SIGTERM)
+        assert trainer.wait(20) == 0, trainer.tail()
+        assert "interrupted without saving; the run goes on from step 0" in trainer.text()

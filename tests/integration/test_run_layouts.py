@@ -7,14 +7,14 @@ import psutil
 import pytest
 from live_run import Run
 
-from slimebus.security import key_folder
-from slimebus.security.credentials import Credentials
-from slimebus.security.key_file import read_key
-from slimebus.transport.client import Client
-from slimebus.weights.puller import WeightPuller
-from slimebus.weights.rounding import rounded
-from slimebus.weights.safetensors_file import read_model
-from slimebus.weights.store import VersionStore
+from slimebus.bus.security import key_folder
+from slimebus.bus.security.credentials import Credentials
+from slimebus.bus.security.key_file import read_key
+from slimebus.bus.transport.client import Client
+from slimebus.weights.codec.rounding import rounded
+from slimebus.weights.files.safetensors_file import read_model
+from slimebus.weights.pull.puller import WeightPuller
+from slimebus.weights.store.version_store import VersionStore
 
 pytestmark = pytest.mark.integration
 
@@ -77,7 +77,7 @@ def test_a_publishing_rank_that_dies_ends_its_trainer_and_the_next_one_goes_on(t
         run.start("broker")
         trainer = run.start("trainer", *TWO_STAGES)
         run.start("rollout", name="w1")
-        lineage = run.wait_for("a checkpoint", lambda s: s["checkpoint"] >= 1)["lineage"]
+        lineage = run.wait_for("a checkpoint", lambda s: s["oldest_checkpoint"] >= 1)["lineage"]
         puller = WeightPuller(publishers(run), pair=read_key(keys / "rollout.key").pair)
         assert puller.pull(deadline_s=20).lineage == lineage
         puller.close()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_run import ROOT, Run, clients
@@ -39,4 +40,19 @@ def test_a_trainer_that_loads_its_model_is_heard_meanwhile(tmp_path: Path, task:
     with Run(tmp_path, task) as run:
         run.start("broker")
         run.start("trainer")
-        run.wait_for("a trainer that loads", lambda s: any(c["state"] == "loading" for c in clients(s, "trainer")))
+        run.wait_for("a trainer that loads", lambda s: any(c["state"] == "starting: loads its model" for c in clients(s, "trainer")))
+
+
+def test_a_worker_that_starts_is_heard_meanwhile_and_says_what_it_waits_for(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task) as run:
+        run.start("broker")
+        run.start("rollout")
+        seen: set[str] = set()
+
+        def is_syncing(status: dict[str, Any]) -> bool:
+            seen.update(client["state"] for client in clients(status, "rollout"))
+            return "syncing" in seen
+
+        run.wait_for("a worker whose engine is ready", is_syncing)
+        assert "starting: waits for its engine" in seen
+        assert "gone" not in seen

@@ -8,8 +8,8 @@ import pytest
 from live_run import Run, clients
 from slimebus_command import slimebus
 
-from slimebus.launch import free_port
-from slimebus.security import key_folder
+from slimebus.bus.security import key_folder
+from slimebus.cli.launch import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -47,8 +47,8 @@ def test_a_run_over_the_network_with_keys_finishes_and_strangers_stay_outside(tm
         assert "has another key than" in strange.stderr
         assert plain.returncode != 0
         assert strange.returncode != 0
-        assert json.loads(slimebus("status", "--json", *address, "--key-name", "viewer", **ours).stdout)["run"] == "tiny"
-        refused = slimebus("set", "max-staleness", "3", *address, "--key-name", "viewer", **ours)
+        assert json.loads(slimebus("status", "--json", *address, "--keys", f"{folder}/viewer.key", **ours).stdout)["run"] == "tiny"
+        refused = slimebus("set", "max-staleness", "3", *address, "--keys", f"{folder}/viewer.key", **ours)
         assert "key 'viewer' has the role viewer, which may not send 'set'" in refused.stderr
         assert "max_staleness: 1 -> 3" in slimebus("set", "max-staleness", "3", *address, **ours).stdout
         run.start("rollout", "--broker", run.address, "--keys", str(tmp_path / "rollout"), "--worker-name", "w1")
@@ -67,8 +67,8 @@ def test_a_revoked_worker_leaves_within_seconds_and_its_groups_go_to_another(tmp
         run.keys = folder
         run.start("broker")
         run.start("trainer")
-        run.start("rollout", "--key-name", "rollout", "--worker-name", "w1")
-        revoked = run.start("rollout", "--key-name", "node2", "--worker-name", "w2")
+        run.start("rollout", "--keys", str(folder / "rollout.key"), "--worker-name", "w1")
+        revoked = run.start("rollout", "--keys", str(folder / "node2.key"), "--worker-name", "w2")
         run.wait_for("both workers", lambda s: len(clients(s, "rollout")) == 2)
         key_folder.revoke(folder, "node2")
         revoked.expected.add(1)

@@ -10,8 +10,8 @@ from raw_cast import begin, put, sample
 from waiting import wait_until
 
 from broker.store import open_store
-from slimebus.messages import Batch, BatchReply, Commit, GiveBack, Lease, LeaseReply, Publish
-from slimebus.transport.client import Client
+from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Lease, LeaseReply, Publish
+from slimebus.bus.transport.client import Client
 
 pytestmark = pytest.mark.integration
 
@@ -33,7 +33,7 @@ class Counting:
     def load(self, state):
         vars(self).update(state)
 """
-STEPS, BATCH = 45, 4
+STEPS, BATCH, SAMPLES = 45, 4, 2
 
 
 def _work(worker: Client, version: int, prompts: list[str]) -> int:
@@ -47,7 +47,7 @@ def _work(worker: Client, version: int, prompts: list[str]) -> int:
             back = GiveBack(group=group.group, lease=group.lease, outcome="drop", reason="filtered", rewards=[1.0])
             worker.call(back, timeout_s=60)
             continue
-        put(worker, group, [msgspec.structs.replace(sample(version), reward=0.5)])
+        put(worker, group, [msgspec.structs.replace(sample(version), reward=0.5) for _ in range(SAMPLES)])
         done += 1
     return done
 
@@ -61,7 +61,7 @@ def _train(trainer: Client, worker: Client, prompts: list[str]) -> list[str]:
             reply = trainer.call(Batch(step=step, wait_s=0.0), timeout_s=60).message
             assert isinstance(reply, BatchReply)
             groups = [group.group for group in reply.groups]
-        trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"]), timeout_s=60)
+        trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"], digest="d"), timeout_s=60)
         trainer.call(Commit(step=step, checkpoint=step), timeout_s=60)
         trained += groups
     return trained
@@ -69,7 +69,7 @@ def _train(trainer: Client, worker: Client, prompts: list[str]) -> list[str]:
 
 def test_a_killed_broker_neither_loses_nor_repeats_a_prompt_or_its_feedback(tmp_path: Path) -> None:
     (tmp_path / "source.py").write_text(SOURCE)
-    rollout = {"rollout_batch_size": BATCH, "n_samples_per_prompt": 1, "num_rollout": 1000}
+    rollout = {"rollout_batch_size": BATCH, "n_samples_per_prompt": SAMPLES, "num_rollout": 1000}
     with LiveBroker(tmp_path, data={"source_path": "source.py:Counting"}, rollout=rollout) as broker:
         trainer, worker = (broker.client(name, role, resend_s=0.3) for name, role in (("t", "trainer"), ("w", "rollout")))
         begin(trainer)
@@ -94,5 +94,5 @@ def test_a_killed_broker_neither_loses_nor_repeats_a_prompt_or_its_feedback(tmp_
     told = state["told"]
     assert [t[0] for t in told if t[2] == "trained"] == trained
     assert {t[0] for t in told if t[2] == "dropped"} == {f"hook/{int(p[1:]) - 1}" for p in prompts if p.endswith("7")}
-    assert all(t[3] == int(t[0].partition("/")[2]) + 1 and t[4] == [1.0 if t[2] == "dropped" else 0.5] for t in told)
+    assert all(t[3] == int(t[0].partition("/")[2]) + 1 and t[4] == ([1.0] if t[2] == "dropped" else [0.5] * SAMPLES) for t in told)
     assert len(told) == len({t[0] for t in told})

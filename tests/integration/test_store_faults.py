@@ -16,8 +16,8 @@ from raw_cast import begin, put, train
 from small_disk import fill, small_disk
 from waiting import wait_until
 
-from slimebus.messages import Heartbeat, Lease, LeaseReply, PutReply
-from slimebus.samples import Sample
+from slimebus.bus.messages import Heartbeat, Lease, LeaseReply, PutReply
+from slimebus.bus.samples import Sample
 
 pytestmark = pytest.mark.integration
 
@@ -147,7 +147,7 @@ def test_stores_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> N
         (run_dir / "broker" / "data.mdb").write_bytes(os.urandom(100_000))
         broker.start()
         assert "damaged" in (line := refused(broker))
-        assert "slimebus buffer restore" in line
+        assert "slimebus buffer verify" in line
 
 
 def test_a_read_only_disk_is_refused_in_one_line(tmp_path: Path, disk: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,18 @@ from raw_cast import begin, train
 from slimebus_command import slimebus
 from waiting import wait_until
 
-from slimebus.commands.status import ask_status
-from slimebus.launch import free_port
-from slimebus.messages import Batch, Heartbeat
+from slimebus.bus.messages import Batch, Heartbeat
+from slimebus.bus.transport.client import Client
+from slimebus.cli.commands.status import ask_status
+from slimebus.cli.launch import free_port
 
 pytestmark = pytest.mark.integration
 
 WORKER = """
 import sys, time
 from raw_cast import put, sample
-from slimebus.messages import Heartbeat, Lease
-from slimebus.transport.client import Client
+from slimebus.bus.messages import Heartbeat, Lease
+from slimebus.bus.transport.client import Client
 client = Client(sys.argv[1], name="w2")
 client.join("rollout", timeout_s=30)
 seen, held = {"lineage": "", "version": -1}, []
@@ -38,29 +41,37 @@ while True:
 """
 
 
+def slimebus_beside_training(trainer: Client, step: int, *words: str) -> tuple[subprocess.CompletedProcess[str], int]:
+    """What a command says of a run that goes on, and the step to train next: six or more, until the command has ended."""
+    with ThreadPoolExecutor(1) as pool:
+        asked, end = pool.submit(slimebus, *words), step + 6
+        while step < end or not asked.done():
+            train(trainer, step)
+            step += 1
+    return asked.result(), step
+
+
 def test_status_names_a_stopped_worker_and_ends_with_3(tmp_path: Path) -> None:
     times = {"heartbeat_s": 0.2, "lease_s": 60, "stall_min_s": 1.0, "max_staleness": 2}
-    rollout = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_rollout": 50}
-    with LiveBroker(tmp_path, num_prompts=400, broker=times, rollout=rollout) as broker:
+    rollout = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_rollout": 500}
+    with LiveBroker(tmp_path, num_prompts=4000, broker=times, rollout=rollout) as broker:
         worker = broker.start_beside("-c", WORKER, broker.address)
         command = ("status", "--broker", broker.address, "--timeout-s", "10")
         trainer = broker.client("t", "trainer")
         trainer.keep_alive(0.2, lambda: Heartbeat(state="training"), lambda reply: None, lambda problem: None)
         begin(trainer)
-        for step in range(6):
-            train(trainer, step)
-        well = slimebus(*command)
+        well, step = slimebus_beside_training(trainer, 0, *command)
         assert (well.returncode, "stalled for" in well.stdout) == (0, False), well
 
-        train(trainer, 6)  # the worker may have gone as far ahead as it may: now it goes on
+        train(trainer, step)  # the worker may have gone as far ahead as it may: now it goes on
         wait_until("lease", lambda: ask_status(trainer, 10.0)["groups"]["leased"], every_s=0)
         worker.send_signal(signal.SIGSTOP)
-        step = 7
+        step += 1
         while trainer.call(Batch(step=step, wait_s=0.5)).message.groups:  # what was ready when the worker stopped
             train(trainer, step)
             step += 1
-        waiting = trainer.submit(Batch(step=step, wait_s=60), timeout_s=90)
-        wait_until("stall", lambda: slimebus(*command).returncode, 60, every_s=0.2)
+        waiting = trainer.submit(Batch(step=step, wait_s=500), timeout_s=530)
+        wait_until("stall", lambda: slimebus(*command).returncode, every_s=0.2)
         found = slimebus(*command)
         assert found.returncode == 3, found
         assert f"trainer waits for batch {step}" in found.stdout.splitlines()[0]
@@ -71,9 +82,9 @@ def test_status_names_a_stopped_worker_and_ends_with_3(tmp_path: Path) -> None:
         assert (stalled["role"], stalled["who"]) == ("rollout", ["w2"])
 
         worker.send_signal(signal.SIGCONT)
-        waiting.result(60)
-        train(trainer, step)
-        assert slimebus(*command).returncode == 0
+        waiting.result(120)
+        well, _ = slimebus_beside_training(trainer, step, *command)
+        assert well.returncode == 0, well
         log = broker.log.read_text()
         assert 1 <= log.count("WARNING: stalled for") == log.count("no longer stalled")
 

@@ -16,12 +16,12 @@ import pytest
 from live_run import Run, slow_hook
 from slow_link import SlowLink
 from waiting import wait_until
-from weight_run import Child, Engine, Observer, judge
+from weight_run import ENGINE_KEY, Child, Engine, Observer, judge
 
-from slimebus.errors import WeightsError
-from slimebus.launch import free_port
-from slimebus.weights.puller import WeightPuller
-from slimebus.weights.shared_folder import PREFIX
+from slimebus.bus.errors import WeightsError
+from slimebus.cli.launch import free_port
+from slimebus.weights.host.shared_folder import PREFIX
+from slimebus.weights.pull.puller import WeightPuller
 
 pytestmark = pytest.mark.integration
 
@@ -140,13 +140,18 @@ def test_a_whole_run_whose_trainer_is_killed_in_the_middle_of_a_pull(tmp_path: P
     """Broker, trainer on megatron, worker and engine. The link from the trainer to the worker is slow, so that it is cut in the middle."""
     port = free_port()
     address, link = f"tcp://127.0.0.1:{port}", SlowLink(f"tcp://127.0.0.1:{port}", host="127.0.0.2", port=port)
-    changes = {"weights__weights_bind": address, "weights__weights_advertise": "127.0.0.2", "rollout__num_rollout": 8}
+    changes = {
+        "engine__engine_api_key": ENGINE_KEY,
+        "weights__weights_bind": address,
+        "weights__weights_advertise": "127.0.0.2",
+        "rollout__num_rollout": 8,
+    }
     hook = slow_hook(tmp_path, 0.2)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook, trainer__save_interval=3, **changes) as run:
         run.start("broker")
         trainer, worker = run.start("trainer"), run.start("rollout", name="w")
         collector = Collector(address)
-        first = run.wait_for("a step after the checkpoint", lambda s: s["checkpoint"] == 3 and s["step"] >= 4)
+        first = run.wait_for("a step after the checkpoint", lambda s: s["oldest_checkpoint"] == 3 and s["step"] >= 4)
         observer = Observer(Engine(re.findall(r"started engine cpu at (\S+)", worker.text())[-1]))
         link.rate, before = 30 * KIB, link.carried
         wait_until("the middle of a pull", lambda: link.carried - before > 10 * KIB)

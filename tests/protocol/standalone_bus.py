@@ -25,7 +25,7 @@ class Bus:
 
     def __init__(self, address: str, name: str, role: str) -> None:
         self.name, self.role = name, role
-        self.instance, self.born = secrets.token_hex(8), time.time()
+        self.instance = secrets.token_hex(8)
         self.run, self.epoch, self.v = "", 0, 1
         self.next_id = 1
         self.leases: set[int] = set()
@@ -43,7 +43,7 @@ class Bus:
 
     def join(self) -> None:
         """hello, welcome."""
-        hello = {"role": self.role, "instance": self.instance, "born": self.born, "protocol": 1, "oldest": 1}
+        hello = {"role": self.role, "instance": self.instance, "protocol": 1, "oldest": 1}
         _, welcome, _ = self.ask("hello", hello)
         self.run, self.epoch, self.heartbeat_s = welcome["run"], welcome["epoch"], welcome["heartbeat_s"]
         self.v = welcome.get("protocol", 1)
@@ -88,8 +88,11 @@ class Bus:
         if time.monotonic() - self.last_beat < self.heartbeat_s:
             return
         self.last_beat = time.monotonic()
-        _, told, _ = self.ask("heartbeat", {"state": "serving", "leases": sorted(self.leases)})
-        self.lost |= set(told.get("lost", []))
+        counted = {"num_leases": len(self.leases), "lease_sum": sum(self.leases) % (1 << 63)}
+        _, told, _ = self.ask("heartbeat", {"state": "serving", **counted})
+        if told.get("list_leases"):
+            _, told, _ = self.ask("heartbeat", {"state": "serving", **counted, "leases": sorted(self.leases)})
+        self.lost |= set(told.get("lost", [])) | set(told.get("surplus", []))
         self.leases -= self.lost
         self.is_finished = told.get("finished", False)
 

@@ -16,14 +16,17 @@ DTYPES = {"tokens": "int32", "loss_mask": "uint8", "rollout_logprobs": "float32"
 def put(bus: Bus, leased: dict) -> str:
     """Make the samples of a group and put them; what became of it."""
     group, made = leased["group"], [sample(leased["group"], i) for i in range(leased["num_samples"])]
-    headers = [
-        {"num_tokens": s["T"], "num_trainable": s["T"] - 1, "versions": [[-1, s["T"]]], "reward": 0.5 + i, "metadata": {"index": i}}
-        for i, s in enumerate(made)
-    ]
-    fields = [{"name": name, "dtype": dtype, "shapes": [[s["T"]] for s in made]} for name, dtype in DTYPES.items()]
+    fields = [{"name": name, "dtype": dtype} for name, dtype in DTYPES.items()]  # no shapes: every array is [T]
     fields.append({"name": "pages", "dtype": "int16", "shapes": [[2, 2] for _ in made]})
-    bulk = [b"".join(s[field["name"]] for s in made) for field in fields]
-    body = {"group": group, "lease": leased["lease"], "attempt": leased["attempt"], "lineage": "", "samples": headers, "fields": fields}
+    table = {
+        "num_tokens": [s["T"] for s in made],
+        "versions": [[[-1, s["T"]]] for s in made],
+        "fields": fields,
+        "reward": [0.5 + i for i in range(len(made))],
+        "metadata": [{"index": i} for i in range(len(made))],
+    }
+    bulk = [msgpack.packb(table), *(b"".join(s[field["name"]] for s in made) for field in fields)]
+    body = {"group": group, "lease": leased["lease"], "lineage": ""}
     kind, told, _ = bus.ask("put", body, bulk)
     assert kind == "put_reply", kind
     return told["result"]
@@ -32,7 +35,7 @@ def put(bus: Bus, leased: dict) -> str:
 def main() -> None:
     bus = Bus(sys.argv[1], sys.argv[2], "rollout")
     results: dict[str, int] = {}
-    given_back = 0
+    given_back, seen = 0, set()
     while not bus.is_finished:
         bus.beat()
         kind, told, frames = bus.ask("lease", {"want": 2, "wait_s": bus.heartbeat_s / 2, "needs_weights": False})
@@ -42,7 +45,9 @@ def main() -> None:
         for leased, record in zip(groups, frames, strict=True):
             prompt = msgpack.unpackb(record)
             assert prompt["prompt"] == f"p{leased['group'].split('/')[1]}", prompt
-            if leased["attempt"] == 1 and int(leased["group"].split("/")[1]) % 7 == 3:
+            is_first = leased["group"] not in seen
+            seen.add(leased["group"])
+            if is_first and int(leased["group"].split("/")[1]) % 7 == 3:
                 body = {"group": leased["group"], "lease": leased["lease"], "outcome": "requeue", "reason": "I would rather not"}
                 assert bus.ask("give_back", body)[0] == "ok"
                 given_back += 1

@@ -23,7 +23,7 @@ def test_the_standalone_clients_import_nothing_of_slimebus() -> None:
         assert {name.split(".")[0] for name in names} <= FOREIGN | sys.stdlib_module_names, file.name
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_worker_and_a_trainer_written_from_the_document_train_a_run_over_a_killed_broker(tmp_path: Path) -> None:
     limits = {"heartbeat_s": 0.5, "lease_s": 5.0}
     rollout = {"num_rollout": STEPS, "rollout_batch_size": BATCH_SIZE, "n_samples_per_prompt": SAMPLES}

@@ -5,44 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from letters import Letters
+from parrot import make, maker
 
-from rollout.groups import Dropped, GroupMaker
-from rollout.response import Response, Task
-from slimebus.config import resolve
-from slimebus.config.schema import RunConfig
-from slimebus.errors import HookError
-from slimebus.messages import NO_VERSION, LeasedGroup
-from slimebus.samples import Sample
-
-
-class Parrot:
-    """An engine that answers `x`, its index, and the end token, in version 7."""
-
-    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-        return [
-            Response(
-                task=t,
-                token_ids=np.array([ord("x"), ord(str(t.index)), 0], np.int32),
-                logprobs=np.full(3, -0.5, np.float32),
-                versions=[(7, 3)],
-                text="",
-            )
-            for t in tasks
-        ]
-
-
-def maker(tmp_path: Path, plug: str = "", engine: Any = None, **flags: str) -> GroupMaker:
-    (tmp_path / "plug.py").write_text(plug)
-    config: RunConfig = resolve(None, {f"rollout.{name}": value for name, value in flags.items()}, {}).config
-    return GroupMaker(config, tmp_path, Letters(), engine or Parrot())  # type: ignore[arg-type]
-
-
-def make(made: GroupMaker, label: Any = "x1", kind: str = "train", n: int = 3) -> list[Sample]:
-    leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=n, deadline_s=60, kind=kind)
-    return asyncio.run(made.make(leased, msgspec.msgpack.encode({"prompt": "ab", "label": label, "metadata": {"k": 1}})))
+from rollout.groups import Dropped
+from slimebus.bus.errors import HookError
+from slimebus.bus.messages import NO_VERSION, LeasedGroup
 
 
 def test_a_group_becomes_rewarded_samples_with_masked_prompts(tmp_path: Path) -> None:
@@ -63,6 +31,14 @@ def test_a_failed_reward_makes_a_failed_sample_not_a_zero(tmp_path: Path) -> Non
     assert [(s.status, s.reward) for s in samples] == [("completed", 1.0), ("completed", 1.0), ("failed", None)]
 
 
+def test_the_time_for_sampling_does_not_cover_rewards(tmp_path: Path) -> None:
+    plug = "import asyncio, time\ndef r(response):\n    time.sleep(0.3)\n    return 1\nasync def g(task): await asyncio.sleep(30)\n"
+    samples = make(maker(tmp_path, plug, custom_rm_path="plug.py:r", generate_timeout_s="0.2"), n=1)
+    assert [(s.status, s.reward) for s in samples] == [("completed", 1.0)]
+    with pytest.raises(TimeoutError):
+        make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g", generate_timeout_s="0.2"))
+
+
 def test_a_filter_drops_training_groups_only(tmp_path: Path) -> None:
     plug = "def keep(samples):\n    return len({s.reward for s in samples}) > 1\n"
     made = maker(tmp_path, plug, dynamic_sampling_filter_path="plug.py:keep")
@@ -81,9 +57,9 @@ def test_a_generate_hook_may_fan_out_and_ask_for_what_it_needs(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("plug", "message"),
     [
-        ("def g(task): return 5", "plug.py:g: gave int; expected a Response or a list of them"),
-        ("def g(task): return []", "plug.py:g: gave list"),
-        ("def g(task): 1/0", "plug.py:g: ZeroDivisionError"),
+        ("def g(task): return 5", "plug.py:g gave int: expected a Response or a list of them"),
+        ("def g(task): return []", "plug.py:g gave list"),
+        ("def g(task): 1/0", r"plug.py:g failed at .*/plug.py:1: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_generate_hook_that_misbehaves_is_named(tmp_path: Path, plug: str, message: str) -> None:
@@ -107,6 +83,14 @@ def test_a_demonstration_is_the_label_and_the_end_and_is_never_stale(tmp_path: P
 @pytest.mark.parametrize(("tools", "encoded"), [([{"n": 1}], "hi[{'n': 1}]"), ([], "hi"), ("mine", "hi"), (None, "hi")])
 def test_tools_in_the_metadata_go_to_the_chat_template(tmp_path: Path, tools: Any, encoded: str) -> None:
     record = msgspec.msgpack.encode({"prompt": [{"role": "user", "content": "hi"}], "label": "x0", "metadata": {"tools": tools}})
-    leased = LeasedGroup(group="0/1", lease=1, attempt=1, num_samples=1, deadline_s=60)
+    leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60)
     (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make(leased, record))
     assert "".join(map(chr, sample.tokens)).startswith(encoded)
+
+
+@pytest.mark.parametrize(("stop", "text"), [(["0"], "x"), ("0", "x"), (["?", "x", "0"], ""), ([], "x0"), (["?"], "x0")])
+def test_a_rewards_text_ends_before_the_stop_string(tmp_path: Path, stop: Any, text: str) -> None:
+    leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60, sampling={"stop": stop})
+    record = msgspec.msgpack.encode({"prompt": "ab", "label": text})
+    (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make(leased, record))
+    assert (sample.reward, sample.tokens.tolist()) == (1.0, [97, 98, 120, 48, 0])

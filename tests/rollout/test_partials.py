@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from rollout import partials
-from rollout.engines import Engine, Engines
+from rollout.engines.client import Completion, EngineError
+from rollout.engines.engine import Engine
+from rollout.engines.pool import Engines
 from rollout.response import Response, Task
-from rollout.sglang_client import Completion, EngineError
-from slimebus.config.schema import EngineConfig
-from slimebus.errors import ProtocolError
-from slimebus.messages import NO_VERSION, LeasedGroup
+from slimebus.bus.errors import ProtocolError
+from slimebus.bus.messages import NO_VERSION, LeasedGroup
+from slimebus.cli.config.schema import EngineConfig
 
 PROMPT = np.array([5, 6], np.int32)
-LEASE = LeasedGroup(group="0/1", lease=3, attempt=1, num_samples=2, deadline_s=60)
+LEASE = LeasedGroup(group="0/1", lease=3, num_samples=2, deadline_s=60)
 
 
 def task(index: int = 0, **sampling: Any) -> Task:
@@ -31,10 +32,7 @@ def response(ids: list[int], versions: list[tuple[int, int]], reason: str = "abo
 
 
 def frames_of(responses: list[Response]) -> list[Any]:
-    import msgspec
-
-    message, frames = partials.give_back(LEASE, "L", responses)
-    return [msgspec.msgpack.encode(message), *frames]
+    return partials.give_back(LEASE, "L", responses)[1]
 
 
 def test_what_is_handed_over_comes_back_as_it_was() -> None:
@@ -54,7 +52,7 @@ def test_a_sample_that_had_not_begun_survives_beside_one_that_had() -> None:
 
 def test_a_group_without_a_token_is_given_back_plainly() -> None:
     message, frames = partials.give_back(LEASE, "L", [partials.empty(task())])
-    assert (message.outcome, message.samples, frames) == ("requeue", [], [])
+    assert (message.outcome, frames) == ("requeue", [])
 
 
 def test_a_partial_of_another_tokenizer_is_refused() -> None:
@@ -64,7 +62,7 @@ def test_a_partial_of_another_tokenizer_is_refused() -> None:
 
 
 def test_a_continued_response_joins_runs_of_one_version() -> None:
-    joined = partials.continued(response([1, 2], [(4, 2)]), response([3, 0], [(4, 1), (5, 1)], "stop"))
+    joined = partials.continued(response([1, 2], [(4, 2)]), completion([3, 0], "stop", 5), [(4, 1), (5, 1)])
     assert joined.token_ids.tolist() == [1, 2, 3, 0]
     assert joined.versions == [(4, 3), (5, 1)]
     assert joined.finish_reason == "stop"

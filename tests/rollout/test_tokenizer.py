@@ -1,13 +1,15 @@
 """Prompts through the tokenizer of a model directory."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout.tokenizer import Tokenizer
-from slimebus.errors import UsageError
+from slimebus.bus.errors import UsageError
 
 TEMPLATE = (
     "{% if tools %}tools:{% for t in tools %} {{ t['function']['name'] }}{% endfor %};{% endif %}"
@@ -46,3 +48,10 @@ def test_messages_go_through_the_chat_template_with_their_tools(model_dir: Path)
 def test_messages_need_the_chat_template(model_dir: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.apply_chat_template is false"):
         Tokenizer(model_dir, apply_chat_template=False).encode_prompt([{"role": "user", "content": "hi"}])
+
+
+def test_a_directory_that_names_the_general_class_is_loaded_without_torch(model_dir: Path) -> None:
+    program = "import sys; from pathlib import Path; from rollout.tokenizer import Tokenizer\n"
+    program += "t = Tokenizer(Path(sys.argv[1]), apply_chat_template=False); print(t.encode('add hi').tolist(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, str(model_dir)], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[0] == f"{[WORDS.index('add'), WORDS.index('hi')]} False"

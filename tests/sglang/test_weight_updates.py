@@ -6,6 +6,7 @@ Needs .venv-sglang (bin/install-sglang), or SLIMEBUS_SGLANG_PYTHON with a python
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -17,17 +18,16 @@ import numpy as np
 import pytest
 from tiny_model import save_served, sglang_python
 
-from rollout.engine_process import EngineProcess
-from rollout.engines import Engines
+from rollout.engines.pool import Engines
+from rollout.engines.process import EngineProcess
+from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
 from rollout.response import Response, Task
-from rollout.sglang_server import READY_TIMEOUT_S, sglang_server
-from rollout.weight_sync import WeightSync
-from slimebus.commands.weights_check import Source, found, lines
-from slimebus.config.schema import EngineConfig
-from slimebus.errors import WeightsError
-from slimebus.weights.safetensors_file import read_model, write_model
-from slimebus.weights.server import WeightServer
-from slimebus.weights.store import VersionStore
+from rollout.weights.sync import WeightSync
+from slimebus.bus.errors import WeightsError
+from slimebus.cli.config.schema import EngineConfig
+from slimebus.weights.files.safetensors_file import read_model, write_model
+from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Tensor
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ class Trainer:
     """Publishes versions of the model in `path`; each step changes some values of two tensors in three."""
 
     def __init__(self, path: Path) -> None:
-        self.tensors = {name: tensor.array().copy() for name, tensor in read_model(path).items()}
+        self.tensors = {name: tensor.steps.reshape(tensor.shape).copy() for name, tensor in read_model(path).items()}
         self.store = VersionStore(keep=16, lineage=LINEAGE, first_version=0)
         self.server = WeightServer(self.store, "tcp://127.0.0.1:0")
         self.random = np.random.default_rng(0)
@@ -70,6 +70,10 @@ class Trainer:
         return path
 
 
+def task(prompt: list[int], sampling: dict[str, Any]) -> Task:
+    return Task(prompt="", prompt_ids=np.array(prompt, np.int32), sampling=sampling)
+
+
 class Worker:
     """The engines of a worker and what keeps them on the newest version."""
 
@@ -81,14 +85,20 @@ class Worker:
         return self.engines.engines[0].weights
 
     async def follow(self, version: int) -> None:
-        self.sync.announce(LINEAGE, version, [self.trainer.server.endpoint])
+        self.sync.announce(LINEAGE, version, [self.trainer.server.endpoint], self.trainer.store.newest.digest)
         async with asyncio.timeout(120):
             while self.sync.serving != (LINEAGE, version):
                 await asyncio.sleep(0.01)
 
     async def greedy(self) -> list[list[int]]:
-        answers = [await self.engines.generate(np.array(prompt, np.int32), GREEDY, 1) for prompt in PROMPTS]
-        return [answer[0].output_ids.tolist() for answer in answers]
+        answers = [await self.engines.sample([task(prompt, GREEDY)]) for prompt in PROMPTS]
+        return [answer[0].token_ids.tolist() for answer in answers]
+
+    async def cached_tokens(self, prompt: list[int]) -> int:
+        """Of the prompt, sent as the worker sends it."""
+        body = {"input_ids": prompt, "sampling_params": GREEDY, "extra_key": self.weights.cache_key}
+        answer = json.loads(await self.engines.engines[0].client.post_once("/generate", body))
+        return int(answer["meta_info"]["cached_tokens"])
 
     async def sample_forever(self, number: int, made: list[Response]) -> None:
         prompt = np.array([*range(5, 60), number], np.int32)
@@ -98,7 +108,7 @@ class Worker:
 
 @asynccontextmanager
 async def worker(server: EngineProcess, model: Path, trainer: Trainer, **config: Any) -> AsyncIterator[Worker]:
-    engine_config = EngineConfig(engine="sglang", engine_url=[server.url], **config)
+    engine_config = EngineConfig(engine="sglang", engine_url=[server.url], **{"weight_route": "broadcast"} | config)
     engines = Engines(engine_config, model, model.parent, name="w", sglang_args={}, seed=0)
     await engines.start()
     sync = WeightSync(engines, model, shm="/dev/shm", pull_timeout_s=60, on_change=lambda: None)
@@ -201,7 +211,7 @@ def test_ten_deltas_in_a_row_while_it_generates_leave_exactly_the_final_weights(
 
 
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
-@pytest.mark.parametrize("weight_route", ["tensor", "broadcast", "disk"])
+@pytest.mark.parametrize("weight_route", ["broadcast", "disk"])
 def test_each_route_and_pause_mode_ends_with_the_same_weights(
     server: EngineProcess, model: Path, trainer: Trainer, pause_mode: str, weight_route: str
 ) -> None:
@@ -214,12 +224,13 @@ def test_each_route_and_pause_mode_ends_with_the_same_weights(
 
 
 async def check_is_same(at: Worker, trainer: Trainer) -> None:
-    """`slimebus weights check` finds that the engine has exactly the newest version."""
-    source = Source(None, (trainer.server.endpoint,), None, None, 60.0)
-    result = await asyncio.to_thread(found, at.engines.engines[0].url, source)
-    assert result["is_same"], lines(result)
-    assert result["engine"]["version"] == result["source"]["version"] == f"{LINEAGE}:{trainer.version}"
-    assert set(result["same"]) == set(trainer.tensors)
+    """The engine's own checksums are those that it has after it loaded the trainer's newest version from a directory."""
+    client, model = at.engines.engines[0].client, at.engines.model_dir
+    assert await client.weight_version() == f"{LINEAGE}:{trainer.version}"
+    before = await client.post_once("/weights_checker", {"action": "checksum"}, timeout_s=60.0)
+    saved = trainer.save(model.parent / f"saved-{id(trainer)}", model)
+    await client.update_weights_from_disk(str(saved), f"{LINEAGE}:{trainer.version}")
+    assert before["ranks"] == (await client.post_once("/weights_checker", {"action": "checksum"}, timeout_s=60.0))["ranks"]
 
 
 def test_one_changed_shard_of_a_fused_parameter_is_all_that_is_sent(server: EngineProcess, model: Path, trainer: Trainer) -> None:
@@ -241,11 +252,10 @@ def test_a_prompt_sampled_after_an_update_reuses_nothing_that_old_weights_comput
     async def run() -> None:
         async with worker(server, model, trainer, pause_mode="in_place") as at:
             await at.follow(0)
-            prompt = np.array(PROMPTS[3], np.int32)
-            found = [(await at.engines.generate(prompt, GREEDY, 1))[0].cached_tokens for _ in range(2)]
+            found = [await at.cached_tokens(PROMPTS[3]) for _ in range(2)]
             await at.follow(trainer.step())
-            found += [(await at.engines.generate(prompt, GREEDY, 1))[0].cached_tokens for _ in range(2)]
-            assert found == [0, len(prompt) - 1, 0, len(prompt) - 1]
+            found += [await at.cached_tokens(PROMPTS[3]) for _ in range(2)]
+            assert found == [0, len(PROMPTS[3]) - 1] * 2
 
     asyncio.run(run())
 
@@ -264,19 +274,17 @@ def test_an_engine_that_somebody_else_updated_gets_everything_again(server: Engi
     asyncio.run(run())
 
 
-def test_a_tensor_of_another_shape_never_reaches_the_engine(server: EngineProcess, model: Path, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_never_reaches_the_engine(server: EngineProcess, model: Path, trainer: Trainer) -> None:
     async def run() -> None:
         async with worker(server, model, trainer) as at:
             await at.follow(0)
             name = LAYER + "q_proj.weight"
             trainer.tensors[name] = trainer.tensors[name][:64]
-            at.sync.announce(LINEAGE, trainer.publish(), [trainer.server.endpoint])
+            at.sync.announce(LINEAGE, trainer.publish(), [trainer.server.endpoint], trainer.store.newest.digest)
             while not at.sync.failures:
                 await asyncio.sleep(0.05)
             assert at.sync.serving[1] == -1
             assert await at.engines.engines[0].client.weight_version() == f"{LINEAGE}:0"
-            told = await asyncio.to_thread(found, server.url, Source(trainer.save(tmp_path / "other", model), (), None, None, 60.0))
-            assert set(told["different"]) == {LAYER + f"{part}_proj.weight" for part in "qkv"}
 
     asyncio.run(run())
 
@@ -300,10 +308,10 @@ def test_an_update_that_ends_half_way_leaves_the_engine_paused_until_it_has_ever
                 await end()
 
             engine.weights.calls.end = fails_once  # type: ignore[method-assign]
-            running = asyncio.create_task(at.engines.generate(np.array([5, 6], np.int32), {**LONG, "max_new_tokens": 1500}, 1))
+            running = asyncio.create_task(at.engines.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
             await asyncio.sleep(0.3)
             version = trainer.step()
-            at.sync.announce(LINEAGE, version, [trainer.server.endpoint])
+            at.sync.announce(LINEAGE, version, [trainer.server.endpoint], trainer.store.newest.digest)
             with pytest.raises(WeightsError, match="out of service"):
                 await asyncio.wait_for(running, 60)
             assert not await engine.client.is_ready()
@@ -319,7 +327,7 @@ def test_an_update_that_ends_half_way_leaves_the_engine_paused_until_it_has_ever
 
 def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_has_everything(model: Path, trainer: Trainer) -> None:
     async def run() -> None:
-        config = EngineConfig(engine="sglang", engine_python=sglang_python(), engine_start_timeout_s=READY_TIMEOUT_S)
+        config = EngineConfig(engine="sglang", engine_python=sglang_python(), weight_route="broadcast")
         engines = Engines(config, model, model.parent, name="killed", sglang_args={}, seed=0)
         await engines.start()
         sync = WeightSync(engines, model, shm="/dev/shm", pull_timeout_s=60, on_change=lambda: None)
@@ -328,8 +336,8 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
             at = Worker(engines, sync, trainer)
             await at.follow(0)
             engine = engines.engines[0]
-            running = asyncio.create_task(engines.generate(np.array([5, 6], np.int32), {**LONG, "max_new_tokens": 1500}, 1))
-            load = engine.weights.calls.load_tensors
+            running = asyncio.create_task(engines.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
+            receive = engine.weights.calls.receive
 
             async def killed(*args: Any) -> None:
                 assert engine.process is not None
@@ -337,11 +345,11 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
                 os.kill(engine.process.pid, signal.SIGKILL)
                 while not engine.is_dead:
                     await asyncio.sleep(0.05)
-                await load(*args)
+                await receive(*args)
 
-            engine.weights.calls.load_tensors = killed  # type: ignore[method-assign]
+            engine.weights.calls.receive = killed  # type: ignore[method-assign]
             version = trainer.step()
-            sync.announce(LINEAGE, version, [trainer.server.endpoint])
+            sync.announce(LINEAGE, version, [trainer.server.endpoint], trainer.store.newest.digest)
             with pytest.raises(WeightsError, match="out of service"):
                 await asyncio.wait_for(running, 60)
             assert sync.serving[1] == -1

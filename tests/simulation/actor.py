@@ -1,7 +1,8 @@
-"""A simulated process that talks to the broker as slimebus/transport/client.py does.
+"""A simulated process that talks to the broker as slimebus/bus/transport/client.py does.
 
-Requests are sent again, with the same id, until they are answered; heartbeats go on beside them; a stopped process
-(SIGSTOP, swapped out) does and hears everything later; a dead one does and hears nothing.
+Requests are sent again, with the same id, until they are answered or their deadline has come; those with bulk frames after a lost
+connection alone. Heartbeats go on beside them; a stopped process (SIGSTOP, swapped out) does and hears everything later; a dead one
+does and hears nothing.
 """
 
 import itertools
@@ -12,15 +13,16 @@ import msgspec
 from simulation.clock import Act
 
 from broker.state.effects import Address, Event
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 RUN = "sim"
-RESEND_S = 2.0
 RETRY_S = 0.5
-FOREVER = float("inf")
+PATIENT_CODES = ("disk_full", "store")
+TIMEOUT_RESENDS = 12
+"""A request is given up after so many times the client sends it again, beyond what the broker may keep it waiting."""
 
 Done = Callable[[Any, list[Any]], None]
 
@@ -38,10 +40,11 @@ def require(holds: bool, text: str) -> None:
 class Request:
     """One request that waits for its answer."""
 
-    __slots__ = ("body", "bulk", "deadline", "done", "id", "message", "sends")
+    __slots__ = ("asked_at", "body", "bulk", "deadline", "done", "id", "message", "sends", "timeout_s")
 
-    def __init__(self, id: int, message: m.Message, done: Done, bulk: Sequence[bytes], deadline: float) -> None:
-        self.id, self.message, self.done, self.bulk, self.deadline, self.sends = id, message, done, bulk, deadline, 0
+    def __init__(self, id: int, message: m.Message, done: Done, bulk: Sequence[bytes], now: float, timeout_s: float) -> None:
+        self.id, self.message, self.done, self.bulk, self.sends = id, message, done, bulk, 0
+        self.asked_at, self.timeout_s, self.deadline = now, timeout_s, now + timeout_s
         self.body = msgspec.msgpack.encode(message) if bulk else b""
 
 
@@ -52,8 +55,7 @@ class Actor:
 
     def __init__(self, world: "World", name: str) -> None:
         self.world, self.name = world, name
-        self.instance = f"{name}#{world.timeline.serial()}"
-        self.born = 1.0 + world.wall_of(name)
+        self.instance = f"{name[:32]}#{world.timeline.serial()}"
         self.is_dead, self.stopped_until, self.epoch, self.run = False, 0.0, 0, ""
         self._ids = itertools.count(1)
         self._pending: dict[int, Request] = {}
@@ -79,11 +81,11 @@ class Actor:
             self.die()
         elif not self.is_dead:
             self.ask(m.Goodbye(), lambda *_: self.die())
-            self.later(3 * RESEND_S, self.die)
+            self.later(3 * self.world.scenario.resend_s, self.die)
 
     def later(self, delay_s: float, act: Act) -> None:
-        """Do something after a delay, unless dead by then; when stopped, as soon as it goes on."""
-        self.world.timeline.later(delay_s, lambda: self._when_awake(act))
+        """Do something after a delay by its own clock, unless dead by then; when stopped, as soon as it goes on."""
+        self.world.timeline.later(delay_s / self.world.clock_rates.get(self.name, 1.0), lambda: self._when_awake(act))
 
     def _when_awake(self, act: Act) -> None:
         if self.is_dead:
@@ -95,9 +97,10 @@ class Actor:
 
     # --- requests ---
 
-    def ask(self, message: m.Message, done: Done, bulk: Sequence[bytes] = (), *, timeout_s: float = FOREVER) -> None:
+    def ask(self, message: m.Message, done: Done, bulk: Sequence[bytes] = (), *, timeout_s: float = 0.0) -> None:
         """Send a request until it is answered; `done` gets the answer, `refused` an error that no repetition helps."""
-        request = Request(next(self._ids), message, done, bulk, self.world.now + timeout_s)
+        timeout_s = (timeout_s or TIMEOUT_RESENDS * self.world.scenario.resend_s) + getattr(message, "wait_s", 0.0)
+        request = Request(next(self._ids), message, done, bulk, self.world.now, timeout_s)
         self._pending[request.id] = request
         self._send(request)
 
@@ -106,6 +109,7 @@ class Actor:
             return
         if self.world.now >= request.deadline:
             del self._pending[request.id]
+            self.unreachable(request)
             return
         self.world.trace(f"{self.name} asks {request.id} {m.wire_name(type(request.message))}")
         event = Event(
@@ -117,8 +121,18 @@ class Actor:
             body=request.body,
             bulk=request.bulk,
         )
-        self.world.network.carry(self.name, lambda: self.world.broker.deliver(event))
-        self._resend_in(request, RESEND_S)
+        self.world.network.carry(self.name, lambda: self.world.broker.deliver(event), self.reconnect)
+        self._resend_in(request, request.deadline - self.world.now if request.bulk else self.world.scenario.resend_s)
+
+    def reconnect(self) -> None:
+        """The connection is lost: a while later there is another one, and what has bulk frames is sent again."""
+
+        def send_bulk() -> None:
+            for request in list(self._pending.values()):
+                if request.bulk:
+                    self._send(request)
+
+        self.later(self.world.random.uniform(0.1, 5.0), send_bulk)
 
     def _resend_in(self, request: Request, delay_s: float) -> None:
         request.sends += 1
@@ -134,6 +148,8 @@ class Actor:
         if request is None:
             return
         if isinstance(message, m.Error) and message.retryable:
+            if message.code in PATIENT_CODES:
+                request.deadline = self.world.now + request.timeout_s
             self._resend_in(request, RETRY_S)
             return
         del self._pending[request_id]
@@ -143,12 +159,16 @@ class Actor:
         else:
             request.done(message, bulk)
 
+    def crash(self) -> None:
+        """End; whoever looks after it may start it again."""
+        self.die()
+
     # --- membership ---
 
     def hello(self) -> None:
         """Join, or join again."""
         self.epoch = 0
-        self.ask(m.Hello(role=self.role, instance=self.instance, born=self.born), self._welcomed)
+        self.ask(m.Hello(role=self.role, instance=self.instance), self._welcomed)
 
     def _welcomed(self, welcome: m.Welcome, _: list[Any]) -> None:
         is_first, self.epoch, self.run = not self._is_beating, welcome.epoch, welcome.run
@@ -176,6 +196,17 @@ class Actor:
 
     def told(self, hint: m.Hint) -> None:
         """A hint is heard."""
+
+    def unreachable(self, request: Request) -> None:
+        """No answer by the deadline: faults explain it, or a broker that has ended, and nothing else."""
+        if isinstance(request.message, m.Heartbeat):
+            return  # the next one is on its way
+        had_calm_s = self.world.now - max(request.asked_at, self.world.scenario.calm_at)
+        what = m.wire_name(type(request.message))
+        is_explained = had_calm_s < request.timeout_s or self.world.broker.is_over
+        require(is_explained, f"{self.name} had no answer to {what!r} for {request.timeout_s:.0f} s")
+        self.world.trace(f"{self.name} gives up: no answer to {what!r}")
+        self.crash()
 
     def refused(self, error: m.Error, request: Request) -> None:
         """The broker will not do it, now or later."""

@@ -1,4 +1,4 @@
-"""The simulated broker process: the real state machine in a shell like broker/shell.py, which may end at any point of a turn.
+"""The simulated broker process: the real state machine in a shell like broker/service.py, which may end at any point of a turn.
 
 inbox --burst--> Machine --effects--> [decided] commit [committed] replies, one by one [answering]
 """
@@ -11,13 +11,13 @@ from simulation.actor import RUN
 from simulation.clock import MachineClock
 from simulation.disk import Disk
 
-from broker.awake_clock import AwakeClock
-from broker.held import RETRY_S, Held
-from broker.shell import RESTORED_TABLES
-from broker.state.effects import Bulk, Delete, Effect, Event, Inline, Notify, Reply, Save, StoredPartial, StoredPayload, StoredPrompt
+from broker.service import RESTORED_TABLES
+from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPartial, StoredPayload, StoredPrompt, Write
 from broker.state.machine import Machine
-from broker.store import Damaged, StoreError, Write
-from slimebus import messages as m
+from broker.store import Damaged, StoreError
+from broker.suspend_tolerant_clock import SuspendTolerantClock
+from broker.uncommitted_burst import RETRY_S, UncommittedBurst
+from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -40,11 +40,11 @@ class BrokerProcess:
     def __init__(self, world: "World") -> None:
         self.world, self.disk = world, Disk(world.scenario.durability)
         self.machine: Machine | None = None
-        self.held: Held | None = None
+        self.held: UncommittedBurst | None = None
         self._last_hint = m.Hint()
         self.inbox: deque[Event] = deque()
         self.crash_at: CrashPoint | None = None
-        self.stopped_until = self._wake_at = 0.0
+        self.stopped_until = self._wake_at = self.wall_ahead_s = 0.0
         self.is_over = False
         self.num_boots = 0
 
@@ -54,20 +54,20 @@ class BrokerProcess:
         """Read the state back from the disk, with whatever the clocks of the machine say."""
         rng, world = self.world.random, self.world
         monotonic_s = rng.choice([0.0, rng.uniform(-1e6, 1e6)])
-        self.clock = MachineClock(world.timeline, monotonic_ahead_s=monotonic_s, wall_ahead_s=1e6 + world.skew_of("broker"))
-        self.awake = AwakeClock(self.clock)
+        self.clock = MachineClock(world.timeline, monotonic_ahead_s=monotonic_s, wall_ahead_s=1e6 + self.wall_ahead_s)
+        self.awake = SuspendTolerantClock(self.clock)
         self.machine = self.restored()
         self.num_boots += 1
         self.is_over = False
         self._wake_at = world.now
         world.trace(f"broker starts ({self.num_boots})")
         world.invariants.started()
+        for process in list(world.processes.values()) if self.num_boots > 1 else ():
+            process.reconnect()
 
     def restored(self) -> Machine:
         """A machine made from what is on the disk."""
-        machine = Machine(
-            self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.wall() * 1000), records=self.disk.get
-        )
+        machine = Machine(self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.wall() * 1000))
         machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.disk.scan(t)], self.awake.now)
         return machine
 
@@ -118,13 +118,14 @@ class BrokerProcess:
             self._turn_held(machine, self.held, events, now)
             return
         effects: list[Effect] = []
-        events = self._admitted(machine, events)
-        for part in self._parts(events):
+        problem = self.disk.refusal(0)
+        events = self._admitted(events, problem)
+        for part in self._parts(events) or [[]]:
             watch.before(machine, part)
-            decided = machine.apply(part, now)
+            decided = machine.apply(part, now, store_problem=problem)
             watch.applied(machine, part, decided)
             effects += decided
-        if self.awake.is_time_to_judge(all_heard=len(events) < BURST):
+        if self.awake.may_check_deadlines(all_heard=len(events) < BURST):
             watch.before_tick(machine)
             late = machine.tick(now)
             watch.ticked(machine, late)
@@ -138,17 +139,19 @@ class BrokerProcess:
         return [[event] for event in events]
 
     def _perform(self, machine: Machine, effects: Sequence[Effect]) -> None:
+        if not effects:  # nothing happened: there is nothing to look at, and long waits have thousands of such turns
+            return
         writes: dict[tuple[str, str], Write] = {}
         for effect in effects:
-            if isinstance(effect, Save | Delete):
-                writes[effect.table, effect.key] = Write(effect.table, effect.key, effect.value if isinstance(effect, Save) else None)
+            if isinstance(effect, Write):
+                writes[effect.table, effect.key] = effect
         if writes:
             self._may_crash("decided")
             try:
                 self._commit(list(writes.values()))
             except StoreError as full:
                 self.world.trace("broker holds what the full disk does not take")
-                self.held = Held(
+                self.held = UncommittedBurst(
                     writes=writes, effects=effects, problem=full, since=self.awake.now, retry_at=self.awake.now + RETRY_S, said_at=0.0
                 )
                 return
@@ -165,9 +168,8 @@ class BrokerProcess:
 
     # --- a disk that takes no more ---
 
-    def _admitted(self, machine: Machine, events: list[Event]) -> list[Event]:
+    def _admitted(self, events: list[Event], full: str) -> list[Event]:
         """Samples for which there is no room are refused."""
-        machine.state.disk_full = full = self.disk.refusal(0)
         if not full:
             return events
         for event in events:
@@ -175,10 +177,12 @@ class BrokerProcess:
                 self.world.answer(event.to, m.Error(code="disk_full", text=full, retryable=True), [])
         return [event for event in events if not event.bulk]
 
-    def _turn_held(self, machine: Machine, held: Held, events: list[Event], now: float) -> None:
+    def _turn_held(self, machine: Machine, held: UncommittedBurst, events: list[Event], now: float) -> None:
         """Nothing is decided or told until what was decided is written."""
         for event in events:
-            self.world.answer(event.to, *machine.answer_held(event, self._last_hint, held.problem, now))
+            answer = machine.answer_uncommitted(event, self._last_hint, held.problem, now)
+            if isinstance(answer, Reply):
+                self.world.answer(answer.to, answer.message, [])
         if now < held.retry_at:
             return
         try:
@@ -207,7 +211,7 @@ class BrokerProcess:
             try:
                 bulk = [frame for part in reply.bulk for frame in self._frames(part)]
             except Damaged as gone:
-                self._perform(machine, machine.damaged(gone.table, gone.key, self.awake.now))
+                self._perform(machine, machine.lose_record(gone.table, gone.key, self.awake.now))
                 self.world.answer(reply.to, m.Error(code=gone.code, text=gone.text, retryable=gone.retryable), [])
             else:
                 self.world.answer(reply.to, reply.message, bulk)

@@ -4,8 +4,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from simulation.actor import require
+
 from broker.store.interface import TABLES, StoreError, Write
 
+MAX_KEY_BYTES = 511
+"""LMDB's."""
 KEPT = 16
 """How many of the last transactions can be taken back."""
 
@@ -27,6 +31,7 @@ class Disk:
         if self.is_full:
             raise StoreError("the simulated disk is full", code="disk_full")
         undo: Undo = []
+        require(all(0 < len(write.key.encode()) <= MAX_KEY_BYTES for write in writes), "a key that no store takes")
         for write in writes:
             table = self.tables[write.table]
             undo.append((write.table, write.key, table.get(write.key)))

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 from simulation.broker_process import CRASH_POINTS
 from simulation.operator_client import Operator
+from simulation.rude import WideName
 from simulation.trainer import Trainer
 
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -74,8 +75,8 @@ def kill_trainer(world: "World") -> None:
 
 
 def rewind_trainer(world: "World") -> None:
-    """It goes on from an older checkpoint, maybe from before steps whose samples are freed."""
-    world.trainer.crash(keep=world.random.randint(1, len(world.trainer.checkpoints)))
+    """It goes on from an older checkpoint that it kept, or all are lost and it begins anew, before steps whose samples are freed."""
+    world.trainer.crash(keep=world.random.randint(0, len(world.trainer.checkpoints)))
 
 
 def stop_trainer(world: "World") -> None:
@@ -109,12 +110,12 @@ def fill_disk(world: "World") -> None:
 def jump_broker_clocks(world: "World") -> None:
     """Both clocks of the broker's machine jump."""
     world.broker.clock.monotonic_ahead_s += world.random.choice([5.0, 100.0, 1e5])
-    world.skew("broker", world.random.uniform(-50, 50))
+    world.broker.wall_ahead_s = world.random.uniform(-50, 50)
 
 
-def jump_wall_clock(world: "World") -> None:
-    """The time of day of some machine is set; processes that start there next believe it."""
-    world.skew(world.random.choice([world.trainer, *world.workers]).name, world.random.uniform(-50, 50))
+def drift_clock(world: "World") -> None:
+    """The clock of a worker's or trainer's machine runs up to a fifth too fast or too slow."""
+    world.clock_rates[world.random.choice([world.trainer, *world.workers]).name] = world.random.uniform(0.8, 1.2)
 
 
 def change_settings(world: "World") -> None:
@@ -132,6 +133,11 @@ def change_settings(world: "World") -> None:
         settings = {"n_samples_per_prompt": rng.choice([1, 2, 3])}
     world.trace(f"somebody sets {settings}")
     Operator(world, f"operator-{world.timeline.serial()}", settings)
+
+
+def join_under_a_wide_name(world: "World") -> None:
+    """A name that fits by its characters and is too long by its bytes."""
+    WideName(world)
 
 
 FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
@@ -153,8 +159,9 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
         (cut_network, 2),
         (fill_disk, 1),
         (jump_broker_clocks, 1),
-        (jump_wall_clock, 1),
+        (drift_clock, 1),
         (change_settings, 2),
+        (join_under_a_wide_name, 1),
     )
 }
 """Every fault and how often it happens, beside the others."""

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simulation.actor import require
 
-from broker.awake_clock import LONGEST_TURN_S, MAX_UNJUDGED_S
+from broker.state.broker_state import State
 from broker.state.effects import Address, Effect, Event, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.machine import Machine
-from broker.state.table import ClientRecord, State, StepRecord
-from slimebus import messages as m
+from broker.state.records import Client
+from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNJUDGED_S
+from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -28,6 +29,9 @@ class Invariants:
     def __init__(self, world: "World") -> None:
         self.world = world
         self._turns = 0
+        self._in_charge = b""
+        self._left: dict[str, str] = {}
+        self._freed: set[str] = set()
         self._parked: Counter[Address] = Counter()
         self._heard: dict[int, float] = {}
         self._held: dict[int, Group] = {}
@@ -40,18 +44,19 @@ class Invariants:
         """The broker has read its state back."""
         self._parked.clear()
         self._heard.clear()
+        self._note_freed(self._machine.state)
         self.deep(self._machine)
         require(_durable(self.world.broker.restored().state) == _durable(self._machine.state), "two restores of one disk differ")
 
     def arrived(self, event: Event) -> None:
         """A request has reached the broker, which may read it later."""
-        state = self._machine.state
-        client = state.clients.get(event.sender)
-        if isinstance(event.message, m.Heartbeat) and client is not None and client.epoch == event.epoch:
-            for lease in event.message.leases:
-                group = state.groups.by_lease.get(lease)
-                if group is not None and event.sender in (group.worker, group.second and group.second.worker):
-                    self._heard[lease] = max(self.world.now, self.world.broker.stopped_until)
+        state, beat = self._machine.state, event.message
+        client, held = state.clients.get(event.sender), state.groups.by_worker.get(event.sender)
+        if not isinstance(beat, m.Heartbeat) or client is None or held is None or client.epoch != event.epoch:
+            return
+        agrees = (beat.num_leases, beat.lease_sum) == (len(held.groups), sum(held.groups) % m.LEASE_SUM_MODULUS)
+        spoken_of = held.groups.keys() & set(beat.leases or ()) if not agrees else held.groups.keys()
+        self._heard.update(dict.fromkeys(spoken_of, max(self.world.now, self.world.broker.stopped_until)))
 
     def before_tick(self, machine: Machine) -> None:
         self._held = dict(machine.state.groups.by_lease)
@@ -90,6 +95,11 @@ class Invariants:
         for put, had_lease in self._asked:
             result = getattr(replies.get(events[0].to), "result", "")
             require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
+        for event in events:
+            if isinstance(event.message, m.Reject):
+                self._note_rejected(machine.state.meta.lineage, event.message)
+            if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
+                self._in_charge = event.to.peer
         if len(events) == 1:
             self._check_trainer(machine, events[0], replies.get(events[0].to))
         for message in replies.values():
@@ -101,12 +111,18 @@ class Invariants:
     def committed(self, machine: Machine) -> None:
         """A turn is on the disk, and nobody is answered yet."""
         self._turns += 1
+        self._note_freed(machine.state)
         if self._turns % DEEP_EVERY == 0:
             self.deep(machine)
         if self._turns % RESTORE_EVERY == 0:
             live, stored = _durable(machine.state), _durable(self.world.broker.restored().state)
             for name in live:
                 require(live[name] == stored[name], f"{name} on disk is not what the broker holds: {_difference(live[name], stored[name])}")
+
+    def _note_freed(self, state: State) -> None:
+        left = {name: group.phase for name, group in state.groups.by_id.items() if group.kind == TRAIN}
+        self._freed |= {name for name, phase in self._left.items() if phase == COMMITTED and name not in left}
+        self._left = left
 
     @property
     def _machine(self) -> Machine:
@@ -141,12 +157,12 @@ class Invariants:
         return process is None or client is None or client.instance != process.instance
 
     def _check_trainer(self, machine: Machine, event: Event, reply: m.Message | None) -> None:
-        """Only the newest trainer is served."""
-        trains = isinstance(event.message, m.Resume | m.Publish | m.Batch | m.Fetch | m.Commit | m.Finish)
+        """Only the trainer that resumed last is served."""
+        trains = isinstance(event.message, m.Resume | m.Publish | m.Batch | m.Fetch | m.Reject | m.Commit | m.Finish)
         if not trains or reply is None or isinstance(reply, m.Error):
             return
-        newest = max((c.epoch for c in machine.state.clients.values() if c.role == "trainer"), default=0)
-        require(event.epoch == newest, f"trainer {event.sender} of epoch {event.epoch} is served beside {newest}")
+        is_alone = event.to.peer == self._in_charge or self.world.account.lost_suffix
+        require(is_alone, f"{event.to.peer!r} is served as trainer beside {self._in_charge!r}")
 
     def _check_bound(self, reply: m.BatchReply) -> None:
         """The bound in force holds for every group handed out."""
@@ -165,18 +181,22 @@ class Invariants:
     def _check_grant(self, state: State, reply: m.LeaseReply) -> None:
         for leased in reply.groups:
             group = state.groups.by_lease.get(leased.lease)
-            if group is None or group.kind != TRAIN or not group.lineage or state.lease_since.get(leased.lease) != state.now:
+            if group is None or group.kind != TRAIN or not group.lease.lineage or state.lease_since.get(leased.lease) != state.now:
                 continue
-            if group.second is None or group.second.lease != leased.lease:  # a second lease lets no group in
-                self._check_pace(state, group)
+            self._check_pace(state, group)
 
     def _check_pace(self, state: State, group: Group) -> None:
         """A group is let in only if it is still fresh when its turn comes: floor(N / B) <= w + eta, N counted from the first free step."""
-        ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.admitted < group.admitted for g in state.groups.by_id.values())
+        ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.lease.id < group.lease.id for g in state.groups.by_id.values())
         chosen = [step for step, record in state.steps.items() if not record.is_committed]
         step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // state.rules.batch_size
-        lag = self.world.version_of(step) - group.lease_version
-        require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease_version} is let in for step {step}")
+        lag = self.world.version_of(step) - group.lease.version
+        require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease.version} is let in for step {step}")
+
+    def _note_rejected(self, lineage: str, reject: m.Reject) -> None:
+        """These batches are chosen anew."""
+        for key in [key for key in self.world.handed_out if key[0] == lineage and key[1] >= reject.step]:
+            del self.world.handed_out[key]
 
     def handed_out(self, machine: Machine, reply: m.BatchReply) -> None:
         """A batch leaves the broker: the same step of a timeline has the same groups, each once."""
@@ -202,16 +222,11 @@ class Invariants:
         source, meta = self.world.scenario.source, state.meta
         in_play = {name for name, group in state.groups.by_id.items() if group.kind == TRAIN}
         ended = set(self.world.broker.disk.tables["ended"])
-        kept = [msgspec.msgpack.decode(record, type=StepRecord) for record in self.world.broker.disk.tables["freed"].values()]
-        freed = {name for record in [*kept, *state.steps.values()] if record.step < meta.floor for name in record.groups}
-        num_drawn = meta.moves.get("source>queued drawn", 0)
-        drawn = {source.id_at(position) for position in range(meta.cursor - num_drawn, meta.cursor)}
-        found = in_play | ended | freed
-        require(found == drawn, f"lost {sorted(drawn - found)}, invented {sorted(found - drawn)}")
-        require(
-            len(in_play) + len(ended) + len(freed) == len(drawn),
-            f"in two places: {sorted((in_play & ended) | (in_play & freed) | (ended & freed))}",
-        )
+        drawn = {source.id_at(position) for position in range(meta.cursor)}
+        found = in_play | ended
+        require(found <= drawn, f"invented {sorted(found - drawn)}")
+        require(drawn <= found | self._freed, f"lost {sorted(drawn - found - self._freed)}")
+        require(not in_play & ended, f"in two places: {sorted(in_play & ended)}")
 
     def _check_records(self, state: State) -> None:
         tables = self.world.broker.disk.tables
@@ -230,14 +245,13 @@ class Invariants:
         groups = state.groups
         counts = Counter((g.kind, g.phase) for g in groups.by_id.values())
         require(+groups.counts == counts, f"counted {groups.counts}, there are {counts}")
-        leased = {g.lease: g for g in groups.by_id.values() if g.phase == LEASED}
-        leased |= {g.second.lease: g for g in groups.by_id.values() if g.second is not None}
+        leased = {g.lease.id: g for g in groups.by_id.values() if g.phase == LEASED}
         require(leased == groups.by_lease, "a lease leaks")
-        require(leased.keys() == state.lease_deadlines.keys(), f"deadlines of no lease: {leased.keys() ^ state.lease_deadlines.keys()}")
-        ghosts = sorted({g.worker for g in groups.by_id.values() if g.phase == LEASED} - state.clients.keys())
+        require(leased.keys() == state.lease_since.keys(), f"times of no lease: {leased.keys() ^ state.lease_since.keys()}")
+        ghosts = sorted({g.lease.worker for g in groups.by_id.values() if g.phase == LEASED} - state.clients.keys())
         require(not ghosts, f"leases are held by {ghosts}, who are no clients")
-        ready = sorted((g.admitted, g.id) for g in groups.by_id.values() if g.phase == READY)
-        require(list(groups.ready) == ready, "the ready list is out of order")
+        ready = sorted((g.lease.id, g.id) for g in groups.by_id.values() if g.phase == READY)
+        require([(g.lease.id, g.id) for g in groups.ready] == ready, "the ready list is out of order")
         for kind in (TRAIN, EVAL):
             first = groups.first_queued(kind)
             queued = [g.position for g in groups.by_id.values() if g.kind == kind and g.phase == QUEUED]
@@ -250,36 +264,34 @@ class Invariants:
 
     def _check_deadlines(self, state: State) -> None:
         """A timer for each thing that waits, and for nothing else."""
-        overdue_s = self.world.broker.awake.now - min(state.lease_deadlines.values(), default=float("inf"))
+        timers = set(state.timers._deadline)
+        needed: set[Any] = {("unconfirmed lease", lease) for held in state.groups.by_worker.values() for lease in held.unconfirmed}
+        needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
+        overdue_s = self.world.broker.awake.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
         held_s = 10.0  # while a full disk holds the broker, nobody is judged
         require(overdue_s <= LONGEST_TURN_S + MAX_UNJUDGED_S + held_s, f"a lease outlives its deadline by {overdue_s:.1f} s")
-        timers = set(state.timers._deadline)
-        needed: set[Any] = {("lease", lease) for lease in state.lease_deadlines}
-        needed |= {("parked lease", *key) for key in state.parked_leases}
-        needed |= {("parked batch", step) for step in state.parked_batches}
-        needed |= {("parked read", name) for name in state.parked_reads}
-        needed |= {("parked evaluation", *key) for key in state.parked_evaluations}
+        needed |= {(table.name, key) for table in _parked(state) for key in table}
         needed |= {("client", name) for name in state.clients}
-        leak = {key for key in timers - needed if len(key) > 1}
+        leak = {key for key in timers - needed if key[1] is not None and (key[0] != "leases of" or key[1] not in state.groups.by_worker)}
         require(not leak and needed <= timers, f"timers that leak {leak} or lack {needed - timers}")
         waiting = sum(len(table) for table in _parked(state))
-        require(waiting <= state.rules.max_parked + len(state.parked_batches), f"{waiting} requests are parked")
+        require(waiting <= state.rules.max_parked + len(state.waiting_batches), f"{waiting} requests are parked")
 
 
-def _parked(state: State) -> list[dict[Any, Any]]:
-    return [table for name, table in vars(state).items() if name.startswith("parked_")]
+def _parked(state: State) -> list[Any]:
+    return [table for name, table in vars(state).items() if name.startswith("waiting_")]
 
 
 def _holds(state: State, name: str, put: m.Put) -> bool:
     group = state.groups.by_id.get(put.group)
     if group is None or group.phase != LEASED:
         return False
-    return any((one.worker, one.lease, one.attempt) == (name, put.lease, put.attempt) for one in (group, group.second) if one is not None)
+    return (group.lease.worker, group.lease.id) == (name, put.lease)
 
 
 def _durable(state: State) -> dict[str, dict[Any, Any]]:
     """What a restart must give back."""
-    kept = ClientRecord.__struct_fields__
+    kept = Client.__struct_fields__[: Client.__struct_fields__.index("settings")]
     return {
         "meta": {**msgspec.structs.asdict(state.meta), "source_ended": False},
         "groups": state.groups.by_id,

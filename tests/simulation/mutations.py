@@ -7,20 +7,28 @@ from unittest import mock
 
 from simulation import broker_process
 
-from broker import awake_clock
-from broker.state import admission, batches, clients, leases, staleness, timeline
+from broker import suspend_tolerant_clock
+from broker.state import admission, batches, clients, fates, leases, prompts, staleness, timeline
+from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
-from broker.state.table import State
+from broker.state.waiting import WaitingRequests
+from slimebus.bus import sample_table
 
 Patch = tuple[Any, str, Callable[..., Any]]
 
-_requeue, _delete, _changed, _sender_of = State.requeue, State.delete, State.changed, clients.sender_of
+_become, _delete, _changed, _sender_of = fates.become, State.delete, State.changed, clients.sender_of
+_park = WaitingRequests.park
 _commit = broker_process.BrokerProcess._commit
 
 
-def _keep_abandoned(state: State, group: Group, reason: str) -> None:
+def _keep_abandoned(state: State, group: Group, cause: str, reason: str = "") -> None:
     if "version of the abandoned timeline" not in reason:
-        _requeue(state, group, reason)
+        _become(state, group, cause, reason)
+
+
+def _forget_expiry(state: State, group: Group, cause: str, reason: str = "") -> None:
+    if reason != "lease expired":
+        _become(state, group, cause, reason)
 
 
 def _keep_payloads(state: State, table: Any, key: str) -> None:
@@ -38,9 +46,9 @@ def _forget_steps(state: State, table: Any, key: str | int) -> None:
         _changed(state, table, key)
 
 
-def _ignore_epoch(state: State, event: Any, now: float) -> Any:
+def _ignore_epoch(state: State, event: Any) -> Any:
     client = state.clients.get(event.sender)
-    return client if client is not None and event.epoch else _sender_of(state, event, now)
+    return client if client is not None and event.epoch else _sender_of(state, event)
 
 
 def _answer_first(process: Any, writes: Any) -> None:
@@ -65,28 +73,33 @@ def _free_too_much(state: State, checkpoint: int) -> None:
         state.delete("prompts", group.id)
 
 
-def _jumping(clock: awake_clock.AwakeClock) -> float:
+def _jumping(clock: suspend_tolerant_clock.SuspendTolerantClock) -> float:
     seen = clock.clock.monotonic()
     clock.now, clock._seen = clock.now + max(0.0, seen - clock._seen), seen
     return clock.now
 
 
-def _forget_parked(state: State, newest: Any) -> None:
-    for client in state.clients.values():
-        if client.role == "trainer" and client is not newest:
-            client.is_fenced = True
-            state.changed("clients", client.name)
-    state.parked_batches.clear()
+def _forget_parked(state: State, client: Any) -> None:
+    for step in [step for step, waiting in state.waiting_batches.items() if waiting.client == client.name]:
+        state.waiting_batches.take(step)
+
+
+def _wait_anew(waiting: Any, key: Any, event: Any, message: Any, now: float) -> None:
+    waiting.take(key)
+    _park(waiting, key, event, message, now)
 
 
 MUTATIONS: dict[str, Patch] = {
+    "a repeated request waits anew": (WaitingRequests, "park", _wait_anew),
+    "names may be of any length": (clients, "check_name", lambda what, name: None),
+    "what a put says of its samples is believed": (sample_table, "_check_attempts", lambda table, num_samples: None),
     "nothing is ever stale": (staleness, "is_stale", lambda state, group, step: False),
-    "an expired lease does not requeue": (leases, "expire", lambda state, lease: None),
-    "a rewind keeps samples of abandoned versions": (State, "requeue", _keep_abandoned),
-    "a rewind forgets freed prompts": (timeline, "_restore_freed", lambda state, group_id: None),
+    "an expired lease does not requeue": (fates, "become", _forget_expiry),
+    "a rewind keeps samples of abandoned versions": (fates, "become", _keep_abandoned),
+    "a run begun anew forgets what was freed": (prompts, "begin_anew", lambda state: None),
     "a rewind leaves old leases": (timeline, "_revoke_leases", lambda state: None),
-    "two trainers may train": (clients, "_fence_other_trainers", lambda state, newest: None),
-    "a fenced trainer's parked requests are forgotten": (clients, "_fence_other_trainers", _forget_parked),
+    "two trainers may train": (timeline, "fence_older_trainers", lambda state, newest: None),
+    "a fenced trainer's parked requests are forgotten": (clients, "_answer_fenced", _forget_parked),
     "an older process of the same name is still served": (clients, "sender_of", _ignore_epoch),
     "admission has no bound": (
         admission,
@@ -95,8 +108,8 @@ MUTATIONS: dict[str, Patch] = {
     ),
     "a put needs no lease": (
         leases,
-        "_put_refusal",
-        lambda state, group, client, done: "" if group is not None and group.phase == LEASED else "lost",
+        "_why_lost",
+        lambda group, client, done: "" if group is not None and group.phase == LEASED else "lost",
     ),
     "a repeated lease request is granted more": (Groups, "leased_at", lambda groups, worker, request: []),
     "payloads are never deleted": (State, "delete", _keep_payloads),
@@ -105,8 +118,8 @@ MUTATIONS: dict[str, Patch] = {
     "answers go out before the commit": (broker_process.BrokerProcess, "_commit", _answer_first),
     "the newest queued prompt goes first": (Groups, "first_queued", _take_newest),
     "a commit frees steps that no checkpoint has": (batches, "free", _free_too_much),
-    "the broker's own stop counts as everyone's silence": (awake_clock.AwakeClock, "advance", _jumping),
-    "a worker that leaves keeps its leases": (clients, "take_back", lambda state, group, reason, has_failed: None),
+    "the broker's own stop counts as everyone's silence": (suspend_tolerant_clock.SuspendTolerantClock, "advance", _jumping),
+    "a worker that leaves keeps its leases": (clients, "end_lease", lambda state, group, cause, reason: None),
 }
 """Name: what is replaced, and by what."""
 

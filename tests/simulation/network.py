@@ -23,16 +23,22 @@ class Network:
         """Lose everything to and from a process for a while."""
         self._cut_until[name] = self.timeline.now + seconds
 
-    def carry(self, peer: str, deliver: Act) -> None:
-        """Bring a message to or from `peer` and the broker: once, twice or never, soon or late."""
+    def carry(self, peer: str, deliver: Act, broke: Act) -> None:
+        """Bring a message to or from `peer` and the broker: once, twice or never, soon or late.
+
+        broke: the connection is lost with the message, or before it arrives; the client notices and connects again.
+        """
         if self.is_calm():
             self.timeline.later(self._delay_s(), deliver)
             return
         luck = self.random.random()
         if luck < self.loss or self._cut_until.get(peer, 0.0) > self.timeline.now:
+            broke()
             return
         for _ in range(2 if luck < self.loss + self.repeat else 1):
             is_late = self.random.random() < self.straggle
+            if is_late:
+                broke()
             self.timeline.later(self.random.uniform(*LONG_DELAY_S) if is_late else self._delay_s(), deliver)
 
     def _delay_s(self) -> float:

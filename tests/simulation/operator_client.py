@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from simulation.actor import Actor, Request
 
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World

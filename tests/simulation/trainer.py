@@ -11,14 +11,15 @@ from simulation.actor import Actor, Request, require
 from simulation.clock import Act
 from simulation.worker import Truth
 
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
     from simulation.world import World
 
-BATCH_WAIT_S = 3.0
 MEAN_STEP_S = 0.5
 CHECKPOINT_CHANCE = 0.4
+KEPT_CHECKPOINTS = 3
+REJECT_CHANCE = 0.05
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -43,13 +44,15 @@ class Trainer(Actor):
         self.loaded: set[int] = set()
         self.asked: set[int] = set()
         self.announced = m.NO_VERSION
+        self.rejected: list[int] = []
         self.is_training = self.is_done = self.has_resumed = False
         super().__init__(world, name)
 
     def crash(self, *, keep: int = -1) -> None:
-        """kill -9; it starts again from its newest checkpoint, or from an older one with `keep` of them."""
+        """kill -9; it starts again from its newest checkpoint, or from an older one with the first `keep` of them, none: anew."""
         self.die()
-        checkpoints = self.checkpoints[: max(1, keep)] if keep >= 0 else self.checkpoints
+        checkpoints = self.checkpoints[:keep] if keep >= 0 else self.checkpoints
+        checkpoints = checkpoints or [Checkpoint()]
         self.world.timeline.later(self.world.random.expovariate(0.5), lambda: self._start_again(checkpoints))
 
     def _start_again(self, checkpoints: list[Checkpoint]) -> None:
@@ -74,7 +77,7 @@ class Trainer(Actor):
             self.announced = version
             then()
 
-        self.ask(m.Publish(lineage=self.lineage, version=version, publishers=["x"]), published)
+        self.ask(m.Publish(lineage=self.lineage, version=version, publishers=["x"], digest="d"), published)
 
     def beaten(self, reply: m.HeartbeatReply) -> None:
         """A broker that lost its last moments may have to be told again."""
@@ -96,15 +99,33 @@ class Trainer(Actor):
                 self._ask_batch(step)
         self._train_if_loaded()
 
+    def _choice(self, step: int) -> int:
+        """How often the batch of a step was chosen anew: a group of it, or of a step before it, was handed back."""
+        return sum(rejected <= step for rejected in self.rejected)
+
     def _ask_batch(self, step: int) -> None:
-        self.ask(m.Batch(step=step, wait_s=BATCH_WAIT_S, trained=self.step), lambda reply, _: self._got_batch(step, reply))
+        ask, choice = m.Batch(step=step, wait_s=self.world.scenario.wait_s, trained=self.step), self._choice(step)
+        self.ask(ask, lambda reply, _: self._got_batch(step, reply) if choice == self._choice(step) else None)
 
     def _got_batch(self, step: int, reply: m.BatchReply) -> None:
         if not reply.groups:
             self._ask_batch(step)
             return
-        self.batches[step] = reply
-        self.ask(m.Fetch(groups=[g.group for g in reply.groups]), lambda answer, bulk: self._fetched(step, answer, bulk))
+        self.batches[step], choice = reply, self._choice(step)
+        ask = m.Fetch(groups=[g.group for g in reply.groups])
+        self.ask(ask, lambda answer, bulk: self._fetched(step, answer, bulk) if choice == self._choice(step) else None)
+
+    def _reject(self, step: int) -> None:
+        """A group of the batch cannot be trained: what was fetched of this step and of later ones is forgotten."""
+        self.rejected.append(step)
+        bad = self.world.random.choice(self.batches[step].groups).group
+        self.loaded = {s for s in self.loaded if s < step}
+        self.batches = {s: batch for s, batch in self.batches.items() if s < step}
+        self.ask(m.Reject(step=step, groups={bad: "luck"}), lambda *_: self._rejected(step))
+
+    def _rejected(self, step: int) -> None:
+        self.asked = {s for s in self.asked if s < step}
+        self._next()
 
     def _fetched(self, step: int, reply: m.FetchReply, bulk: list[Any]) -> None:
         groups, start = self.batches[step].groups, 0
@@ -112,14 +133,16 @@ class Trainer(Actor):
         for group, count in zip(groups, reply.num_frames, strict=True):
             self._check_payload(step, group, bulk[start : start + count])
             start += count
+        if not self.world.is_calm and self.world.random.random() < REJECT_CHANCE:
+            self._reject(step)
+            return
         self.loaded.add(step)
         self._train_if_loaded()
 
     def _check_payload(self, step: int, group: m.BatchGroup, frames: list[Any]) -> None:
         """The group is what was asked for, fresh enough for its step and of this timeline, by what its makers say."""
-        put = msgspec.msgpack.decode(frames[0], type=m.Put)
-        truth = msgspec.msgpack.decode(frames[1], type=Truth)
-        require(put.group == truth.group == group.group, f"asked for {group.group}, got {put.group}")
+        truth = msgspec.msgpack.decode(frames[-1], type=Truth)
+        require(truth.group == group.group, f"asked for {group.group}, got {truth.group}")
         require(len(truth.trained) == group.num_samples, f"{group.group}: {group.num_samples} samples, {len(truth.trained)} are good")
         versions = [v for trained in truth.trained for v in trained if v != m.NO_VERSION]
         oldest = min(versions, default=m.NO_VERSION)
@@ -153,8 +176,8 @@ class Trainer(Actor):
 
     def _save(self) -> None:
         if self.world.random.random() < CHECKPOINT_CHANCE:
-            self.checkpoints = [*self.checkpoints, Checkpoint(self.step + 1, dict(self.trained))]
-        commit = m.Commit(step=self.step, checkpoint=self.checkpoints[-1].step)
+            self.checkpoints = [*self.checkpoints, Checkpoint(self.step + 1, dict(self.trained))][-KEPT_CHECKPOINTS:]
+        commit = m.Commit(step=self.step, checkpoint=self.checkpoints[0].step)
         self.ask(commit, lambda *_: self._committed())
 
     def _committed(self) -> None:
@@ -173,12 +196,16 @@ class Trainer(Actor):
         self.is_done = True
         self.world.progressed()
         self.leave()
+        if self.world.scenario.more_steps and self.world.trainer is self:
+            self.world.extend()
 
     # --- refusals ---
 
     def refused(self, error: m.Error, request: Request) -> None:
         if isinstance(request.message, m.Goodbye) or (self.is_done and error.code == "not_joined"):  # a heartbeat behind the goodbye
             self.die()
+        elif error.code == "not_assigned" and self.rejected:
+            pass  # what was asked for before its batch was chosen anew
         elif error.code == "source_ended":
             if isinstance(request.message, m.Batch) and request.message.step == self.step:
                 self._finish()

@@ -4,15 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from simulation.actor import Actor, Request, require
+from simulation.rude import spoiled
 from simulation.scenario import WorkerPlan
 
-from slimebus import messages as m
+from slimebus.bus import messages as m
+from slimebus.bus.sample_table import TOKEN_FIELDS, SampleTable, encode_table
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 MEAN_PULL_S = 0.3
-LEASE_WAIT_S = 5.0
+RUDE_SHARE = 0.2
+"""Of the puts of a rude worker, those with something wrong."""
 LEAVE_S = 5.0
 
 
@@ -37,7 +40,7 @@ class Worker(Actor):
         self.plan, self.lineage, self.serving = plan, "", m.NO_VERSION
         self.held: dict[int, m.LeasedGroup] = {}
         self.putting: set[int] = set()
-        self.is_leasing = self.is_leaving = False
+        self.is_leasing = self.is_leaving = self.lists_leases = False
         self._wanted = ("", m.NO_VERSION)
         super().__init__(world, name)
 
@@ -46,9 +49,10 @@ class Worker(Actor):
         if self.is_dead:
             return
         self.die()
-        self.world.timeline.later(self.world.random.expovariate(0.5), self._start_again)
+        self.world.timeline.later(self.world.random.expovariate(0.5), self.start_again)
 
-    def _start_again(self) -> None:
+    def start_again(self) -> None:
+        """Another process of this name takes its place."""
         if self.world.counts_on(self):
             self.world.replace_worker(self, Worker(self.world, self.name, self.plan))
 
@@ -72,16 +76,26 @@ class Worker(Actor):
     def _finished(self) -> None:
         """Leave; should the trainer go back behind its end, whoever looks after the run starts workers again."""
         if not self.is_leaving:
-            self.world.timeline.later(10.0, lambda: None if self.world.trainer.is_done else self._start_again())
+            self.world.timeline.later(10.0, lambda: None if self.world.trainer.is_done else self.start_again())
             self.preempt()
 
     # --- weights ---
 
     def beat(self) -> m.Heartbeat:
-        return m.Heartbeat(state="serving", lineage=self.lineage, serving=self.serving, leases=list(self.held))
+        leases, lists = list(self.held), self.lists_leases
+        self.lists_leases = False
+        return m.Heartbeat(
+            state="serving",
+            lineage=self.lineage,
+            serving=self.serving,
+            num_leases=len(leases),
+            lease_sum=sum(leases) % m.LEASE_SUM_MODULUS,
+            leases=leases if lists else None,
+        )
 
     def beaten(self, reply: m.HeartbeatReply) -> None:
-        for lease in reply.lost:
+        self.lists_leases = self.lists_leases or reply.list_leases
+        for lease in [*reply.lost, *reply.surplus]:
             if lease not in self.putting:
                 self._release(lease)
         self._news(reply.lineage, reply.version)
@@ -118,7 +132,7 @@ class Worker(Actor):
         self.is_leasing = True
         needs_weights = self.world.scenario.needs_weights
         lineage, serving = (self.lineage, self.serving) if needs_weights else ("", m.NO_VERSION)
-        ask = m.Lease(want=want, wait_s=LEASE_WAIT_S, lineage=lineage, serving=serving, needs_weights=needs_weights)
+        ask = m.Lease(want=want, wait_s=self.world.scenario.wait_s, lineage=lineage, serving=serving, needs_weights=needs_weights)
         self.ask(ask, self._leased)
 
     def _leased(self, reply: m.LeaseReply, bulk: list[Any]) -> None:
@@ -152,37 +166,41 @@ class Worker(Actor):
             self._put(group, lineage, version, failed=luck < 0.2)
 
     def _put(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> None:
-        samples, truth = self._make(group, lineage, version, failed=failed)
-        frame = msgspec.msgpack.encode(truth)
-        field = m.Field(name="truth", dtype="uint8", shapes=[[len(frame)]])
-        put = m.Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage=lineage, samples=samples, fields=[field])
-        self.putting.add(group.lease)
-        self.ask(put, lambda *_: self._release(group.lease), [frame])
+        put = m.Put(group=group.group, lease=group.lease, lineage=lineage)
+        frames, wrong = self._make(group, lineage, version, failed=failed), ""
+        if self.plan.is_rude and self.world.random.random() < RUDE_SHARE and not self.world.is_calm:
+            wrong, put, frames = spoiled(self.world.random, put, frames, has_lineage=bool(lineage))
+            self.world.trace(f"{self.name} puts {group.group} with {wrong}")
 
-    def _make(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> tuple[list[m.SampleHeader], Truth]:
+        def done(reply: m.PutReply, _: list[Any]) -> None:
+            require(not wrong or reply.result != "accepted", f"a put of {group.group} with {wrong} was accepted")
+            self._release(group.lease)
+
+        self.putting.add(group.lease)
+        self.ask(put, done, frames)
+
+    def _make(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> list[bytes]:
         """Samples begun with `version`; a newer version of the same lineage may have been taken up in the middle."""
         rng, newest = self.world.random, self.serving if lineage and self.lineage == lineage else version
-        headers: list[m.SampleHeader] = []
+        table = SampleTable(num_tokens=[], versions=[], fields=[m.Field(name=name, dtype=dtype) for name, dtype in TOKEN_FIELDS.items()])
+        mask = b""
         truth = Truth(group.group, lineage, [], [])
         for i in range(group.num_samples):
             made_by = [version, newest] if version != newest and rng.random() < 0.7 else [version]
             trained = made_by[-1:] if rng.random() < 0.2 else made_by  # the loss mask may leave out what the older version made
             good = not failed and (i == 0 or self.world.is_calm or rng.random() < 0.9)
-            runs = [(m.NO_VERSION, 2), *((v, 2) for v in made_by)]
-            headers.append(
-                m.SampleHeader(
-                    num_tokens=2 + 2 * len(made_by),
-                    num_trainable=2 * len(trained),
-                    versions=runs,
-                    oldest_version=min(trained),
-                    reward=1.0 if good else None,
-                    status="completed" if good else "failed",
-                )
-            )
+            table.num_tokens.append(2 + 2 * len(made_by))
+            table.versions.append([(m.NO_VERSION, 2), *((v, 2) for v in made_by)])
+            table.reward = [*table.reward, 1.0 if good else None]
+            table.status = [*table.status, "completed" if good else "failed"]
+            mask += bytes([0] * (2 + 2 * (len(made_by) - len(trained))) + [1] * 2 * len(trained))
             if good:
                 truth.made_by += made_by
                 truth.trained.append(trained)
-        return headers, truth
+        frame = msgspec.msgpack.encode(truth)
+        table.fields.append(m.Field(name="truth", dtype="uint8", shapes=[[len(frame)]] + [[0]] * (group.num_samples - 1)))
+        total = sum(table.num_tokens)
+        return [encode_table(table), bytes(4 * total), mask, bytes(4 * total), frame]
 
     def _release(self, lease: int) -> None:
         self.putting.discard(lease)
@@ -192,8 +210,8 @@ class Worker(Actor):
     # --- refusals ---
 
     def refused(self, error: m.Error, request: Request) -> None:
-        if isinstance(request.message, m.Put) and error.code == "protocol" and self.world.account.lost_suffix:
-            self._release(request.message.lease)  # made by a version whose publish was torn off
+        if isinstance(request.message, m.Put) and error.code == "bad_samples" and (self.world.account.lost_suffix or self.plan.is_rude):
+            self._release(request.message.lease)  # spoiled, or made by a version whose publish was torn off
             return
         require(error.code in ("fenced", "not_joined"), f"{self.name}: {error.code}: {error.text}")
         if isinstance(request.message, m.Goodbye):

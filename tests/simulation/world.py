@@ -8,6 +8,7 @@ import random
 from collections import Counter, deque
 from typing import Any
 
+import msgspec
 from simulation import faults as fault_kinds
 from simulation import scenario as scenarios
 from simulation.account import Account
@@ -21,11 +22,12 @@ from simulation.worker import Worker
 
 from broker.state.effects import Address
 from broker.state.rules import Rules
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 TRACED = 40
 LONGEST_STEP_S = 150.0
 """Once faults are over, no step takes longer: four groups of the slowest worker, and the longest silence before it is noticed."""
+WORKER_RESTART_S = 12.0
 LAST_EVENT = 200_000
 
 
@@ -42,7 +44,8 @@ class World:
         self.faults: Counter[str] = Counter()
         self.processes: dict[bytes, Actor] = {}
         self.handed_out: dict[tuple[str, int], list[str]] = {}
-        self._skews: dict[str, float] = {}
+        self.clock_rates: dict[str, float] = {}
+        """Seconds that the clock of a process's machine shows for one second; 1 where it is right."""
         self._progress_at = 0.0
         self.bounds, self.batch_sizes = {self.rules.max_staleness}, {self.rules.batch_size}
         self.account = Account()
@@ -52,7 +55,7 @@ class World:
         self.broker.start()
         self.guests: list[Worker] = []
         self.trainer = Trainer(self, "t", [Checkpoint()])
-        self.workers = [Worker(self, f"w{i}", plan) for i, plan in enumerate(self.scenario.workers)]
+        self.workers = [Worker(self, self.scenario.name_of(i), plan) for i, plan in enumerate(self.scenario.workers)]
         if faults:
             fault_kinds.begin(self, only)
 
@@ -91,16 +94,42 @@ class World:
         stalled_s = self.now - max(self._progress_at, self.scenario.calm_at)
         if self.broker.is_over and not self.trainer.is_done:  # someone still needs it: it is started again
             self.broker.start()
-        if stalled_s > LONGEST_STEP_S or self.events > LAST_EVENT:
+        if stalled_s > self._longest_step_s() or self.events > LAST_EVENT:
             raise Broken(f"no progress for {stalled_s:.0f} s: {self._picture()}")
+
+    def _longest_step_s(self) -> float:
+        """A prompt that ends its worker is dead after 3 x max_attempts of them, each of which is missed for a while and starts again."""
+        rules = self.scenario.rules
+        ends_s = 3 * rules.max_attempts * (rules.client_timeout_s + WORKER_RESTART_S) if self.scenario.poison else 0.0
+        return (LONGEST_STEP_S + ends_s) * self.scenario.slowness
 
     def progressed(self) -> None:
         """The trainer has trained a step, or finished."""
         self._progress_at = self.now
 
+    def extend(self) -> None:
+        """Start a finished run again with more steps: the broker, workers and a trainer, in any order."""
+        num_steps = (self.rules.num_steps or 0) + self.scenario.more_steps
+        rules = msgspec.structs.replace(self.rules, num_steps=num_steps)
+        self.trace(f"somebody has the run go on to step {num_steps}")
+        self.faults["extend"] += 1
+        self.scenario = msgspec.structs.replace(self.scenario, rules=rules, more_steps=0)
+        done = self.trainer
+        checkpoints = [*done.checkpoints, Checkpoint(done.step, dict(done.trained))]
+        self.broker.crash(down_s=self.random.uniform(0, 3))
+        self.timeline.later(self.random.uniform(0, 6), lambda: self._train_on(done, checkpoints))
+        for worker in self.workers:
+            if worker.is_dead or worker.is_leaving:
+                self.timeline.later(self.random.uniform(0, 6), worker.start_again)
+
+    def _train_on(self, done: Trainer, checkpoints: list[Checkpoint]) -> None:
+        if self.trainer is done:
+            done.die()
+            self.trainer = Trainer(self, done.name, checkpoints)
+
     def _has_ended(self) -> bool:
         """Who comes when the broker has ended finds nobody, and gives up."""
-        if not (self.trainer.is_done and self.trainer.is_dead):
+        if self.scenario.more_steps or not (self.trainer.is_done and self.trainer.is_dead):
             return False
         return self.broker.is_over or (self._is_left_alone() and all(worker.is_dead for worker in [*self.workers, *self.guests]))
 
@@ -143,17 +172,17 @@ class World:
         process = self.processes.get(to.peer)
         self.trace(f"broker answers {to.peer.decode()} {to.request}: {m.wire_name(type(message))}")
         if process is not None:
-            self.network.carry(process.name, lambda: process.hear(to.request, message, bulk))
+            self.network.carry(process.name, lambda: process.hear(to.request, message, bulk), process.reconnect)
 
     def hint(self, hint: m.Hint) -> None:
         """Publish to every worker; each may miss it."""
         for worker in [*self.workers, *self.guests]:
             if not worker.is_dead:
-                self.network.carry(worker.name, lambda worker=worker: worker.later(0.0, lambda: worker.told(hint)))
+                self.network.carry(worker.name, lambda worker=worker: worker.later(0.0, lambda: worker.told(hint)), worker.reconnect)
 
     def new_worker(self) -> Worker:
         """One that nobody has seen before."""
-        return Worker(self, f"w{self.timeline.serial()}", scenarios.worker_plan(self.random))
+        return Worker(self, self.scenario.name_of(self.timeline.serial()), self.scenario.worker_plan(self.random))
 
     def counts_on(self, worker: Worker) -> bool:
         """False for one that another has taken the place of."""
@@ -177,18 +206,6 @@ class World:
     def version_of(self, step: int) -> int:
         """The version trained in a step: one a publish, every K steps."""
         return step // self.rules.publish_interval
-
-    def wall_of(self, name: str) -> float:
-        """The time of day on the machine where a process of this name runs."""
-        return 1e6 + self.now + self.skew_of(name)
-
-    def skew_of(self, name: str) -> float:
-        """How far that clock is ahead."""
-        return self._skews.get(name, 0.0)
-
-    def skew(self, name: str, seconds: float) -> None:
-        """Set that clock."""
-        self._skews[name] = seconds
 
     # --- telling ---
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from tiny_model import save_model
 
-from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
-from trainer import cuda_bridge
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.compat import cpu_compat
 
-cuda_bridge.import_megatron()
+cpu_compat.import_megatron()
 
-from trainer.batch import Group, Sample  # noqa: E402
-from trainer.policy import Policy  # noqa: E402
-from trainer.settings import ModelSettings, TrainerSettings  # noqa: E402
+from slimebus.bus.samples import Sample  # noqa: E402
+from trainer.batches.batch import Group  # noqa: E402
+from trainer.model.policy import Policy  # noqa: E402
 
 VOCAB_SIZE = 38
 
@@ -54,16 +55,16 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
         optimizer: OptimizerConfig | None = None,
         max_tokens_per_gpu: int = 64,
         dtype: str = "float32",
+        on_nonfinite: str = "skip",
     ) -> Policy:
         while built:
             built.pop().close()
-        settings = TrainerSettings(
-            model=ModelSettings(hf_checkpoint=str(folder), dtype=dtype),
+        config = RunConfig(
             optimizer=optimizer or OptimizerConfig(lr=1e-2, lr_warmup_iters=2),
             algorithm=algorithm or AlgorithmConfig(),
-            max_tokens_per_gpu=max_tokens_per_gpu,
+            trainer=TrainerConfig(max_tokens_per_gpu=max_tokens_per_gpu, params_dtype=dtype, on_nonfinite=on_nonfinite),
         )
-        built.append(Policy.build(settings))
+        built.append(Policy.build(config, str(folder)))
         return built[0]
 
     yield build
@@ -80,6 +81,7 @@ def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> lis
             tokens=draw.integers(0, VOCAB_SIZE, length).astype(np.int32),
             loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
             rollout_logprobs=(-3.6 + 0.2 * draw.standard_normal(length)).astype(np.float32),
+            versions=[(0, length)],
             reward=reward,
         )
 

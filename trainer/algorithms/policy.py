@@ -7,7 +7,7 @@ Brings You Off-Policy RL Training" (2025).
 
 import torch
 
-from slimebus.config.schema import AlgorithmConfig
+from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from trainer.algorithms.terms import TokenLoss, TokenTerms
 

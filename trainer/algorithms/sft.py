@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the negative log-probability of the trained tokens."""
 
-from slimebus.config.schema import AlgorithmConfig
+from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.algorithms.terms import TokenLoss, TokenTerms
 
 

@@ -1,28 +1,28 @@
-"""What is written can be listed, exported, imported, verified, saved and brought back, byte for byte."""
+"""What is written can be listed, exported, imported byte for byte, and verified."""
 
 import json
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from slimebus_command import slimebus
 
-from broker.buffer.backup import back_up, restore
-from broker.buffer.export import export_jsonl, export_safetensors
+from broker.buffer.export import export_groups
 from broker.buffer.imports import read_groups
-from broker.buffer.reader import moment_of
+from broker.buffer.reader import open_snapshot
+from broker.buffer.show import _sample as show_lines
 from broker.buffer.verify import verify
-from broker.state.groups import Group
+from broker.state.groups import Group, LeaseRecord
 from broker.state.records import Meta, StepRecord
 from broker.store import LmdbStore, Write
-from slimebus.errors import DataError, UsageError
-from slimebus.messages import Put
-from slimebus.samples import Sample, decode_group, encode_group
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.bus.samples import Sample, decode_group, encode_group
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,11 +48,6 @@ def samples(seed: int) -> list[Sample]:
     return made
 
 
-def put(name: str, seed: int) -> tuple[Put, list[bytes]]:
-    headers, fields, frames = encode_group(samples(seed))
-    return Put(group=name, lease=seed, attempt=1, lineage="L", samples=headers, fields=fields), frames
-
-
 def fill(run_dir: Path) -> None:
     """Four ready groups, two of them in step 0, one queued and one dead."""
     store = LmdbStore(run_dir / "broker", is_synced=False)
@@ -62,9 +57,9 @@ def fill(run_dir: Path) -> None:
         writes.append(Write("prompts", name, msgspec.msgpack.encode({"prompt": f"p{i}", "label": str(i), "metadata": {}})))
         group = Group(id=name, position=i, phase="queued")
         if i < 4:
-            header, frames = put(name, i)
-            parts = [msgspec.msgpack.encode(header), *frames]
-            group = Group(id=name, position=i, phase="ready", attempt=1, num_samples=2, num_frames=len(parts), lineage="L")
+            parts = encode_group(samples(i))
+            lease = LeaseRecord(lineage="L")
+            group = Group(id=name, position=i, phase="ready", num_samples=2, num_frames=len(parts), lease=lease)
             if i < 2:
                 group.phase, group.step = "assigned", 0
             writes.append(Write("payloads", name, parts))
@@ -86,70 +81,91 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return slimebus("buffer", *words)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "safetensors"])
-def test_groups_are_exported_and_imported_byte_for_byte(run_dir: Path, tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"out.{kind}"
-    with moment_of(run_dir) as moment:
-        if kind == "jsonl":
-            with path.open("wb") as file:
-                done = export_jsonl(moment, moment.groups(), file)
-        else:
-            done = export_safetensors(moment, moment.groups(), path)
-        originals = {g.id: moment.samples(g.id) for g in moment.groups()}
+@pytest.mark.parametrize("shard_bytes", [1, 1 << 20])
+def test_groups_are_exported_and_imported_byte_for_byte(run_dir: Path, tmp_path: Path, shard_bytes: int) -> None:
+    path = tmp_path / "out"
+    with open_snapshot(run_dir) as snapshot:
+        done = export_groups(snapshot, snapshot.groups(), path, shard_bytes=shard_bytes)
+        originals = {g.id: snapshot.samples(g.id) for g in snapshot.groups()}
     assert (done.groups, done.samples, done.left_out) == (6, 8, {})
-    incoming = list(read_groups(path, kind))
+    assert len(list(path.glob("*.safetensors"))) == (4 if shard_bytes == 1 else 1)
+    incoming = list(read_groups(path))
     assert [g.message.group for g in incoming] == [f"import/0/{i}" for i in range(6)]
     for group in incoming:
         original = originals[group.message.group.removeprefix("import/")]
         assert msgspec.msgpack.decode(group.frames[0])["prompt"].startswith("p")
         if original is None:
-            assert not group.message.samples
+            assert len(group.frames) == 1
             continue
         assert group.message.lineage == "L"
-        assert group.message.samples == original.header.samples
-        fields = {f.name: bytes(frame) for f, frame in zip(group.message.fields, group.frames[1:], strict=True)}
-        assert fields == {f.name: bytes(frame) for f, frame in zip(original.header.fields, original.frames, strict=True)}
-        assert len(decode_group(group.message.samples, group.message.fields, group.frames[1:])) == 2
+        assert group.frames[1:] == [bytes(frame) for frame in original.frames]
+        assert len(decode_group(group.frames[1:])) == 2
 
 
-def test_safetensors_are_read_by_the_library(run_dir: Path, tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.numpy")
-    with moment_of(run_dir) as moment:
-        export_safetensors(moment, moment.groups(["ready"]), tmp_path / "x.safetensors")
-    arrays = library.load_file(str(tmp_path / "x.safetensors"))
+def test_exported_arrays_are_read_by_the_safetensors_package(run_dir: Path, tmp_path: Path) -> None:
+    with open_snapshot(run_dir) as snapshot:
+        export_groups(snapshot, snapshot.groups(["ready"]), tmp_path / "x")
+    arrays = load_file(tmp_path / "x" / "arrays-00000.safetensors")
     assert np.array_equal(arrays["0/2/1/tokens"], samples(2)[1].tokens)
     assert np.array_equal(arrays["0/3/0/teacher"], samples(3)[0].extras["teacher"])
 
 
 def test_prompts_only_and_another_version(run_dir: Path, tmp_path: Path) -> None:
-    with moment_of(run_dir) as moment, (tmp_path / "x.jsonl").open("wb") as file:
-        export_jsonl(moment, moment.groups(["ready"]), file)
-    for group in read_groups(tmp_path / "x.jsonl", "jsonl", prompts_only=True):
-        assert (group.message.samples, len(group.frames)) == ([], 1)
-    for group in read_groups(tmp_path / "x.jsonl", "jsonl", as_version=9):
-        assert [s.versions for s in group.message.samples] == [[(9, 3)], [(9, 5)]]
-        assert {s.oldest_version for s in group.message.samples} == {9}
+    with open_snapshot(run_dir) as snapshot:
+        export_groups(snapshot, snapshot.groups(["ready"]), tmp_path / "x")
+    for group in read_groups(tmp_path / "x", prompts_only=True):
+        assert len(group.frames) == 1
+    for group in read_groups(tmp_path / "x", as_version=9):
+        assert [s.versions for s in decode_group(group.frames[1:])] == [[(9, 3)], [(9, 5)]]
+
+
+def test_an_export_that_is_damaged_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
+    with open_snapshot(run_dir) as snapshot:
+        export_groups(snapshot, snapshot.groups(["ready"]), tmp_path / "x")
+    arrays = tmp_path / "x" / "arrays-00000.safetensors"
+    arrays.write_bytes(arrays.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"arrays-00000.safetensors: the arrays of group '0/2' cannot be read"):
+        list(read_groups(tmp_path / "x"))
+    arrays.unlink()
+    with pytest.raises(DataError, match=r"arrays-00000.safetensors: the arrays of group '0/2' cannot be read"):
+        list(read_groups(tmp_path / "x"))
+
+
+def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
+    def broken() -> Iterator[Group]:
+        yield from snapshot.groups(["ready"])
+        raise KeyboardInterrupt
+
+    with open_snapshot(run_dir) as snapshot:
+        with pytest.raises(KeyboardInterrupt):
+            export_groups(snapshot, broken(), tmp_path / "x")
+        assert list(tmp_path.glob("x*")) == []
+        (tmp_path / "x").mkdir()
+        with pytest.raises(UsageError, match="exists already"):
+            export_groups(snapshot, snapshot.groups(), tmp_path / "x")
+        with pytest.raises(UsageError, match="cannot write"):
+            export_groups(snapshot, snapshot.groups(), run_dir / "broker" / "data.mdb" / "x")
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{", "not JSON"),
-        ("[1]", "expected a JSON object"),
+        ("[1]", "Expected `object`"),
         ('{"group": "a", "prompt": 1}', "has no prompt"),
-        ('{"group": "a", "prompt": {"prompt": "p"}, "sample": 0}', "not a sample"),
+        ('{"group": "a", "prompt": {"prompt": "p"}, "table": [0]}', "neither a prompt nor a group as"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(f'{{"prompt": "good"}}\n{line}\n')
     with pytest.raises(DataError, match=rf"bad.jsonl:2: .*{reason}"):
-        list(read_groups(file, "jsonl"))
+        list(read_groups(file))
 
 
 def test_a_whole_store_verifies(run_dir: Path) -> None:
-    with moment_of(run_dir) as moment:
-        report = verify(moment)
+    with open_snapshot(run_dir) as snapshot:
+        report = verify(snapshot)
     assert report.problems == []
     assert report.counts == {"meta": 1, "groups": 5, "ended": 1, "prompts": 6, "payloads": 4, "steps": 1}
     assert report.states == {"assigned": 2, "ready": 2, "queued": 1, "dead": 1}
@@ -158,11 +174,11 @@ def test_a_whole_store_verifies(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "problem"),
     [
-        (Write("payloads", "0/2", None), "group 0/2: its samples are missing"),
-        (Write("prompts", "0/4", None), "group 0/4: its prompt is missing"),
-        (Write("prompts", "0/5", None), "group 0/5: its prompt is missing"),
-        (Write("payloads", "0/4", [b"x"]), "samples of group 0/4: the group is queued"),
-        (Write("payloads", "0/2", [b"x"]), "samples of group 0/2: 1 frames, its row says 6"),
+        (Write("payloads", "0/2", None), "payloads 0/2: it is missing"),
+        (Write("prompts", "0/4", None), "prompts 0/4: it is missing"),
+        (Write("prompts", "0/5", None), "prompts 0/5: it is missing"),
+        (Write("payloads", "0/4", [b"x"]), "payloads 0/4: no group needs it"),
+        (Write("payloads", "0/2", [b"x"]), "payloads 0/2: 1 frames, its row says 6"),
         (Write("groups", "0/2", b"\xc1"), "groups 0/2: does not decode"),
         (Write("groups", "0/0", None), "step 0: its group 0/0 is missing"),
         (Write("steps", "0", None), "group 0/0: assigned, but in no step"),
@@ -176,8 +192,8 @@ def test_what_does_not_fit_together_is_named(run_dir: Path, write: Write, proble
     store = LmdbStore(run_dir / "broker", is_synced=False)
     store.commit([write])
     store.close()
-    with moment_of(run_dir) as moment:
-        assert any(problem in found for found in verify(moment).problems)
+    with open_snapshot(run_dir) as snapshot:
+        assert any(problem in found for found in verify(snapshot).problems)
 
 
 def test_a_damaged_record_is_named_left_out_of_an_export_and_hides_no_other(run_dir: Path, tmp_path: Path) -> None:
@@ -189,34 +205,17 @@ def test_a_damaged_record_is_named_left_out_of_an_export_and_hides_no_other(run_
     done = command("verify", "--run-dir", str(run_dir))
     assert done.returncode == 1
     assert "record '0/2' of table 'payloads' is damaged" in done.stdout
-    out = tmp_path / "rest.jsonl"
+    out = tmp_path / "rest"
     done = command("export", "--run-dir", str(run_dir), "--out", str(out))
     assert done.returncode == 1
     assert "left out group 0/2" in done.stderr
-    assert {json.loads(line)["group"] for line in out.read_text().splitlines()} == {"0/0", "0/1", "0/3", "0/4", "0/5"}
-
-
-def test_a_backup_is_a_run_directory_and_comes_back(run_dir: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    about = back_up(run_dir, saved)
-    assert (about["run"], about["step"], about["groups"]) == ("r", 0, 5)
-    with moment_of(saved) as moment:
-        assert verify(moment).problems == []
-    with pytest.raises(UsageError, match="holds a backup already"):
-        back_up(run_dir, saved)
-    again = restore(saved, run_dir)
-    assert again["set_aside"].endswith("broker.before-restore-1")
-    assert restore(saved, tmp_path / "new")["set_aside"] == ""
-    store = LmdbStore(tmp_path / "new" / "broker", is_synced=True)
-    assert len(list(store.scan("groups"))) == 5
-    with pytest.raises(UsageError, match=r"a broker has the store at .* open; stop it first"):
-        restore(saved, tmp_path / "new")
-    store.close()
+    assert {json.loads(line)["group"] for line in (out / "groups.jsonl").read_text().splitlines()} == {"0/0", "0/1", "0/3", "0/4", "0/5"}
 
 
 BESIDE = """
 import sys, time
 from pathlib import Path
+from broker.buffer.show import _sample as show_lines
 from broker.buffer.reader import begin
 from broker.store.lmdb_store import open_environment
 env = open_environment(Path(sys.argv[1]), is_readonly=True)
@@ -248,7 +247,7 @@ def test_another_process_that_has_it_open_sees_it_grow(tmp_path: Path) -> None:
         (["ls", "--run-dir", "RUN"], "0/2"),
         (["ls", "--run-dir", "RUN", "--state", "dead"], "the tool is down"),
         (["ls", "--run-dir", "RUN", "--reason", "tool", "--json"], '"group": "0/5"'),
-        (["show", "--run-dir", "RUN", "0/2"], "trained token ids: "),
+        (["show", "--run-dir", "RUN", "0/2"], "trained  ids "),
         (["show", "--run-dir", "RUN", "0/5"], "no samples"),
         (["show", "--run-dir", "RUN", "0/2", "--json"], '"-inf"'),
     ],
@@ -265,13 +264,12 @@ def test_a_person_sees(run_dir: Path, words: list[str], expected: str) -> None:
         (["ls", "--run-dir", "NOWHERE"], "it does not exist"),
         (["show", "--run-dir", "RUN", "0/22"], "did you mean 0/2"),
         (["show", "--run-dir", "RUN"], "no GROUP given"),
-        (["export", "--run-dir", "RUN", "--out", "x.csv"], "neither .jsonl nor .safetensors"),
+        (["export", "--run-dir", "RUN", "--out", "RUN"], "exists already"),
         (["drop", "--run-dir", "RUN"], "no GROUP given"),
         (["drop", "--run-dir", "RUN", "0/2"], "give the RUN.yaml"),
         (["replay", "--run-dir", "RUN", "0/55"], "did you mean 0/5"),
-        (["import", "--run-dir", "RUN"], "no FILE given"),
+        (["import", "--run-dir", "RUN"], "no PATH given"),
         (["verify", "word"], "is not a RUN.yaml"),
-        (["restore", "--run-dir", "RUN", "--backup", "NOWHERE"], "no store under"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run_dir: Path, words: list[str], expected: str) -> None:
@@ -281,12 +279,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(run_dir: Path, words: list[str], 
     assert expected in done.stderr
 
 
-def test_a_truncated_backup_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    back_up(run_dir, tmp_path / "saved")
-    file = tmp_path / "saved" / "broker" / "data.mdb"
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size - 8192)
-    with pytest.raises(UsageError, match="damaged"):
-        restore(tmp_path / "saved", tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    shutil.rmtree(tmp_path / "saved")
+def test_all_tokens_of_a_sample_are_shown_and_the_masked_ones_marked() -> None:
+    mask = np.array([0, 0, 1, 0, 1], np.uint8)
+    sample = Sample(tokens=np.array([5, 6, 7, 8, 9], np.int32), loss_mask=mask, rollout_logprobs=np.zeros(5, np.float32), versions=[(3, 5)])
+    _, *runs = show_lines(0, sample, None)
+    assert runs == ["  masked   ids 5 6", "  trained  ids 7", "  masked   ids 8", "  trained  ids 9"]

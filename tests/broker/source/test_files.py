@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from broker.source import FileRows, FileSource
-from slimebus.errors import DataError
-from slimebus.prompt_record import PromptKeys
+from slimebus.bus.errors import DataError
+from slimebus.bus.prompt_record import PromptKeys
 
 
 def _file(folder: Path, count: int = 10, name: str = "p.jsonl") -> str:
@@ -122,3 +122,8 @@ def test_weighted_files_take_turns_and_each_goes_round_in_its_own_epochs(tmp_pat
 def test_a_weighted_file_without_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no prompts in .*b"):
         FileRows([f"{_file(tmp_path, 4, 'a')}*2", _file(tmp_path, 0, "b")])
+
+
+def test_the_order_never_changes_between_releases(tmp_path: Path) -> None:
+    found = _prompts(FileSource(FileRows([_file(tmp_path)]), seed=0), range(10))
+    assert found == [f"p.jsonl {row}" for row in (6, 1, 0, 5, 3, 8, 7, 9, 2, 4)]

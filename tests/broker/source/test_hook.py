@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from broker.source import FileRows, HookSource, load_source
-from broker.state.table import GroupResult
-from slimebus.errors import HookError
+from broker.source.interface import GroupResult
+from slimebus.bus.errors import HookError
 
 
 class Counting:
@@ -55,7 +55,7 @@ def test_each_prompt_comes_with_the_state_behind_it() -> None:
     assert (prompt.id, prompt.position) == ("hook/7", 7)
     assert msgspec.msgpack.decode(prompt.record) == {"prompt": "p1", "label": None, "metadata": {"n": 1}}
     assert _state(source)["given"] == 1
-    source.tell(_result(7))
+    source.feedback(_result(7))
     assert _state(source)["told"] == [["hook/7", "trained", 1]]
 
 
@@ -68,8 +68,8 @@ def test_a_source_goes_on_from_its_saved_state_and_finds_metadata_in_the_store()
     after = HookSource("h", Counting())
     after.restore(saved)
     after.record_of = {prompt.id: prompt.record}.get
-    after.tell(_result(0, "requeued"))
-    after.tell(_result(0))
+    after.feedback(_result(0, "requeued"))
+    after.feedback(_result(0))
     assert _state(after) == {"given": 1, "told": [["hook/0", "requeued", 1], ["hook/0", "trained", 1]]}
 
 
@@ -87,7 +87,7 @@ def test_a_take_that_fails_changes_nothing(trouble: str, reason: str) -> None:
     hook = Counting()
     source = HookSource("h", hook)
     source.take(0)
-    source.tell(_result(0))
+    source.feedback(_result(0))
     source.saved()
     hook.trouble = trouble
     for _ in range(2):
@@ -102,11 +102,35 @@ def test_a_take_that_fails_changes_nothing(trouble: str, reason: str) -> None:
     assert msgspec.msgpack.decode(prompt.record)["prompt"] == "p2", "none was lost"
 
 
+def test_many_prompts_of_a_burst_encode_the_state_twice_and_not_for_each_prompt() -> None:
+    hook = Counting()
+    source = HookSource("h", hook)
+    saves, save = [], hook.save
+    hook.save = lambda: saves.append(1) or save()  # type: ignore[func-returns-value]
+    for number in range(100):
+        source.take(number)
+        source.feedback(_result(number))
+    assert _state(source) == {"given": 100, "told": hook.told}
+    assert len(saves) <= 2
+
+
+def test_a_take_that_fails_within_a_burst_leaves_the_takes_and_feedback_before_it() -> None:
+    hook = Counting()
+    source = HookSource("h", hook)
+    for number in range(3):
+        source.take(number)
+        source.feedback(_result(number))
+    hook.trouble = "text"
+    with pytest.raises(HookError):
+        source.take(3)
+    assert _state(source) == {"given": 3, "told": [["hook/0", "trained", 1], ["hook/1", "trained", 2], ["hook/2", "trained", 3]]}
+
+
 def test_feedback_that_came_before_a_take_that_fails_is_not_forgotten() -> None:
     hook = Counting()
     source = HookSource("h", hook)
     source.take(0)
-    source.tell(_result(0))
+    source.feedback(_result(0))
     hook.trouble = "raise"
     with pytest.raises(HookError):
         source.take(1)
@@ -127,7 +151,7 @@ def test_feedback_that_fails_is_counted_and_the_run_goes_on(caplog: pytest.LogCa
     hook.trouble = "feedback"
     source = HookSource("h", hook)
     source.take(0)
-    source.tell(_result(0))
+    source.feedback(_result(0))
     assert "group hook/0: source hook h: feedback failed: RuntimeError: no feedback" in caplog.text
     assert source.report() == {"hook": "h", "failures": 1, "last_failure": "feedback failed: RuntimeError: no feedback"}
     assert source.take(1) is not None
@@ -139,16 +163,16 @@ def test_a_state_that_cannot_be_saved_after_feedback_leaves_the_last_good_one(ca
     source.take(0)
     source.saved()
     hook.trouble = "no map"
-    source.tell(_result(0))
+    source.feedback(_result(0))
     assert source.saved() is None
     assert "its last good state is kept" in caplog.text
 
 
 def test_a_slow_source_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.source.hook.SLOW_S", -1.0)
+    monkeypatch.setattr("broker.plugins.SLOW_S", -1.0)
     caplog.set_level(logging.WARNING)
     HookSource("h", Counting()).take(0)
-    assert "source hook h: take took 0.0 s; the broker answers nobody meanwhile" in caplog.text
+    assert "source hook h: take took 0.00 s; the broker answers nobody meanwhile" in caplog.text
 
 
 @pytest.mark.parametrize(

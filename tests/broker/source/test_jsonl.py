@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from broker.source import FileRows
-from slimebus.errors import DataError
-from slimebus.prompt_record import MAX_RECORD_BYTES, PromptKeys
+from slimebus.bus.errors import DataError
+from slimebus.bus.prompt_record import MAX_RECORD_BYTES, PromptKeys
 
 
 def _write(folder: Path, content: bytes, name: str = "p.jsonl") -> str:
@@ -122,7 +122,7 @@ def test_a_gzip_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100)[:-9], "cannot be unpacked"),
+        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-9], "cannot be unpacked"),
         ("not.jsonl.gz", b"plain text", "cannot be unpacked"),
         ("p.jsonl.zst", b"", "unpack it first"),
     ],

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.source.mixture import Mixture
-from slimebus.errors import DataError
+from slimebus.bus.errors import DataError
 
 
 def _mixture(*weights: str) -> Mixture:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from broker.source import FileRows, FileSource
-from slimebus.errors import DataError
-from slimebus.prompt_record import PromptKeys
+from slimebus.bus.errors import DataError
+from slimebus.bus.prompt_record import PromptKeys
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

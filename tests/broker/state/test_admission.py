@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 
 def test_admission_stops_where_a_group_would_grow_too_old(desk: Any) -> None:

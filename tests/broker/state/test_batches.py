@@ -2,9 +2,11 @@
 
 from typing import Any
 
-import msgspec
+import pytest
+from made_samples import frames, made
 
-from slimebus import messages as m
+from broker.state import batches
+from slimebus.bus import messages as m
 
 
 def test_a_batch_is_first_in_first_out_and_the_same_until_it_is_committed(desk: Any) -> None:
@@ -55,18 +57,6 @@ def test_what_grew_too_old_is_requeued_or_dropped_and_never_handed_out(new_desk:
         assert desk.store.get("payloads", slow.group) is None
 
 
-def test_waiting_holds_the_batch_for_the_group_that_would_grow_too_old(new_desk: Any) -> None:
-    desk = new_desk(on_stale="wait", max_staleness=1)
-    desk.begin()
-    slow = desk.lease(1)[0]
-    desk.fill(2)
-    desk.train(0)
-    desk.fill(2, version=1)
-    assert desk.batch(1) == [], "version 0 is fresh enough in step 1 for the last time"
-    desk.put(slow, version=0)
-    assert slow.group in desk.batch(1)
-
-
 def test_the_bound_speaks_of_the_oldest_trainable_token(new_desk: Any) -> None:
     desk = new_desk(max_staleness=1)
     desk.begin()
@@ -74,8 +64,8 @@ def test_the_bound_speaks_of_the_oldest_trainable_token(new_desk: Any) -> None:
     for step in range(2):
         desk.fill(2, version=step)
         desk.train(step)
-    header = m.SampleHeader(num_tokens=4, num_trainable=4, versions=[(0, 1), (2, 3)], oldest_version=0, reward=1.0)
-    desk.ask("w", m.Put(group=group.group, lease=group.lease, attempt=1, lineage="L", samples=[header], fields=[]))
+    put = m.Put(group=group.group, lease=group.lease, lineage="L")
+    desk.ask("w", put, bulk=frames(made((0, 1), (2, 3))))
     assert desk.status["groups"]["ready"] == 0
 
 
@@ -104,7 +94,7 @@ def test_only_groups_of_a_batch_can_be_fetched(desk: Any) -> None:
     desk.fill(2)
     assert desk.ask("t", m.Fetch(groups=["0/0"])).code == "not_assigned"
     desk.batch(0)
-    assert desk.ask("t", m.Fetch(groups=["0/1", "0/0"])).num_frames == [1, 1]
+    assert desk.ask("t", m.Fetch(groups=["0/1", "0/0"])).num_frames == [4, 4]
 
 
 def test_the_end_of_the_source_ends_the_last_batch(new_desk: Any) -> None:
@@ -127,17 +117,91 @@ def test_a_newer_request_for_the_same_step_answers_the_older_one(desk: Any) -> N
     assert len(desk.answers[late].groups) == 2
 
 
-def test_nobody_is_waited_for_when_nobody_makes_anything(new_desk: Any) -> None:
-    """`wait` holds a batch back for groups in flight; what is ready and too much for its last step holds back nothing."""
-    desk = new_desk(on_stale="wait", max_staleness=0, batch_size=2)
-    desk.begin()
-    desk.fill(2)
-    desk.state.rules = msgspec.structs.replace(desk.state.rules, batch_size=1)  # the second group would be too old for step 1
-    assert len(desk.batch(0)) == 1
-
-
 def test_a_trainer_that_has_committed_more_than_the_broker_knows_is_told(desk: Any) -> None:
     desk.fill(2)
     reply = desk.ask("t", m.Batch(step=3, wait_s=5.0, trained=2))
     assert (reply.code, "before 2, this broker knows of those before 0" in reply.text) == ("step", True)
     assert desk.ask("t", m.Batch(step=0, wait_s=5.0)).groups
+
+
+def test_samples_of_trained_steps_count_in_the_status_and_too_many_are_told(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "WARN_KEPT_STEPS", 2)
+    for step in range(4):
+        desk.fill(2, step)
+        desk.train(step)
+    groups = desk.status["groups"]
+    assert groups["committed"] == 8
+    assert groups["committed_bytes"] == sum(g.size_bytes for g in desk.state.groups.by_id.values() if g.phase == "committed") > 0
+    assert [note[:31] for note in desk.notes if "trained steps" in note] == [f"the samples of {n} trained steps "[:31] for n in (2, 4)]
+    desk.ask("t", m.Commit(step=3, checkpoint=4))
+    assert desk.status["groups"]["committed_bytes"] == 0
+
+
+def test_a_trainer_that_asks_for_more_steps_than_may_wait_is_told_busy(new_desk: Any) -> None:
+    desk = new_desk(max_parked_per_client=4)
+    desk.begin()
+    waiting = [desk.send("t", m.Batch(step=step, wait_s=60.0)) for step in range(4)]
+    refused = desk.ask("t", m.Batch(step=4, wait_s=60.0))
+    assert (refused.code, refused.retryable) == ("busy", True)
+    assert "4 batch requests of t wait already" in refused.text
+    assert desk.ask("t", m.Batch(step=3, wait_s=60.0), request=waiting[3]) is None, "a repeat of one that waits goes on waiting"
+    desk.fill(2)
+    assert waiting[0] in desk.answers
+    assert desk.ask("t", m.Batch(step=4, wait_s=60.0)) is None, "there is room again"
+
+
+def test_a_fetch_and_a_read_hold_the_groups_that_fit_and_the_rest_come_when_asked_again(new_desk: Any) -> None:
+    desk = new_desk(batch_size=4, samples_per_prompt=1)
+    desk.state.max_message_bytes = 256 << 20
+    desk.begin()
+    desk.join("critic", "consumer")
+    for group, num_tokens in zip(desk.lease(4), (3_000_000, 3_000_000, 8_000_000, 10), strict=True):  # 9 B a token; 64 MiB fit
+        put = m.Put(group=group.group, lease=group.lease, lineage="L")
+        answer = desk.ask("w", put, bulk=frames(*[made((0, num_tokens // group.num_samples))] * group.num_samples))
+        assert isinstance(answer, m.PutReply), answer
+    wanted, pages = desk.batch(0), []
+    while wanted:
+        pages.append(len(desk.ask("t", m.Fetch(groups=wanted)).num_frames))
+        wanted = wanted[pages[-1] :]
+    assert pages == [2, 1, 1], "a group larger than an answer comes alone"
+    position, read = 0, []
+    while groups := desk.ask("critic", m.Read(count=64, wait_s=0.0, after=position)).groups:
+        read.append(len(groups))
+        position = groups[-1].position
+    assert read == [2, 1, 1]
+
+
+def test_a_commit_repeated_after_a_restart_of_the_broker_is_acknowledged_and_changes_nothing(desk: Any) -> None:
+    desk.fill(2)
+    desk.train(0, checkpoint=1)
+    desk.fill(2, 1)
+    before = [desk.status[name] for name in ("step", "groups", "moves", "lag")]
+    desk.restart()
+    for _ in range(2):
+        assert desk.ask("t", m.Commit(step=0, checkpoint=1, unused={"0/0": "again"})) == m.Ok()
+    assert [desk.status[name] for name in ("step", "groups", "moves", "lag")] == before
+    assert not [reason for reason in desk.status["counted"] if "again" in reason]
+    assert desk.batch(1)
+
+
+LINES = "a\nb\x1b[31m\u2028" + "x" * 10_000
+
+
+def test_text_of_a_peer_is_one_bounded_printable_line_wherever_it_is_kept_or_told(desk: Any) -> None:
+    one, two, three = desk.lease(3)
+    desk.ask("w", m.GiveBack(group=one.group, lease=one.lease, outcome="fail", reason=LINES))
+    desk.put(two)
+    desk.put(three)
+    desk.batch(0)
+    desk.ask("t", m.Reject(step=0, groups={two.group: LINES}))
+    desk.fill(1)
+    desk.batch(0)
+    desk.publish(1)
+    desk.ask("t", m.Commit(step=0, unused={three.group: LINES}))
+    desk.ask("c", m.Edit(action="drop", groups=[two.group], reason=LINES), run="")
+    refused = desk.ask("t", m.Publish(lineage="a\nb", version=1, publishers=[], digest="d"))
+    desk.ask("t", m.Finish(reason=LINES))
+    kept = [group.reason for group in desk.state.groups.by_id.values()] + list(desk.notes)
+    kept += [*desk.status["moves"], *desk.status["counted"], *desk.status["waste"], refused.text]
+    assert [text for text in kept if not text.isprintable() or len(text) > 5000] == []
+    assert any("a\\nb" in text for text in desk.status["counted"])

@@ -11,8 +11,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from made_samples import frames, made
 
-from slimebus import messages as m
+from slimebus.bus import messages as m
 
 MAX_CALM_ROUNDS = 40
 ETAS = [0, 1, 2, 4, math.inf]
@@ -26,7 +27,7 @@ class Run:
         self.held: list[tuple[m.LeasedGroup, int]] = []
         self.chosen: dict[int, m.BatchReply] = {}
         self.promised: dict[int, int] = {0: 0}
-        self.step = self.checkpoint = 0
+        self.step = self.checkpoint = self.oldest = 0
         self.lineage, self.version = "L0", 0
         desk.begin(lineage=self.lineage)
 
@@ -43,14 +44,10 @@ class Run:
         if self.held:
             group, version = self.held.pop(number % len(self.held))
             runs = [(version, 2), (self.version, 2)]
-            header = m.SampleHeader(
-                num_tokens=4, num_trainable=4, versions=runs, oldest_version=min(version, self.version), reward=float(number % 2)
-            )
-            other = m.SampleHeader(num_tokens=2 + number % 7, num_trainable=0, versions=[(-1, 2 + number % 7)], reward=1.0)
-            message = m.Put(
-                group=group.group, lease=group.lease, attempt=group.attempt, lineage=self.lineage, samples=[header, other], fields=[]
-            )
-            assert self.desk.ask("w", message).result in ("accepted", "discarded")
+            samples = [made(*runs, reward=float(number % 2)), *(made((-1, 2 + number % 7)) for _ in range(max(1, group.num_samples - 1)))]
+            message = m.Put(group=group.group, lease=group.lease, lineage=self.lineage)
+            bulk = frames(*samples, num_samples=group.num_samples)
+            assert self.desk.ask("w", message, bulk=bulk).result in ("accepted", "discarded")
 
     def give_back(self, number: int) -> None:
         if self.held:
@@ -86,7 +83,8 @@ class Run:
             self.desk.publish(self.version, self.lineage)
             if number % 2:
                 self.checkpoint = self.step + 1
-            assert self.desk.ask("t", m.Commit(step=self.step, checkpoint=self.checkpoint)) == m.Ok()
+                self.oldest = max(self.oldest, self.checkpoint - 2)
+            assert self.desk.ask("t", m.Commit(step=self.step, checkpoint=self.oldest)) == m.Ok()
             self.step += 1
 
     def change(self, number: int) -> None:
@@ -98,7 +96,7 @@ class Run:
             {"rollout_batch_size": size, "over_sampling_batch_size": 0},
             {"rollout_batch_size": size, "over_sampling_batch_size": size + n},
             {"update_weights_interval": 1 + pick % 3},
-            {"on_stale": ["requeue", "drop", "wait"][pick % 3]},
+            {"on_stale": ["requeue", "drop"][pick % 2]},
             {"batch_tokens": [0, 10, 60][pick % 3]},
             {"n_samples_per_prompt": size},
             {"buffer_capacity": [0, 4, 9][pick % 3]},
@@ -111,8 +109,8 @@ class Run:
         self.desk.restart()
 
     def rewind(self, number: int) -> None:
-        """The trainer ends and begins again at its checkpoint, or behind what it has, at the version it had then."""
-        step = max(0, self.checkpoint - number % 3)
+        """The trainer ends and begins again at a checkpoint that it keeps, at the version it had then."""
+        step = max(self.oldest, self.checkpoint - number % 3)
         self.lineage = f"L{self.desk.request}"
         self.version = self.promised[step]
         self.desk.begin(step, self.version, self.lineage)

@@ -4,19 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from made_samples import frames, made
 
-from broker.state.buffer_filter import BatchWanted, ReadyGroup, spread
-from slimebus import messages as m
-from slimebus.errors import HookError
+from broker.buffer_filter import ReadyGroup, buffer_filter
+from broker.state.leases import mean_and_deviation
+from broker.state.records import BatchWanted
+from slimebus.bus import messages as m
+from slimebus.bus.errors import HookError
 
 
 def put_sized(desk: Any, group: m.LeasedGroup, num_tokens: int, version: int = 0) -> m.PutReply:
-    header = m.SampleHeader(
-        num_tokens=num_tokens, num_trainable=num_tokens, versions=[(version, num_tokens)], oldest_version=version, reward=1.0
-    )
-    reply: m.PutReply = desk.ask(
-        "w", m.Put(group=group.group, lease=group.lease, attempt=group.attempt, lineage="L", samples=[header], fields=[])
-    )
+    put = m.Put(group=group.group, lease=group.lease, lineage="L")
+    reply: m.PutReply = desk.ask("w", put, bulk=frames(made((version, num_tokens))))
     return reply
 
 
@@ -93,7 +92,7 @@ def test_on_policy_over_sampling_cuts_off_the_slowest_and_their_prompts_come_bac
     desk.train(0)
     assert desk.status["groups"]["leased"] == 0, "what was begun with version 0 can be in no step any more"
     assert desk.status["moves"]["leased>queued surplus"] == 1
-    assert desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[groups[0].lease])).lost == [groups[0].lease]
+    assert desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[groups[0].lease])).surplus == [groups[0].lease]
     assert desk.batch(1) == []
     assert desk.status["waste"]["stale"] == {"groups": 1, "tokens": 4}, "the one that was ready and not chosen"
     assert [g.group for g in desk.lease(99, serving=1)] == ["0/0", "0/3", "0/4", "0/5"]
@@ -151,9 +150,9 @@ def test_a_finite_source_that_is_filtered_away_says_so(new_desk: Any) -> None:
 
 
 def test_spread_is_mean_and_population_deviation() -> None:
-    assert spread([1.0, 0.0, 1.0, 0.0]) == (0.5, 0.5)
-    assert spread([]) == (0.0, 0.0)
-    assert all(spread([0.1 * k] * n)[1] == 0.0 for k in range(20) for n in range(1, 20)), "whatever rounding makes of the mean"
+    assert mean_and_deviation([1.0, 0.0, 1.0, 0.0]) == (0.5, 0.5)
+    assert mean_and_deviation([]) == (0.0, 0.0)
+    assert all(mean_and_deviation([0.1 * k] * n)[1] == 0.0 for k in range(20) for n in range(1, 20)), "whatever rounding makes of the mean"
 
 
 # --- a plug-in ---
@@ -161,7 +160,7 @@ def test_spread_is_mean_and_population_deviation() -> None:
 
 def desk_with(new_desk: Any, choose: Callable[[Sequence[ReadyGroup], BatchWanted], Any], **rules: Any) -> Any:
     desk = new_desk(**({"max_staleness": 2} | rules))
-    desk.buffer_filter = choose
+    desk.buffer_filter = buffer_filter(choose)
     desk.restart()
     desk.begin()
     return desk
@@ -238,41 +237,7 @@ def test_a_buffer_filter_for_batches_of_tokens_may_not_overfill_them(new_desk: A
     assert any("3 groups of 15 tokens; at most 10 fit a batch" in note for note in desk.notes)
 
 
-# --- waiting ---
-
-
-def test_waiting_for_a_group_that_never_comes_back_has_an_end(new_desk: Any) -> None:
-    desk = new_desk(on_stale="wait", max_staleness=1, stale_wait_s=50.0)
-    desk.begin()
-    slow = desk.lease(1)[0]
-    desk.fill(2)
-    desk.train(0)
-    desk.fill(2, version=1)
-    waiting = desk.send("t", m.Batch(step=1, wait_s=600.0))
-    for _ in range(9):
-        desk.pass_time(5.0)
-        desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[slow.lease]))
-    assert "it is full and waits 5 s more" in desk.status["waiting"][0]
-    assert waiting not in desk.answers
-    desk.pass_time(5.0)
-    assert len(desk.answers[waiting].groups) == 2
-    assert desk.status["counted"]["batches that waited in vain"] == 1
-    desk.ask("w", m.Heartbeat(lineage="L", serving=1, leases=[slow.lease]))
-    desk.put(slow, version=0)
-    assert desk.status["moves"]["ready>queued stale"] == 1
-
-
-def test_waiting_that_saves_nothing_is_not_done(new_desk: Any) -> None:
-    desk = new_desk(on_stale="wait", max_staleness=3)
-    desk.begin()
-    slow = desk.lease(3)
-    desk.fill(5)
-    desk.ask("op", m.Set(key="k", settings={"max_staleness": 0}), run="")
-    assert len(desk.batch(0)) == 2, "three are in flight and five ready for this step alone: six are late whether it waits or not"
-    assert desk.put(slow[0]).result in ("accepted", "discarded")
-
-
-@pytest.mark.parametrize("on_stale", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_on_policy_with_a_slow_pace_of_versions_trains_only_the_current_one(new_desk: Any, on_stale: str, interval: int) -> None:
     desk = new_desk(max_staleness=0, publish_interval=interval, on_stale=on_stale, prompts=1000)

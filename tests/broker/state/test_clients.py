@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from slimebus import messages as m
+import msgspec
+import pytest
+
+from slimebus.bus import messages as m
 
 
 def test_the_same_instance_keeps_its_epoch_and_another_fences_it(desk: Any) -> None:
@@ -19,10 +22,11 @@ def test_the_same_instance_keeps_its_epoch_and_another_fences_it(desk: Any) -> N
 def test_a_second_trainer_fences_the_first_and_its_waiting_request(desk: Any) -> None:
     waiting = desk.send("t", m.Batch(step=0, wait_s=60.0))
     desk.join("t2", "trainer")
+    assert waiting not in desk.answers, "the first trains until the second resumes"
+    assert desk.ask("t2", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
     assert desk.answers[waiting].code == "fenced"
     assert desk.ask("t", m.Heartbeat()).code == "fenced"
     assert desk.ask("t", m.Hello(role="trainer", instance="1"), epoch=0).code == "fenced"
-    assert desk.ask("t2", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
 
 
 def test_fencing_survives_a_restart_of_the_broker(desk: Any) -> None:
@@ -35,6 +39,7 @@ def test_fencing_survives_a_restart_of_the_broker(desk: Any) -> None:
 
 def test_strangers_other_runs_and_other_roles_are_refused(desk: Any) -> None:
     assert desk.ask("nobody", m.Heartbeat()).code == "not_joined"
+    assert desk.ask("nobody", m.Heartbeat(), run="").code == "wrong_run"
     assert desk.ask("w", m.Batch(step=0, wait_s=0.0)).code == "role"
     assert desk.ask("t", m.Lease(want=1, wait_s=0.0)).code == "role"
     assert desk.ask("x", m.Hello(role="king", instance="1"), epoch=0).code == "protocol"
@@ -72,30 +77,192 @@ def test_a_hello_without_a_common_protocol_version_is_refused_with_both_ranges(d
     assert "'w' (slimebus 9.0) speaks protocol 8 to 9, this process" in answer.text
 
 
-def test_a_group_whose_worker_dies_again_and_again_is_dead_in_the_end(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=3)
-    desk.begin()
-    for instance in ("2", "3", "4"):
-        (group,) = desk.lease()
-        desk.join("w", "rollout", instance=instance)
-    assert desk.state.meta.ended == {"dead": 1}
-    assert desk.store.get("ended", group.group) is not None
-
-
 def test_a_fenced_trainer_leaves_no_timer_behind(desk: Any) -> None:
     desk.send("t", m.Batch(step=0, wait_s=60.0))
     desk.join("t2", "trainer")
-    assert ("parked batch", 0) not in desk.state.timers._deadline
+    assert ("batch", 0) in desk.state.timers._deadline, "it trains until the other resumes"
+    desk.ask("t2", m.Resume(step=0, version=0, lineage="M"))
+    assert ("batch", 0) not in desk.state.timers._deadline
 
 
-def test_a_late_hello_of_the_trainer_that_finished_does_not_reopen_the_run(desk: Any) -> None:
-    hello = m.Hello(role="trainer", instance="2", born=50.0)
-    desk.epochs["t"] = desk.ask("t", hello, epoch=0).epoch
-    assert desk.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+def test_only_the_finisher_resuming_or_another_trainer_reopens_a_finished_run(desk: Any) -> None:
     assert desk.ask("t", m.Finish()) == m.Ok()
     desk.ask("t", m.Goodbye())
-    for late in (hello, m.Hello(role="trainer", instance="0", born=40.0)):
-        desk.ask("t", late, epoch=0)
-        assert desk.ask("w", m.Heartbeat()).finished
-    desk.ask("t", m.Hello(role="trainer", instance="3", born=60.0), epoch=0)
+    for late in ("1", "0"):
+        desk.ask("t", m.Hello(role="trainer", instance=late), epoch=0)
+        assert desk.ask("w", m.Heartbeat()).finished, "a hello alone reopens nothing"
+    desk.join("t", "trainer", "3")
+    desk.ask("t", m.Resume(step=0, version=0, lineage="M"))
     assert not desk.ask("w", m.Heartbeat()).finished
+
+
+@pytest.mark.parametrize(("name", "role"), [("w", "rollout"), ("t", "trainer")])
+def test_a_late_hello_of_a_dead_process_changes_nothing_for_the_living_one(desk: Any, name: str, role: str) -> None:
+    (group,) = desk.lease()
+    for instance in ("0", "0", "00"):
+        assert isinstance(desk.ask(name, m.Hello(role=role, instance=instance), epoch=0), m.Welcome)
+    assert desk.put(group).result == "accepted"
+    assert isinstance(desk.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+    desk.restart()
+    assert isinstance(desk.ask(name, m.Heartbeat()), m.HeartbeatReply)
+
+
+def test_of_two_living_processes_of_one_name_the_newer_goes_on_and_the_older_is_told(desk: Any) -> None:
+    (group,) = desk.lease()
+    newer = desk.ask("w", m.Hello(role="rollout", instance="2"), epoch=0).epoch
+    newest = desk.ask("w", m.Hello(role="rollout", instance="3"), epoch=0).epoch
+    assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newer), m.HeartbeatReply)
+    assert desk.ask("w", m.Heartbeat(leases=[group.lease])).code == "fenced"
+    assert desk.ask("w", m.Hello(role="rollout", instance="1"), epoch=0).code == "fenced"
+    assert group.lease not in desk.state.groups.by_lease
+    assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newest), m.HeartbeatReply)
+    assert desk.ask("w", m.Heartbeat(), epoch=newer).code == "fenced"
+    assert desk.ask("w", m.Heartbeat(), epoch=newest + 1).code == "not_joined"
+
+
+def test_a_process_that_was_welcomed_before_the_broker_restarted_keeps_its_epoch(desk: Any) -> None:
+    newer = desk.ask("w", m.Hello(role="rollout", instance="2"), epoch=0).epoch
+    desk.restart()
+    newest = desk.ask("w", m.Hello(role="rollout", instance="3"), epoch=0).epoch
+    assert desk.ask("w", m.Hello(role="rollout", instance="2"), epoch=0).epoch == newer
+    assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newer), m.HeartbeatReply)
+    assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newest), m.HeartbeatReply)
+    assert desk.ask("w", m.Heartbeat(), epoch=newer).code == "fenced"
+
+
+def test_a_hello_repeated_by_a_living_process_gives_the_same_epoch_before_and_after_it_speaks(desk: Any) -> None:
+    hello = m.Hello(role="rollout", instance="2")
+    first = desk.ask("w", hello, epoch=0).epoch
+    assert desk.ask("w", hello, epoch=0).epoch == first
+    desk.ask("w", m.Heartbeat(), epoch=first)
+    assert desk.ask("w", hello, epoch=0).epoch == first
+
+
+def test_of_two_living_trainers_the_one_that_joined_later_goes_on_once_it_resumes(desk: Any) -> None:
+    desk.join("t2", "trainer")
+    desk.join("t3", "trainer")
+    desk.fill(2)
+    assert desk.train(0), "the first trains until another resumes"
+    assert desk.ask("t2", m.Batch(step=1, wait_s=0.0)).code == "not_resumed"
+    assert desk.ask("t3", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+    for older in ("t", "t2"):
+        assert desk.ask(older, m.Heartbeat()).code == "fenced"
+        assert desk.ask(older, m.Resume(step=0, version=0, lineage="N")).code == "fenced"
+    assert desk.status["lineage"] == "M"
+
+
+def test_a_trainer_that_had_only_said_hello_when_a_newer_one_resumed_is_told_to_stop(desk: Any) -> None:
+    older = desk.ask("t", m.Hello(role="trainer", instance="2"), epoch=0).epoch
+    desk.join("t2", "trainer")
+    assert desk.ask("t2", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+    assert desk.ask("t", m.Hello(role="trainer", instance="2"), epoch=0).code == "fenced"
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="N"), epoch=older).code == "fenced"
+    assert desk.ask("t2", m.Publish(lineage="M", version=0, publishers=["x"], digest="d")) == m.Ok()
+
+
+def test_a_trainer_that_is_not_known_any_more_joins_again_and_goes_on_without_a_resume(desk: Any) -> None:
+    desk.pass_time(4000.0)
+    assert desk.ask("t", m.Heartbeat()).code == "not_joined"
+    desk.join("t", "trainer")
+    assert isinstance(desk.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+
+
+def test_fenced_names_are_forgotten_in_the_end(desk: Any) -> None:
+    for number in range(3):
+        desk.join(f"t{number}", "trainer")
+        desk.ask(f"t{number}", m.Resume(step=0, version=0, lineage=f"M{number}"))
+    desk.pass_time(30.0)
+    desk.pass_time(4000.0)
+    assert not [name for name in desk.state.clients if name.startswith("t")]
+
+
+# --- a finished run that goes on ---
+
+
+def finished(new_desk: Any) -> Any:
+    desk = new_desk(num_steps=1)
+    desk.begin()
+    desk.fill(2)
+    desk.train(0)
+    assert desk.ask("t", m.Finish()) == m.Ok()
+    assert desk.ask("w", m.Heartbeat()).finished
+    return desk
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_worker_that_joins_a_restarted_broker_before_the_trainer_is_not_told_that_the_run_is_finished(
+    new_desk: Any, num_steps: int, has_left: bool
+) -> None:
+    """The run is extended, or its last checkpoint is gone: the trainer that joins says whether there is more to train."""
+    desk = finished(new_desk)
+    for name in ("w", "t") if has_left else ():
+        desk.ask(name, m.Goodbye())
+    desk.rules = msgspec.structs.replace(desk.rules, num_steps=num_steps)
+    desk.restart()
+    desk.join("w", "rollout", instance="of the next session")
+    assert not desk.ask("w", m.Heartbeat()).finished
+    assert not desk.machine.is_over
+    waits = desk.send("w", m.Lease(want=1, wait_s=60.0, lineage="M", serving=1))
+    assert waits not in desk.answers
+    desk.join("t", "trainer", instance="of the next session")
+    assert desk.ask("t", m.Resume(step=num_steps - 1, version=num_steps - 1, lineage="M")) == m.Ok()
+    desk.publish(num_steps - 1, "M")
+    if num_steps == 1:
+        assert desk.batch(0), "the samples of its only step are still here"
+        return
+    desk.ask("w", m.Heartbeat(lineage="M", serving=1))
+    assert desk.answers[waits].groups
+
+
+def test_who_was_there_when_the_run_finished_is_told_so_by_a_broker_that_was_restarted(new_desk: Any) -> None:
+    desk = finished(new_desk)
+    desk.restart()
+    assert desk.ask("t", m.Heartbeat()).finished
+    desk.join("late", "rollout")
+    assert desk.ask("late", m.Heartbeat()).finished
+
+
+def test_a_trainer_that_is_loading_is_not_waited_for_to_join(new_desk: Any) -> None:
+    desk = new_desk()
+    assert desk.status["waiting"] == ["everyone waits for a trainer to join"]
+    desk.join("t", "trainer")
+    assert desk.status["waiting"] == ["everyone waits for trainer t, which has joined and is loading"]
+
+
+# --- heartbeats ---
+
+
+def test_a_heartbeat_that_counts_the_leases_keeps_all_of_them(desk: Any) -> None:
+    groups = desk.lease(3)
+    beat = m.Heartbeat(lineage="L", serving=0, num_leases=3, lease_sum=sum(g.lease for g in groups))
+    for _ in range(4):
+        desk.pass_time(6.0)
+        assert not desk.ask("w", beat).list_leases
+    assert desk.state.groups.count("leased") == 3
+
+
+def test_a_worker_that_counts_other_leases_is_asked_for_its_list_and_told_what_is_lost(desk: Any) -> None:
+    held, _ = desk.lease(2)
+    counted = {"lineage": "L", "serving": 0, "num_leases": 2, "lease_sum": held.lease + 999}
+    assert desk.ask("w", m.Heartbeat(**counted)).list_leases
+    told = desk.ask("w", m.Heartbeat(**counted, leases=[held.lease, 999]))
+    assert (told.list_leases, told.lost, told.surplus) == (False, [999], [])
+    desk.pass_time(6.0)
+    assert not desk.ask("w", m.Heartbeat(lineage="L", serving=0, num_leases=1, lease_sum=held.lease)).list_leases, "the list is known"
+    desk.pass_time(5.0)
+    assert [g.id for g in desk.state.groups.leased_by("w")] == [held.group], "what it does not work on runs out"
+
+
+def test_a_lease_whose_answer_is_on_its_way_does_not_have_the_list_asked_for(desk: Any) -> None:
+    (first,) = desk.lease()
+    counted = m.Heartbeat(lineage="L", serving=0, num_leases=1, lease_sum=first.lease)
+    desk.ask("w", counted)
+    desk.lease()
+    assert not desk.ask("w", counted).list_leases
+
+
+def test_a_restarted_broker_knows_the_leases_that_a_heartbeat_counts(desk: Any) -> None:
+    groups = desk.lease(2)
+    desk.restart()
+    assert not desk.ask("w", m.Heartbeat(lineage="L", serving=0, num_leases=2, lease_sum=sum(g.lease for g in groups))).list_leases

@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import pytest
+from made_samples import frames, made
+
 from broker.state.effects import Address, Event
-from slimebus import messages as m
+from broker.state.groups import field_key
+from slimebus.bus import messages as m
 
 
 def test_a_group_is_leased_with_its_prompt_number_and_sampling(new_desk: Any) -> None:
     desk = new_desk(samples_per_prompt=4, sampling={"temperature": 0.7})
     desk.begin()
     (group,) = desk.lease()
-    assert (group.group, group.attempt, group.num_samples, group.kind) == ("0/0", 1, 4, "train")
+    assert (group.group, group.lease, group.num_samples, group.kind) == ("0/0", 1, 4, "train")
     assert group.sampling == {"temperature": 0.7}
 
 
@@ -27,7 +31,7 @@ def test_an_expired_lease_requeues_the_group_and_its_late_put_is_discarded(desk:
     assert desk.status["groups"]["queued"] == 1
     assert desk.put(group).result == "discarded"
     (again,) = desk.lease()
-    assert (again.group, again.attempt) == (group.group, 2)
+    assert (again.group, again.lease) == (group.group, 2)
     assert desk.status["waste"] == {"put after the lease was lost": {"groups": 1, "tokens": 4}}
 
 
@@ -57,7 +61,7 @@ def test_a_put_of_a_worker_that_does_not_hold_the_lease_is_discarded(desk: Any) 
 
 def test_failed_samples_are_left_out_and_counted(desk: Any) -> None:
     (group,) = desk.lease()
-    assert desk.put(group, rewards=(1.0, None, float("nan"), 0.0)).result == "accepted"
+    assert desk.put(group, rewards=(1.0, None, None, 0.0)).result == "accepted"
     held = desk.state.groups.by_id[group.group]
     assert (held.num_samples, held.num_failed, held.num_tokens) == (2, 2, 8)
     assert desk.status["counted"]["samples failed"] == 2
@@ -68,7 +72,7 @@ def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(new_desk:
     desk.begin()
     for attempt in (1, 2):
         (group,) = desk.lease()
-        assert (group.group, group.attempt) == ("0/0", attempt)
+        assert (group.group, group.lease) == ("0/0", attempt)
         desk.put(group, rewards=(None,))
     assert desk.status["groups"]["dead"] == 1
     assert desk.lease()[0].group == "0/1"
@@ -121,15 +125,6 @@ def test_too_many_parked_requests_are_refused_as_busy(new_desk: Any) -> None:
     assert (refused.code, refused.retryable) == ("busy", True)
 
 
-def test_a_put_whose_frames_or_runs_do_not_fit_is_refused(desk: Any) -> None:
-    (group,) = desk.lease()
-    header = m.SampleHeader(num_tokens=4, num_trainable=4, versions=[(0, 3)], oldest_version=0, reward=1.0)
-    put = m.Put(group=group.group, lease=group.lease, attempt=1, lineage="L", samples=[header], fields=[])
-    assert "cover 3 of 4 tokens" in desk.ask("w", put).text
-    assert "1 bulk frames for 0 fields" in desk.ask("w", put, bulk=[b"x"]).text
-    assert desk.put(group, version=0).result == "accepted"
-
-
 def test_tokens_of_a_version_that_was_never_published_are_refused(desk: Any) -> None:
     (group,) = desk.lease()
     assert "0 is the newest published" in desk.put(group, version=3).text
@@ -156,7 +151,7 @@ def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(new_desk:
     ]
     desk.perform(desk.machine.apply(events, desk.now))
     assert [name for name in asked if numbers[name] in desk.answers] == ["w2"]
-    assert {name for name, _ in desk.state.parked_leases} == {"w", "w3"}
+    assert {name for name, _ in desk.state.waiting_leases} == {"w", "w3"}
     desk.pass_time(5.5)
     assert "more than 0 ahead of the served version 0" in desk.answers[numbers["w"]].reason
 
@@ -185,7 +180,7 @@ def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(new_desk:
     assert desk.put(slow).result == "accepted"
     again = desk.lease(1, serving=2)[0]
     assert again.group == slow.group
-    desk.state.recent_puts.clear()  # as after a restart
+    desk.state.recent_leases.clear()  # as after a restart
     assert desk.put(slow).result == "duplicate"
     assert desk.put(again, version=2).result == "accepted"
 
@@ -200,7 +195,7 @@ def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(new_desk: A
     events = [Event(to=Address(n.encode(), i), sender=n, epoch=desk.epochs[n], run="r", message=ask) for n, i in numbers.items()]
     desk.perform(desk.machine.apply(events, desk.now))
     assert [len(desk.answers[number].groups) for number in numbers.values()] == [1, 1, 1]
-    assert not desk.state.parked_leases
+    assert not desk.state.waiting_leases
 
 
 def test_a_burst_of_one_worker_that_can_be_met_is_not_too_much_of_it(new_desk: Any) -> None:
@@ -211,3 +206,66 @@ def test_a_burst_of_one_worker_that_can_be_met_is_not_too_much_of_it(new_desk: A
     events = [Event(to=Address(b"w", i), sender="w", epoch=desk.epochs["w"], run="r", message=ask) for i in numbers]
     desk.perform(desk.machine.apply(events, desk.now))
     assert [len(desk.answers[number].groups) for number in numbers] == [1] * len(numbers)
+
+
+def test_a_put_that_nobody_could_train_is_a_failed_attempt_and_names_group_and_worker(new_desk: Any) -> None:
+    desk = new_desk(max_attempts=2)
+    desk.begin()
+    for attempt in (1, 2):
+        (group,) = desk.lease()
+        assert (group.group, group.lease) == ("0/0", attempt)
+        put = m.Put(group=group.group, lease=group.lease, lineage="L")
+        refused = desk.ask("w", put, bulk=frames(made((0, 4)), made((0, 4))))
+        assert refused.code == "bad_samples"
+        assert refused.text.startswith("put of group 0/0 by w: 2 samples of 2 attempts")
+        assert desk.ask("w", put, bulk=frames(made((0, 4)))).result == "discarded", "the lease has ended"
+    assert desk.status["groups"]["dead"] == 1
+    assert any("put of group 0/0 by w" in note for note in desk.notes)
+
+
+def test_a_bad_put_of_another_worker_ends_no_lease(desk: Any) -> None:
+    desk.join("w2", "rollout")
+    (group,) = desk.lease()
+    put = m.Put(group=group.group, lease=group.lease, lineage="L")
+    assert desk.ask("w2", put, bulk=[b"junk"]).code == "bad_samples"
+    assert desk.put(group).result == "accepted"
+
+
+def test_a_put_of_another_lineage_ends_its_lease(desk: Any) -> None:
+    (group,) = desk.lease()
+    assert desk.put(group, lineage="other").result == "discarded"
+    assert (desk.status["groups"]["leased"], desk.state.groups.by_id["0/0"].failures) == (0, 1)
+
+
+def test_the_oldest_version_is_that_of_the_trained_tokens_whatever_the_worker_says(desk: Any) -> None:
+    (group,) = desk.lease()
+    put = m.Put(group=group.group, lease=group.lease, lineage="L")
+    assert desk.ask("w", put, bulk=frames(made((m.NO_VERSION, 2), (0, 2), mask=[0, 0, 1, 1]))).result == "accepted"
+    assert desk.state.groups.by_id["0/0"].oldest_version == 0
+
+
+LONG = "\U0001f600" * 128
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda desk: desk.ask(LONG, m.Hello(role="rollout", instance="1"), epoch=0),
+        lambda desk: desk.ask("c", m.Hello(role="client", instance=LONG), epoch=0),
+        lambda desk: desk.ask("me", m.Evaluate(key=LONG), run=""),
+        lambda desk: desk.ask("me", m.Set(key=LONG), run=""),
+        lambda desk: desk.ask("c", m.Push(key=LONG), bulk=[b"\x81\xa6prompt\xa1p"]),
+        lambda desk: desk.ask("me", m.Import(group=f"import/{LONG}"), bulk=[b"\x81\xa6prompt\xa1p"], run=""),
+    ],
+)
+def test_a_name_or_key_of_128_four_byte_characters_is_refused_before_anything_changes(desk: Any, ask: Any) -> None:
+    desk.join("c", "client")
+    before = list(desk.store.scan("meta"))
+    assert ask(desk).code == "protocol"
+    assert list(desk.store.scan("meta")) == before
+
+
+def test_no_key_of_the_store_is_longer_than_lmdb_takes(desk: Any) -> None:
+    longest = "import/" + "x" * 249
+    assert desk.ask("me", m.Import(group=longest), bulk=[b"\x81\xa6prompt\xa1p"], run="").done
+    assert len(field_key(longest, "f" * 64).encode()) <= 511

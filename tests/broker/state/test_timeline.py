@@ -2,7 +2,11 @@
 
 from typing import Any
 
-from slimebus import messages as m
+import msgspec
+import pytest
+
+from slimebus.bus import messages as m
+from slimebus.bus.errors import UsageError
 
 
 def _three_steps(desk: Any, checkpoint: int) -> list[list[str]]:
@@ -30,11 +34,59 @@ def test_a_rewind_ends_the_leases_of_the_old_lineage(desk: Any) -> None:
     assert desk.lease(1, lineage="M")[0].group == group.group
 
 
-def test_a_rewind_behind_a_checkpoint_brings_the_freed_prompts_back(desk: Any) -> None:
-    trained = _three_steps(desk, checkpoint=2)
+def test_a_trainer_that_goes_back_to_any_kept_checkpoint_finds_the_samples(desk: Any) -> None:
+    trained = _three_steps(desk, checkpoint=1)
+    assert desk.ask("t", m.Commit(step=2, checkpoint=1)) == m.Ok()
+    desk.begin(step=2, version=2, lineage="M")
+    assert desk.batch(2) == trained[2]
+    desk.begin(step=1, version=1, lineage="N")
+    assert desk.batch(1) == trained[1]
+
+
+def test_a_step_behind_the_oldest_kept_checkpoint_is_refused_with_the_reason(desk: Any) -> None:
+    _three_steps(desk, checkpoint=2)
+    before = desk.status
+    refused = desk.ask("t", m.Resume(step=1, version=1, lineage="M"))
+    assert (refused.code, "is of step 2" in refused.text) == ("step", True)
+    after = desk.status
+    for key in ("step", "version", "lineage", "groups", "moves", "source"):
+        assert after[key] == before[key], key
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_run_begun_anew_samples_every_prompt_of_its_files_again(new_desk: Any, restarts: bool) -> None:
+    desk = new_desk(prompts=8, max_staleness=4)
+    desk.begin()
+    trained = [name for groups in _three_steps(desk, checkpoint=2) for name in groups]
+    dropped, leased = desk.lease(2, 3)
+    desk.ask("w", m.GiveBack(group=dropped.group, lease=dropped.lease, outcome="drop", reason="x"))
+    if restarts:
+        desk.restart()
     desk.begin(step=0, version=0, lineage="M")
-    waiting = {g.id for g in desk.state.groups.by_id.values() if g.phase in ("queued", "ready")}
-    assert waiting == {name for groups in trained for name in groups}
+    assert [g.group for g in desk.lease(9, lineage="M")] == [*trained, dropped.group, leased.group]
+    assert desk.status["groups"]["dropped"] == 0
+    assert desk.put(leased, 3).result == "discarded"
+
+
+def test_an_attempt_is_never_numbered_twice(desk: Any) -> None:
+    """A field that a consumer puts late names its group and attempt: samples of another attempt must never take it."""
+    desk.join("critic", "consumer")
+    desk.fill(2)
+    desk.train(0, checkpoint=1)
+    desk.begin(step=0, version=0, lineage="M")
+    again = desk.lease(2, lineage="M")
+    assert {g.group for g in again} == {"0/0", "0/1"}
+    assert min(g.lease for g in again) > 2
+    for group in again:
+        desk.put(group, lineage="M")
+    assert (
+        desk.ask(
+            "critic",
+            m.PutFields(group="0/0", lease=1),
+            bulk=[msgspec.msgpack.encode([m.Field(name="v", dtype="uint8", shapes=[[1]])]), b"x"],
+        ).result
+        == "gone"
+    )
 
 
 def test_a_new_broker_skips_what_a_resumed_trainer_has_trained(new_desk: Any) -> None:
@@ -52,9 +104,9 @@ def test_resume_repeated_changes_nothing_and_another_step_needs_another_lineage(
 
 
 def test_versions_follow_each_other_at_the_pace_of_the_rules(desk: Any) -> None:
-    assert desk.ask("t", m.Publish(lineage="other", version=0, publishers=[])).code == "lineage"
-    assert desk.ask("t", m.Publish(lineage="L", version=2, publishers=[])).code == "version"
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"])) == m.Ok()
+    assert desk.ask("t", m.Publish(lineage="other", version=0, publishers=[], digest="d")).code == "lineage"
+    assert desk.ask("t", m.Publish(lineage="L", version=2, publishers=[], digest="d")).code == "version"
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest="d")) == m.Ok()
     assert desk.hints[-1].publishers == ["q"]
 
 
@@ -63,12 +115,15 @@ def test_the_digest_of_a_version_reaches_whoever_joins_beats_or_listens_and_surv
     assert desk.hints[-1].digest == "00ff"
     desk.restart()
     assert desk.ask("w9", m.Hello(role="rollout", instance="i")).digest == "00ff"
-    desk.begin(step=0, version=0, lineage="M")
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
     assert desk.state.meta.digest == "", "nothing of the new lineage is published"
 
 
-def test_a_digest_of_any_length_is_not_stored(desk: Any) -> None:
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest="0" * 129)).code == "protocol"
+@pytest.mark.parametrize("digest", ["", "0" * 129])
+def test_a_version_without_a_digest_or_with_an_endless_one_is_refused(desk: Any, digest: str) -> None:
+    before = desk.state.meta.digest
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest=digest)).code == "protocol"
+    assert desk.state.meta.digest == before
 
 
 def test_a_restarted_broker_goes_on_where_it_was(desk: Any) -> None:
@@ -85,10 +140,6 @@ def test_a_restarted_broker_goes_on_where_it_was(desk: Any) -> None:
 
 
 def test_another_run_or_other_data_is_refused_by_the_store(desk: Any) -> None:
-    import pytest
-
-    from slimebus.errors import UsageError
-
     desk.fill(1)
     desk.source.fingerprint = "other numbers"
     with pytest.raises(UsageError, match="prompt data changed"):
@@ -103,6 +154,18 @@ def test_finish_tells_workers_to_leave_and_the_broker_is_over_when_they_did(desk
     assert not desk.machine.is_over
     desk.ask("t", m.Goodbye())
     assert desk.machine.is_over
+
+
+@pytest.mark.parametrize(("num_steps", "finished"), [(6, True), (7, False)])
+def test_a_finished_run_that_is_started_again_is_finished_unless_it_has_more_steps(new_desk: Any, num_steps: int, finished: bool) -> None:
+    """A worker that joins before the trainer would leave, and the trainer would wait for ever."""
+    desk = new_desk(num_steps=6)
+    desk.begin()
+    desk.ask("t", m.Finish())
+    desk.rules = msgspec.structs.replace(desk.rules, num_steps=num_steps)
+    desk.restart()
+    assert desk.ask("w", m.Heartbeat(lineage="L", serving=0)).finished == finished
+    assert desk.machine.state.is_finished == finished
 
 
 def test_samples_of_a_version_that_was_trained_further_than_the_checkpoint_are_requeued(new_desk: Any) -> None:
@@ -122,5 +185,77 @@ def test_a_late_repetition_of_an_older_publish_is_acknowledged_and_changes_nothi
     desk.fill(2)
     desk.train(0)
     desk.publish(1)
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["old"])) == m.Ok()
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["old"], digest="d")) == m.Ok()
     assert (desk.status["version"], desk.state.meta.publishers) == (1, ["p"])
+
+
+def test_the_first_publish_of_a_timeline_is_the_version_that_it_resumed_with(desk: Any) -> None:
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+    assert desk.ask("t", m.Publish(lineage="M", version=1, publishers=["p"], digest="d")).code == "version"
+    desk.publish(0, "M")
+
+
+def test_a_lineage_is_begun_once(desk: Any) -> None:
+    desk.fill(2)
+    desk.train(0)
+    desk.join("t", "trainer", "2")
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="L")).code == "lineage"
+    assert desk.ask("t", m.Resume(step=1, version=1, lineage="M")) == m.Ok()
+    desk.join("t", "trainer", "3")
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="L")).code == "lineage"
+
+
+def test_a_resume_repeated_after_its_steps_are_freed_is_acknowledged(desk: Any) -> None:
+    desk.begin(step=1, version=1, lineage="M")
+    desk.fill(2, 1, "M")
+    desk.train(1, checkpoint=2, lineage="M")
+    assert desk.ask("t", m.Resume(step=1, version=1, lineage="M")) == m.Ok()
+    assert desk.status["step"] == 2
+
+
+@pytest.mark.parametrize("order", ["worker", "trainer"])
+def test_a_finished_run_that_is_extended_goes_on_in_whatever_order_its_processes_come_back(new_desk: Any, order: str) -> None:
+    desk = new_desk(num_steps=1)
+    desk.begin()
+    desk.fill(2)
+    desk.train(0, checkpoint=1)
+    assert desk.ask("t", m.Finish()) == m.Ok()
+    for name in ("w", "t"):
+        desk.ask(name, m.Goodbye())
+    desk.rules = msgspec.structs.replace(desk.rules, num_steps=2)
+    desk.restart()
+    desk.epochs.clear()
+    if order == "worker":
+        desk.join("w", "rollout", "2")
+        assert not desk.ask("w", m.Heartbeat()).finished
+    desk.join("t", "trainer", "2")
+    if order == "trainer":
+        desk.join("w", "rollout", "2")
+    desk.begin(step=1, version=1, lineage="M")
+    desk.fill(2, 1, "M")
+    assert desk.train(1, lineage="M")
+
+
+@pytest.mark.parametrize("num_steps", [1, None])
+def test_a_finished_run_that_is_started_again_with_nothing_to_do_stays_finished(new_desk: Any, num_steps: int | None) -> None:
+    desk = new_desk(prompts=2, num_steps=num_steps)
+    desk.begin()
+    desk.fill(2)
+    desk.train(0)
+    assert desk.ask("t", m.Finish()) == m.Ok()
+    desk.restart()
+    assert desk.ask("w", m.Heartbeat()).finished
+
+
+def test_a_trainer_that_begins_at_0_where_the_run_was_further_is_warned_of(desk: Any) -> None:
+    _three_steps(desk, checkpoint=0)
+    desk.begin(step=0, version=0, lineage="a\0b\n\x1b[31m")
+    assert any("it trains from step 0, and 3 steps of this run are lost" in note for note in desk.notes)
+    assert all(note.isprintable() for note in desk.notes), "what a peer says is one line without control characters"
+
+
+def test_a_run_that_its_trainer_left_waits_for_one(desk: Any) -> None:
+    assert desk.status["state"] == "running"
+    desk.ask("t", m.Goodbye())
+    assert desk.status["state"] == "waiting for a trainer"
+    assert "everyone waits for a trainer to join" in desk.status["waiting"]

@@ -8,7 +8,7 @@ import pytest
 
 from broker.store import LmdbStore, MemoryStore, Store, Write, open_store
 from broker.store.records import pack_frames, unpack_frames
-from slimebus.errors import UsageError
+from slimebus.bus.errors import UsageError
 
 
 @pytest.fixture(params=["memory", "os", "fsync"])

@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimebus import envelope
-from slimebus.weights import codec, delta_file, messages
-from slimebus.weights.kernel import load_kernel
+from slimebus.bus import envelope
+from slimebus.weights import messages
+from slimebus.weights.codec import delta_codec
+from slimebus.weights.codec.kernel import Kernel, load_kernel
+from slimebus.weights.codec.kernel_numpy import NumpyKernel
+from slimebus.weights.files import delta_file
+from slimebus.weights.files.safetensors_file import as_weights
 from slimebus.weights.messages import Manifest, Piece, TensorEntry
-from slimebus.weights.safetensors_file import as_weights
 from slimebus.weights.tensors import NO_BASE, Weights, as_tensor
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -24,7 +27,7 @@ MESSAGES = {
 MANIFEST = Manifest(
     lineage="5f1c",
     version=42,
-    digest="d" * 32,
+    digest="d" * 64,
     base=41,
     sources=["tcp://10.0.0.2:7000"],
     tensors=[
@@ -32,15 +35,15 @@ MANIFEST = Manifest(
             name="a",
             dtype="bfloat16",
             shape=(3, 5),
-            hash="a" * 32,
+            hash="a" * 64,
             kind="delta",
             size=50,
             num_changed=2,
             payload_hash="b" * 32,
-            base_hash="c" * 32,
+            base_hash="c" * 64,
         ),
-        TensorEntry(name="b", dtype="float32", shape=(), hash="e" * 32, kind="full", size=4),
-        TensorEntry(name="c", dtype="bfloat16", shape=(2,), hash="f" * 32, kind="same"),
+        TensorEntry(name="b", dtype="float32", shape=(), hash="e" * 64, kind="full", size=4),
+        TensorEntry(name="c", dtype="bfloat16", shape=(2,), hash="f" * 64, kind="same"),
     ],
 )
 
@@ -55,23 +58,26 @@ def arrays(form: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def payload_file(form: str, zstd: bool) -> Path:
-    return GOLDEN / f"delta-format{codec.FORMAT}-{form}{'-zstd' if zstd else ''}.bin"
+    return GOLDEN / f"delta-format{delta_codec.FORMAT}-{form}{'-zstd' if zstd else ''}.bin"
 
 
-@pytest.mark.parametrize("kernel", ["numpy", "auto"])
+@pytest.mark.parametrize("kernel", [NumpyKernel(), load_kernel()], ids=["numpy", "loaded"])
 @pytest.mark.parametrize("zstd", [False, True])
 @pytest.mark.parametrize("form", FRACTIONS)
-def test_a_stored_delta_still_leads_to_its_target(form: str, zstd: bool, kernel: str) -> None:
+def test_a_stored_delta_still_leads_to_its_target(form: str, zstd: bool, kernel: Kernel) -> None:
     payload = payload_file(form, zstd).read_bytes()
     values, target = arrays(form)
-    codec.apply(payload, values, kernel=load_kernel(kernel))
+    delta_codec.apply(payload, values, kernel=kernel)
     assert np.array_equal(values, target)
-    assert codec.split_units(payload, len(values))[0].kind == {"full": codec.FULL, "sparse": codec.SPARSE, "dense": codec.DENSE}[form]
+    assert (
+        delta_codec.split_units(payload, len(values))[0].kind
+        == {"full": delta_codec.FULL, "sparse": delta_codec.SPARSE, "dense": delta_codec.DENSE}[form]
+    )
 
 
 @pytest.mark.parametrize("form", FRACTIONS)
 def test_raw_deltas_are_still_written_the_same(form: str) -> None:
-    assert codec.encode(*arrays(form), zstd=False).payload == payload_file(form, False).read_bytes()
+    assert delta_codec.encode(*arrays(form), zstd=False).payload == payload_file(form, False).read_bytes()
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -125,7 +131,7 @@ def _write_missing() -> None:
     for name, pair in chain.items():
         if not (GOLDEN / name).exists():
             delta_file.write(GOLDEN / name, *delta_file.between(*pair))
-    files = {payload_file(form, zstd): codec.encode(*arrays(form), zstd=zstd).payload for form in FRACTIONS for zstd in (False, True)}
+    files = {payload_file(form, zstd): delta_codec.encode(*arrays(form), zstd=zstd).payload for form in FRACTIONS for zstd in (False, True)}
     files |= {GOLDEN / f"{name}.msgpack": envelope.encode(message, id=7, run="r", sender="s") for name, message in MESSAGES.items()}
     files[GOLDEN / "manifest.msgpack"] = msgspec.msgpack.encode(MANIFEST)
     for path, content in files.items():

@@ -26,3 +26,9 @@ def test_advantages_of_any_group_size_sum_to_zero(size):
     got = grpo_advantages(np.arange(size, dtype=float) ** 2)
     assert got.sum() == pytest.approx(0.0, abs=1e-5)
     assert got.std() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_samples_of_one_trajectory_count_as_one_in_mean_and_deviation_by_hand():
+    # one attempt in three turns, rewarded 1, and one in a single turn, rewarded 0: mean 1/2, std 1/2
+    got = grpo_advantages(np.array([1.0, 1.0, 1.0, 0.0]), np.array([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    assert got == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slimebus.config.schema import AlgorithmConfig
+from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.algorithms.aggregation import masked_sum, token_mean
 from trainer.algorithms.kl import k1, k2, k3
 from trainer.algorithms.policy import clipped_loss, policy_loss, truncated_weight

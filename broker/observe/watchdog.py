@@ -1,0 +1,242 @@
+"""Whether the run stands still, learned from the run itself, and who it waits for.
+
+A run stands still when no step was committed for longer than its own pace explains. With the seconds between the last commits:
+
+    limit = max(stall_min_s, 4 x their 90% quantile, 1.5 x the longest)
+
+An interval enters with at most twice the limit that was in force: one long stop does not blunt the watch, a run that really becomes
+slower is learned within a few steps. Before the first step of a timeline anything that moves counts (somebody joins, a version, a
+finished group, tokens that workers report), and the limit is what is known: ten times `stall_min_s`, twice the lease, four times the
+slowest group so far.
+"""
+
+from typing import Any
+
+import msgspec
+
+from broker.observe import waits
+from broker.state import admission, choice, prompts
+from broker.state.broker_state import State
+from broker.state.clients import is_present, is_silent
+from broker.state.features import consumers
+from broker.state.pace import quantile
+from broker.state.records import Client
+from slimebus.bus.messages import NO_VERSION
+
+QUANTILE = 0.9
+TIMES_QUANTILE = 4.0
+TIMES_LONGEST = 1.5
+MAX_GROWTH = 2.0
+TIMES_MIN = 10.0
+TIMES_SLOWEST = 4.0
+MIN_LEARNED = 3
+"""Intervals before the learned limit may be below that of the first step."""
+MAX_BURST_STEPS = 8
+"""Steps committed in one burst count at most so often."""
+KEPT_INTERVALS = 16
+"""So many survive a restart of the broker."""
+MAX_NAMES = 4
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Which role the run waits for, which processes of it, and a sentence."""
+
+    role: str
+    who: list[str]
+    reason: str
+
+
+# --- watching ---
+
+
+def look(state: State) -> None:
+    """Notice what moved since the last look. Called after every burst of events; the watch begins when somebody joins."""
+    pace, meta = state.pace, state.meta
+    if not pace.num_joined and pace.mark == ():
+        return
+    if meta.next_step > pace.next_step and meta.lineage == pace.lineage:
+        _stepped(state)
+    elif _mark(state) != pace.mark:
+        _restart(state, "a trainer begins a timeline" if meta.lineage != pace.lineage else "something moves")
+    if pace.assigned != meta.next_step and meta.next_step in state.steps:
+        pace.assigned, pace.assigned_at = meta.next_step, state.now
+
+
+def _mark(state: State) -> tuple[Any, ...]:
+    """Changes when a timeline begins; before its first step also with anything that brings that step nearer."""
+    meta, pace = state.meta, state.pace
+    if pace.has_stepped and meta.lineage == pace.lineage:
+        return (meta.lineage, meta.finishing)
+    done = meta.counted.get("samples put", 0) + meta.moves.get("eval leased>done scored", 0)
+    return (meta.lineage, meta.finishing, meta.version, done, pace.num_joined, len(state.steps))
+
+
+def _stepped(state: State) -> None:
+    pace, num_steps = state.pace, state.meta.next_step - state.pace.next_step
+    if pace.has_stepped:
+        took = min((state.now - pace.since) / num_steps, MAX_GROWTH * limit_s(state))
+        pace.intervals.extend([took] * min(num_steps, MAX_BURST_STEPS))
+        state.meta.step_seconds = [round(seconds, 3) for seconds in list(pace.intervals)[-KEPT_INTERVALS:]]
+    pace.has_stepped = True
+    _restart(state, f"step {state.meta.next_step - 1} is committed")
+
+
+def _restart(state: State, what: str) -> None:
+    pace = state.pace
+    if pace.stalled_at is not None:
+        state.note(f"no longer stalled: {what} after {state.now - pace.since:.0f} s")
+    if state.meta.lineage != pace.lineage:
+        pace.has_stepped = False
+    pace.since, pace.stalled_at = state.now, None
+    pace.next_step, pace.lineage = state.meta.next_step, state.meta.lineage
+    pace.mark = _mark(state)
+    state.timers.set(("watchdog", None), state.now + limit_s(state))
+
+
+def restored(state: State) -> None:
+    """After a restart of the broker: the pace of its last steps is known, the watch begins anew."""
+    pace = state.pace
+    pace.intervals.extend(state.meta.step_seconds)
+    pace.trainer = next((c.name for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), "")
+    if state.had_members:
+        pace.lineage, pace.has_stepped = state.meta.lineage, bool(pace.intervals)
+        _restart(state, "the broker was restarted")
+
+
+# --- judging ---
+
+
+def limit_s(state: State) -> float:
+    """Seconds without a step that the run's own pace does not explain."""
+    pace, least = state.pace, state.rules.stall_min_s
+    learned = max(TIMES_QUANTILE * quantile(pace.intervals, QUANTILE), TIMES_LONGEST * max(pace.intervals, default=0.0))
+    if pace.has_stepped and len(pace.intervals) >= MIN_LEARNED:
+        return max(least, learned)
+    slowest_s = max(pace.group_seconds, default=0.0)
+    return max(TIMES_MIN * least, 2 * state.rules.lease_s, TIMES_SLOWEST * slowest_s, learned)
+
+
+def check(state: State) -> None:
+    """The deadline has come: say once who is waited for, or look again later."""
+    pace, now = state.pace, state.now
+    if state.meta.finishing or pace.stalled_at is not None:
+        return
+    num_tokens = sum(client.metrics.get("tokens", 0.0) for client in state.clients.values())
+    had_tokens, pace.num_tokens = pace.num_tokens, num_tokens
+    if not pace.has_stepped and num_tokens > had_tokens:
+        _restart(state, "workers make tokens")
+    quiet_s, limit = now - pace.since, limit_s(state)
+    if now < pace.since + limit:  # as the timer was set: rounded alike, or it would fall due again at once
+        state.timers.set(("watchdog", None), pace.since + limit)
+        return
+    pace.stalled_at = now
+    state.note(f"stalled for {quiet_s:.0f} s (limit {limit:.0f} s): {cause(state).reason}", is_warning=True)
+
+
+def report(state: State) -> dict[str, Any] | None:
+    """The `stalled` section of the status; None while the run moves, and once its trainer has finished."""
+    since_s, limit = state.now - state.pace.since, limit_s(state)
+    is_stuck = bool(state.store_problem) and since_s >= limit  # a store that takes nothing: no timer is looked at
+    if (state.pace.stalled_at is None and not is_stuck) or state.meta.finishing:
+        return None
+    return {"since_s": round(since_s, 3), "limit_s": round(limit, 3), **msgspec.structs.asdict(cause(state))}
+
+
+# --- who is waited for ---
+
+
+def cause(state: State) -> Cause:
+    """Who the run waits for now, in one sentence."""
+    meta = state.meta
+    trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
+    if state.store_problem:
+        return Cause("broker", ["store"], f"step {meta.next_step} waits for the broker's store: {state.store_problem}")
+    if trainer is None:
+        return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
+    if trainer.is_gone or is_silent(state, trainer):
+        text = f"trainer {trainer.name} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
+    elif not meta.lineage:
+        text = f"trainer {trainer.name} joined and has not said which step it trains next; {_workers(state)} for it"
+    elif meta.version == NO_VERSION:
+        text = f"{_workers(state)} for version {meta.base_version} that trainer {trainer.name} has not published"
+    elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
+        text = f"trainer {trainer.name} {_doing(state)}"
+    else:
+        return _waits_for_groups(state, trainer)
+    return Cause("trainer", [trainer.name], text)
+
+
+def _no_trainer(state: State) -> str:
+    pace = state.pace
+    if not pace.trainer:
+        return f"no trainer has joined; {_workers(state)} for one"
+    ago = f" {state.now - pace.trainer_left_at:.0f} s ago" if pace.trainer_left_at is not None else ""
+    return f"no trainer takes part: {pace.trainer} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
+
+
+def _workers(state: State) -> str:
+    count = sum(1 for c in state.clients.values() if c.role == "rollout" and is_present(c))
+    return "1 worker waits" if count == 1 else f"{count or 'no'} workers wait"
+
+
+def _doing(state: State) -> str:
+    """What the trainer does with the next step to commit, as far as the broker saw it."""
+    pace, step = state.pace, state.meta.next_step
+    if step not in state.steps:
+        return f"has not asked for batch {step}: {_ready(state)}"
+    if step not in state.fetched_steps:
+        return f"was given batch {step} {state.now - pace.assigned_at:.0f} s ago and has not fetched it"
+    begun = max(state.fetched_steps[step], pace.since if pace.has_stepped else 0.0)
+    text = f"fetched batch {step} and has been training for {state.now - begun:.0f} s"
+    if state.meta.version == state.version_of(step + 1) > state.version_of(step):
+        return f"{text}; version {state.meta.version} is published, the step is not committed"
+    return text
+
+
+def _ready(state: State) -> str:
+    return f"{choice.so_far(state, len(state.groups.ready))} ready"
+
+
+def _waits_for_groups(state: State, trainer: Client) -> Cause:
+    reason, lacking = waits.reason_for(state, state.meta.next_step), state.groups.awaiting_fields
+    if lacking and len(state.groups.ready) + len(lacking) >= state.rules.batch_size:
+        names = {who for name in consumers.missing_fields(state) for who in consumers.producers(state, name)}
+        return Cause("consumer", sorted(names)[:MAX_NAMES], reason)
+    if holders := {group.lease.worker for group in state.groups.leased_for_training()}:
+        silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c)}
+        lease, since = min(state.lease_since.items(), key=lambda item: item[1])
+        oldest = f"lease {lease} has been held for {state.now - since:.0f} s"
+        return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], f"{reason}; {oldest}")
+    why_none = prompts.why_none(state)
+    if why_none and not state.groups.first_queued():
+        return Cause("broker", ["source"], reason if why_none in reason else f"{reason}; {why_none}")
+    if choice.can_never_fill(state):
+        return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
+    return _no_leases(state, trainer, reason)
+
+
+def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
+    workers = [c for c in state.clients.values() if c.role == "rollout" and not c.is_fenced]
+    present = [c for c in workers if is_present(c)]
+    waits_for = f"trainer waits for batch {state.meta.next_step}: {_ready(state)}"
+    if not present:
+        names = [c.name for c in workers]
+        return Cause("rollout", names[:MAX_NAMES], f"{reason}{f' ({_names(names)} fell silent)' if names else ''}")
+    refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
+    unready = [c.name for c in present if admission.unready_weights(state, c)]
+    if state.num_held >= admission.capacity(state):
+        return Cause("broker", ["buffer"], f"{waits_for}; {next(iter(refusals.values()))}")
+    if len(unready) == len(present):
+        verb = "still pulls" if len(unready) == 1 else "still pull"
+        return Cause("rollout", unready[:MAX_NAMES], f"{waits_for}; {_names(unready)} {verb} version {state.meta.version}")
+    if state.meta.filtered_in_a_row >= state.rules.max_filtered:
+        return Cause("broker", ["filter"], f"{waits_for}; {admission.all_filtered(state)}")
+    if all(refusals.values()):
+        return Cause("trainer", [trainer.name], f"{reason}; trainer {trainer.name} has published version {state.meta.version}")
+    idle = [name for name, refusal in refusals.items() if not refusal]
+    return Cause("rollout", idle[:MAX_NAMES], f"{waits_for}; {_names(idle)} could work and asks for nothing")
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

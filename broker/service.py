@@ -1,0 +1,321 @@
+"""The broker process: sockets, disk and clock around the state machine.
+
+    ROUTER --burst--> Machine --effects--> one commit --> replies --> hints (XPUB)
+
+Nobody is answered before what the answer rests on is as durable as the store promises.
+"""
+
+import functools
+import gc
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.hints import HintPublisher
+from broker.keyring_watcher import KeyringWatcher, security
+from broker.reply_frames import ReplyFrames, Writes
+from broker.source import FileRows
+from broker.source.interface import PromptSource
+from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, Table, Write
+from broker.state.machine import Machine
+from broker.state.records import BufferFilter
+from broker.state.rules import Rules
+from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
+from broker.store.lmdb_store import damaged_store
+from broker.suspend_tolerant_clock import SuspendTolerantClock
+from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
+from slimebus.bus.clock import Clock, SystemClock
+from slimebus.bus.envelope import error_reply
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.messages import Error, Hint
+from slimebus.bus.security.keyring import Keyring
+from slimebus.bus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Limits, Request, Server
+from slimebus.cli.metrics import JsonLines
+
+log = logging.getLogger("slimebus.broker")
+
+MAX_IDLE_S = 0.5
+"""How often a stop request is looked for; two wake-ups a second cost nothing."""
+RESTORED_TABLES: tuple[Table, ...] = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups", "ended")
+
+
+class Broker:
+    """A bound broker with its state read back. `endpoint` and `hints.endpoint` are the addresses it got.
+
+    eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
+    limits: of the ROUTER. Raises UsageError for an address in use or a store of another run.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        source: PromptSource,
+        store: Store,
+        *,
+        run: str,
+        bind: str = "tcp://127.0.0.1:0",
+        hints_bind: str = "tcp://127.0.0.1:0",
+        eval_rows: Mapping[str, FileRows] | None = None,
+        clock: Clock | None = None,
+        metrics_path: Path | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        limits: Limits | None = None,
+        keyring: Keyring | None = None,
+        buffer_filter: BufferFilter | None = None,
+    ) -> None:
+        self.store, self.clock, self.frames = store, clock or SystemClock(), ReplyFrames(store, eval_rows or {}, self._with_own)
+        self.awake = SuspendTolerantClock(self.clock)
+        self.metrics = JsonLines(metrics_path)
+        self._uncommitted: UncommittedBurst | None = None
+        self._store_problem = ""
+        self._last_report: dict[str, Any] = {}
+        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
+        self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
+        self.endpoint = self.server.endpoint
+        try:
+            self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints if isinstance(store, LmdbStore) else "")
+        except UsageError:
+            self.server.close()
+            self.store.close()
+            raise
+        self._new_machine = functools.partial(
+            Machine,
+            rules,
+            source,
+            run=run,
+            hints=self.hints.endpoint,
+            max_message_bytes=max_message_bytes,
+            buffer_filter=buffer_filter,
+            first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
+        )
+        try:
+            self.machine = self._restored()
+        except UsageError:
+            self.close()
+            raise
+        if isinstance(store, LmdbStore):
+            store.announce(self.endpoint, self.hints.endpoint)
+        meta = self.machine.state.meta
+        self.hints.last = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest)
+
+    def _restored(self) -> Machine:
+        machine = self._new_machine()
+        rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
+        gc.disable()  # a million groups are made here and none is garbage; looking for some doubles the time
+        try:
+            machine.restore(rows, self.awake.now)
+        except (Damaged, msgspec.DecodeError, UnicodeDecodeError) as bad:
+            raise damaged_store(f"of run {self.server.run!r}", bad) from None
+        finally:
+            gc.enable()
+        return machine
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set, or the run is finished and everyone has left."""
+        try:
+            while not stop.is_set() and (self._uncommitted is not None or not self.machine.is_over):
+                self.run_once(MAX_IDLE_S)
+        finally:
+            self.close()
+
+    def run_once(self, max_wait_s: float) -> int:
+        """One burst: receive, decide, commit, answer. Returns how many requests it had."""
+        if self._uncommitted is not None:
+            return self._run_uncommitted(self._uncommitted)
+        before = self._store_problem
+        requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
+        now = self.awake.advance()
+        effects: list[Effect] = []
+        all_heard = len(requests) < self.server.burst
+        if self.keys is not None:
+            requests = self.keys.tell(requests)
+            effects += self._apply_key_changes(self.keys, now)
+        if requests or self._store_problem != before:
+            effects += self._apply(requests, now)
+        deadline = self.machine.next_deadline()
+        is_due = not requests or (deadline is not None and deadline <= now)
+        if is_due and self.awake.may_check_deadlines(all_heard=all_heard):
+            effects += self.machine.tick(now)
+        try:
+            self._perform(effects)
+        except StoreRefusal:
+            self._apply_one_by_one(requests, now)
+        self.hints.greet_subscribers()
+        return len(requests)
+
+    def _apply(self, requests: Sequence[Request], now: float) -> list[Effect]:
+        return self.machine.apply([event_of(request) for request in requests], now, store_problem=self._store_problem)
+
+    def close(self) -> None:
+        """Release addresses and store."""
+        if self._uncommitted is not None:
+            log.error("stopped with a store that cannot be written: what was not acknowledged will be asked again")
+        self._last_report = self.store.report()
+        self.metrics.flush()
+        self.hints.close()
+        self.server.close()
+        self.store.close()
+
+    def last_status(self) -> dict[str, Any]:
+        """The status as it is now; also after close."""
+        return self._with_own(self.machine.status(self.awake.advance()))
+
+    def _wait_s(self, max_wait_s: float) -> float:
+        deadline = self.machine.next_deadline()
+        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.awake.advance()))
+
+    # --- effects ---
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        """Write what is to be written, then say the rest. Raises StoreRefusal, after which nothing is written or said."""
+        writes: dict[tuple[str, str], Write] = {}
+        said: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, Write):
+                writes[effect.table, effect.key] = effect
+            else:
+                said.append(effect)
+        if self._uncommitted is not None:  # found while the burst before is said, and that found damage and a full disk at once
+            self._uncommitted = self._uncommitted.with_more(writes, said)
+            return
+        if writes:
+            try:
+                self.store.commit(list(writes.values()))
+            except StoreError as bad:
+                self._retry_later(writes, said, bad)
+                return
+        for effect in said:
+            self._emit(effect, writes)
+
+    def _apply_one_by_one(self, requests: Sequence[Request], now: float) -> None:
+        """The store will never take what one of these requests writes: that one is answered with the reason, and never happened."""
+        self.machine = self._restored()
+        for request in requests:
+            try:
+                self._perform(self._apply([request], now))
+            except StoreRefusal as bad:
+                log.error("%s of %s: %s", request.header.type, request.header.sender, bad.text)
+                self.server.reply(request, error_reply(bad))
+                self.machine = self._restored()
+
+    def _emit(self, effect: Effect, writes: Writes) -> None:
+        if isinstance(effect, Reply):
+            self._reply(effect, writes)
+        elif isinstance(effect, Notify):
+            self.hints.publish(effect.hint)
+        elif isinstance(effect, Note):
+            log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
+        elif isinstance(effect, Record):
+            self.metrics.add({"time": self.clock.wall(), **effect.row})
+
+    def _reply(self, reply: Reply, writes: Writes) -> None:
+        try:
+            bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
+        except SlimebusError as bad:
+            log.error("%s", bad.text)
+            if isinstance(bad, Damaged):
+                self._perform(self.machine.lose_record(bad.table, bad.key, self.awake.advance()))
+            self.server.answer(reply.to.peer, reply.to.request, error_reply(bad))
+        else:
+            self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
+
+    # --- a store that takes no more ---
+
+    def _admitted(self, requests: list[Request]) -> list[Request]:
+        """The requests that there is room for. Samples for which there is none are refused; what frees room always goes on."""
+        size_bytes = sum(len(frame) for request in requests for frame in request.bulk)
+        self._note_store_problem(self.store.refusal(size_bytes))
+        return [r for r in requests if not r.bulk or self._has_room(r)] if self._store_problem else requests
+
+    def _has_room(self, request: Request) -> bool:
+        text = self.store.refusal(sum(map(len, request.bulk)))
+        if text:
+            self.server.reply(request, Error(code="disk_full", text=text, retryable=True))
+        return not text
+
+    def _note_store_problem(self, text: str) -> None:
+        if text and not self._store_problem:
+            log.error("%s; no samples are taken and no groups leased until then", text)
+        elif self._store_problem and not text:
+            log.warning("the broker's store has room again; samples are taken and groups leased")
+        self._store_problem = text
+
+    def _retry_later(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
+        """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
+        now = self.clock.monotonic()
+        self._uncommitted = UncommittedBurst(
+            writes=writes, effects=effects, problem=problem, since=now, retry_at=now + RETRY_S, said_at=now
+        )
+        log.error("%s", problem.text)
+
+    def _run_uncommitted(self, burst: UncommittedBurst) -> int:
+        requests = self.server.receive(min(MAX_IDLE_S, max(0.0, burst.retry_at - self.clock.monotonic())))
+        now = self.clock.monotonic()
+        self.awake.advance()
+        for request in requests:
+            self._emit(self.machine.answer_uncommitted(event_of(request), self.hints.last, burst.problem, self.awake.now), {})
+        if now >= burst.retry_at:
+            self._retry(burst, now)
+        return len(requests)
+
+    def _retry(self, burst: UncommittedBurst, now: float) -> None:
+        try:
+            self.store.commit(list(burst.writes.values()))
+        except StoreError as bad:
+            if bad.code != burst.problem.code or now >= burst.said_at + SAY_AGAIN_S:
+                log.error("still, for %.0f s: %s", now - burst.since, bad.text)
+                burst.said_at = now
+            burst.problem, burst.retry_at = bad, now + RETRY_S
+            return
+        except StoreRefusal as bad:
+            log.error("%s; what was decided with it is forgotten, and its requests come again", bad.text)
+            self._uncommitted, self.machine = None, self._restored()
+            return
+        self._uncommitted = None
+        self._store_problem = burst.problem.text
+        log.warning("the broker's store is written again after %.1f s; nothing was lost", now - burst.since)
+        for effect in burst.effects:
+            self._emit(effect, burst.writes)
+
+    # --- keys ---
+
+    def _apply_key_changes(self, watcher: KeyringWatcher, now: float) -> list[Effect]:
+        """Act on what changed in the keys: who was let in before the change must not stay in."""
+        change = watcher.change()
+        if change is None:
+            return []
+        if change.is_renewed:
+            log.info("the broker has a new key; connections that are open stay, new ones must expect it")
+            self.server.renew_key()
+        if change.is_renewed or change.is_narrower:
+            self.hints.reopen()
+        return self.machine.revoke_keys(change.revoked, now) if change.revoked else []
+
+    def _with_own(self, status: dict[str, Any]) -> dict[str, Any]:
+        """A status with what this process alone knows: its store and its sockets."""
+        burst = self._uncommitted
+        return status | {
+            "store": (self._last_report or self.store.report()) | (burst.report(self.clock.monotonic()) if burst is not None else {}),
+            "security": security(self.endpoint, self.keys.keyring if self.keys else None),
+            "bounds": status["bounds"] | self.server.bounds(),
+            "refused": dict(self.server.refused),
+        }
+
+
+def event_of(request: Request) -> Event:
+    """What the state machine sees of a request."""
+    header = request.header
+    return Event(
+        to=Address(request.peer, header.id),
+        sender=header.sender,
+        epoch=header.epoch,
+        run=header.run,
+        message=request.message,
+        body=bytes(header.body),
+        bulk=request.bulk,
+        key=request.key,
+    )

@@ -1,0 +1,349 @@
+"""The state that every decision reads and changes, and how changes become effects."""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from broker.source.interface import GroupResult, PromptSource, StatefulSource
+from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, Table, Write
+from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, Group, Groups, Phase, field_key
+from broker.state.pace import Pace
+from broker.state.records import KEYS, BufferFilter, Change, Client, Consumer, Evaluation, Meta, PushRecord, StepRecord
+from broker.state.rules import Rules
+from broker.state.timers import Timers
+from broker.state.waiting import WaitingRequests
+from slimebus.bus.envelope import one_line
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import NO_VERSION, Batch, Evaluate, Hint, Lease, Message, Read
+
+MAX_REASONS = 256
+MAX_REASON_CHARS = 64
+MAX_ENDED_REASON_CHARS = 512
+"""Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
+RECENT_STEPS = 64
+RECENT_LEASES = 4096
+MAX_ENDED = 16_384
+"""Dropped groups that are listed, and dead ones; older ones are only counted."""
+FILTERED = "groups filtered"
+_encode = msgspec.msgpack.Encoder().encode
+
+
+T = TypeVar("T", PushRecord, Change)
+
+
+class State:
+    """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
+
+    def __init__(self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None) -> None:
+        self.rules, self.source, self.buffer_filter = rules, source, buffer_filter
+        self.now = 0.0
+        self.meta = Meta(run=run, fingerprint=source.fingerprint)
+        self.groups = Groups()
+        self.groups.required = frozenset(rules.required_fields)
+        self.ended: dict[Phase, dict[str, Group]] = {DROPPED: {}, DEAD: {}}
+        self.clients: dict[str, Client] = {}
+        self.steps: dict[int, StepRecord] = {}
+        self.evaluations: dict[str, Evaluation] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self.pushes: dict[str, PushRecord] = {}
+        self.changes: dict[str, Change] = {}
+        self._kept: dict[Table, dict[Any, Any]] = {
+            "groups": self.groups.by_id,
+            "clients": self.clients,
+            "steps": self.steps,
+            "evaluations": self.evaluations,
+            "consumers": self.consumers,
+            "pushes": self.pushes,
+            "changes": self.changes,
+        }
+        self.timers = Timers()
+        self.waiting_leases: WaitingRequests[tuple[str, int], Lease] = WaitingRequests("lease", self.timers)
+        self.waiting_batches: WaitingRequests[int, Batch] = WaitingRequests("batch", self.timers)
+        self.waiting_reads: WaitingRequests[str, Read] = WaitingRequests("read", self.timers)
+        self.waiting_evaluations: WaitingRequests[tuple[str, int], Evaluate] = WaitingRequests("evaluate", self.timers)
+        self.stateful = source if isinstance(source, StatefulSource) else None
+        self.source_problem = ""
+        self.source_rests_until = 0.0
+        self.fetched_steps: dict[int, float] = {}
+        self.last_reads: dict[str, tuple[int, int, int]] = {}
+        self.served_changes = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self.recent_leases: dict[int, str] = {}
+        self.lease_since: dict[int, float] = {}
+        self.pace = Pace()
+        self.swept: tuple[int, float] | None = None
+        self.finish_is_announced = False
+        self.finish_is_confirmed = True
+        self.members_before: set[str] = set()
+        self.had_members = False
+        self.bound_hits: Counter[str] = Counter()
+        self.max_message_bytes = 0
+        self.hints_address = ""
+        self.store_problem = ""
+        self._saved_meta = b""
+        self._effects: list[Effect] = []
+        self._changed: set[tuple[Table, str | int]] = set()
+
+    def restore(self, records: Mapping[Table, Sequence[Any]]) -> None:
+        """Take up what was stored."""
+        for group in records["groups"]:
+            self.groups.add(group)
+        for group in sorted(records["ended"], key=lambda group: group.ended):
+            self.ended[group.phase][group.id] = group
+        for table in self._kept.keys() - {"groups"}:
+            for record in sorted(records[table], key=lambda record: getattr(record, "serial", 0)):
+                self._kept[table][getattr(record, KEYS[table])] = record
+        self.fetched_steps = dict.fromkeys(self.steps, self.now)  # whether the trainer has their samples is not known any more
+        if self.stateful is not None:
+            for kept in records["source"]:
+                self.stateful.restore(kept)
+
+    # --- effects ---
+
+    def reply(self, to: Address, message: Message, bulk: Sequence[Bulk] = ()) -> None:
+        """Answer a request."""
+        self._effects.append(Reply(to, message, bulk))
+
+    def answer(self, waiting: WaitingRequests[Any, Any], key: Any, message: Message, bulk: Sequence[Bulk] = ()) -> None:
+        """Answer a request that waits; nothing when it does not wait any more."""
+        if (found := waiting.take(key)) is not None:
+            self.reply(found.to, message, bulk)
+
+    def note(self, text: str, *, is_warning: bool = False) -> None:
+        """Say something in the log: one line, whatever a peer put into it."""
+        self._effects.append(Note(one_line(text), is_warning))
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Add a row to the metrics file."""
+        self._effects.append(Record(row))
+
+    def notify(self) -> None:
+        """Hint at the newest version and whether the run is over."""
+        self._effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished)))
+
+    def save(self, table: Table, key: str, value: Any) -> None:
+        """Write opaque bytes or frames."""
+        self._effects.append(Write(table, key, value))
+
+    def delete(self, table: Table, key: str) -> None:
+        """Remove a record."""
+        self._effects.append(Write(table, key, None))
+
+    def changed(self, table: Table, key: str | int) -> None:
+        """Have a record written when the event is done."""
+        self._changed.add((table, key))
+
+    def flush(self) -> list[Effect]:
+        """The effects since the last flush; what was changed is written before anyone is answered."""
+        writes: list[Effect] = []
+        meta = _encode(self.meta)
+        if meta != self._saved_meta:
+            self._saved_meta = meta
+            writes.append(Write("meta", "meta", meta))
+        if self.stateful is not None and (saved := self.stateful.saved()) is not None:
+            writes.append(Write("source", "state", saved))
+        for table, key in sorted(self._changed, key=str):
+            record = self.find_ended(str(key)) if table == "ended" else self._kept[table].get(key)
+            writes.append(Write(table, str(key), None if record is None else _encode(record)))
+        effects = writes + self._effects
+        self._effects, self._changed = [], set()
+        return effects
+
+    # --- counting ---
+
+    def tally(self, counter: dict[str, int], reason: str, by: int = 1) -> None:
+        """Add to a counter by reason; reasons from outside are cut, and there are at most 256 of them."""
+        reason = _counted(reason, counter)
+        counter[reason] = counter.get(reason, 0) + by
+
+    def count_waste(self, reason: str, groups: int, tokens: int) -> None:
+        """Count samples that were made and will not be trained."""
+        reason = _counted(reason, self.meta.waste)
+        had = self.meta.waste.get(reason, [0, 0])
+        self.meta.waste[reason] = [had[0] + groups, had[1] + tokens]
+
+    def busy(self, bound: str, text: str) -> SlimebusError:
+        """The error of a bound that is reached, counted under its name."""
+        self.bound_hits[bound] += 1
+        return SlimebusError(f"{text} ({bound})", code="busy", retryable=True)
+
+    def check_may_wait(self, waiting: WaitingRequests[Any, Any], client: str) -> None:
+        """Raise SlimebusError `busy` where one more request of this kind, or of this client, may not wait."""
+        if len(waiting) >= self.rules.max_parked:
+            raise self.busy("max_parked", f"{len(waiting)} {waiting.name} requests wait already")
+        if (count := len(waiting.of(client))) >= self.rules.max_parked_per_client:
+            raise self.busy("max_parked_per_client", f"{count} {waiting.name} requests of {client} wait already")
+
+    # --- moving groups ---
+
+    def move(self, group: Group, phase: Phase, reason: str) -> None:
+        """Change a group's state, counted by reason."""
+        was = group.phase
+        self.groups.move(group, phase)
+        group.reason = reason[:MAX_REASON_CHARS]
+        self.tally(self.meta.moves, f"{_kind_prefix(group)}{was}>{phase} {reason}")
+        if was == LEASED:
+            self._lease_ended(group)
+        self.changed("groups", group.id)
+
+    def retire(self, group: Group, reason: str) -> None:
+        """Let go of a group without a trace but a count: of an evaluation that is done with it, or of a run that begins anew."""
+        self.tally(self.meta.moves, f"{_kind_prefix(group)}{group.phase}>done {reason}")
+        self.forget_samples(group, reason)
+        self.waste_partial(group, reason)
+        self.groups.remove(group)
+        self._lease_ended(group)
+        self.changed("groups", group.id)
+        if group.kind == TRAIN:
+            self.delete("prompts", group.id)
+
+    def _lease_ended(self, group: Group) -> None:
+        self.timers.cancel(("unconfirmed lease", group.lease.id))
+        self.lease_since.pop(group.lease.id, None)
+        if group.lease.worker not in self.groups.by_worker:
+            self.timers.cancel(("leases of", group.lease.worker))
+
+    def remember_lease(self, lease: int, result: str) -> None:
+        """Keep what became of a lease (accepted, discarded, surplus), so that a repeat is not counted again; the oldest is forgotten."""
+        self.recent_leases[lease] = result
+        if len(self.recent_leases) > RECENT_LEASES:
+            del self.recent_leases[next(iter(self.recent_leases))]
+
+    def keep_latest(self, table: Table, records: dict[str, T], record: T, most: int) -> None:
+        """Keep a record by its key; of more than `most` the oldest is forgotten."""
+        records[record.key] = record
+        self.changed(table, record.key)
+        while len(records) > most:
+            oldest = next(iter(records))
+            del records[oldest]
+            self.changed(table, oldest)
+
+    def keep_ended(self, group: Group) -> None:
+        """List a group that has ended; of more than MAX_ENDED that ended like it the oldest is listed no more."""
+        self.ended[group.phase][group.id] = group
+        self.changed("ended", group.id)
+        if len(self.ended[group.phase]) > MAX_ENDED:
+            self.forget_ended(next(iter(self.ended[group.phase].values())))
+            self.tally(self.meta.counted, f"{group.phase} groups listed no more")
+
+    def forget_ended(self, group: Group) -> None:
+        """Let go of a group that has ended; its prompt goes too, unless it is in play again."""
+        del self.ended[group.phase][group.id]
+        self.changed("ended", group.id)
+        if group.id not in self.groups.by_id:
+            self.delete("prompts", group.id)
+
+    def find_ended(self, group_id: str) -> Group | None:
+        """A dropped or dead group that is still listed."""
+        return self.ended[DROPPED].get(group_id) or self.ended[DEAD].get(group_id)
+
+    def forget_samples(self, group: Group, reason: str) -> None:
+        """Let go of the samples of a group, where it has some; they are wasted."""
+        if not group.has_samples:
+            return
+        self.count_waste(reason, 1, group.num_tokens)
+        self.delete_samples(group)
+        group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = group.steps_behind = 0
+        group.oldest_version = group.newest_version = NO_VERSION
+
+    def delete_samples(self, group: Group) -> None:
+        """Remove a group's stored samples and fields."""
+        self.delete("payloads", group.id)
+        for name in group.late_names:
+            self.delete("fields", field_key(group.id, name))
+        self.groups.depart(group)
+        group.lengths, group.fields, group.late = [], [], []
+
+    def waste_partial(self, group: Group, reason: str) -> None:
+        """Let go of the partial of a group, where it has one; it is wasted."""
+        if group.partial.num_frames:
+            self.count_waste(reason, 0, group.partial.num_tokens)
+            self.delete_partial(group)
+
+    def delete_partial(self, group: Group) -> None:
+        """Remove what a leaving worker had made of a group."""
+        self.delete("partials", group.id)
+        group.partial = NO_PARTIAL
+        self.changed("groups", group.id)
+
+    def report_outcome(self, group: Group, outcome: str, reason: str) -> None:
+        """Have a stateful source know what became of a group that it gave: each attempt once, and each end."""
+        if self.stateful is None or not group.id.startswith("hook/"):
+            return
+        if group.reported_lease == group.lease.id and outcome in ("trained", "requeued"):
+            return
+        group.reported_lease = group.lease.id
+        is_trained = outcome == "trained"
+        result = GroupResult(
+            id=group.id,
+            attempt=group.lease.id,
+            outcome=outcome,
+            reason="" if is_trained else reason[:MAX_REASON_CHARS],
+            rewards=group.rewards,
+            step=group.step if is_trained else -1,
+        )
+        self.stateful.feedback(result)
+        self.meta.source_ended, self.source_rests_until = False, 0.0  # it may have something now
+
+    # --- questions ---
+
+    def groups_of(self, record: StepRecord, *phases: Phase) -> list[Group]:
+        """The groups of a step that it still has and that are in one of these phases."""
+        groups = [self.groups.by_id.get(group_id) for group_id in record.groups]
+        return [g for g in groups if g is not None and g.step == record.step and g.phase in phases]
+
+    def version_of(self, step: int) -> int:
+        """The version being trained in `step`: what was said when its groups were chosen, later ones at today's pace."""
+        if step in self.steps:
+            return self.steps[step].version
+        interval, meta = self.rules.publish_interval, self.meta
+        return meta.pace_version + step // interval - meta.pace_step // interval
+
+    def steps_behind(self, version: int) -> int:
+        """How many steps this timeline had trained when it made a version; versions of one number may differ in it across lineages."""
+        step = self.meta.next_step + 1
+        while step > self.meta.base_step and self.version_of(step - 1) >= version:
+            step -= 1
+        return step
+
+    @property
+    def next_unassigned(self) -> int:
+        """The first step whose groups are not chosen yet."""
+        step = self.meta.next_step
+        while step in self.steps and not self.steps[step].is_committed:
+            step += 1
+        return step
+
+    @property
+    def num_held(self) -> int:
+        """Groups leased, ready or assigned."""
+        counts = self.groups.counts
+        return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]
+
+    @property
+    def is_evaluating(self) -> bool:
+        """True while some evaluation is not done."""
+        return any(not e.is_done for e in self.evaluations.values())
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the trainer has finished and nothing is left to evaluate."""
+        return self.is_finishing and not self.is_evaluating
+
+    @property
+    def is_finishing(self) -> bool:
+        """True once the trainer has finished. After a restart of the broker it takes somebody who was there before to believe it:
+        nobody of a run that goes on is told to leave before its trainer has joined."""
+        return self.meta.finishing and self.finish_is_confirmed
+
+
+def _kind_prefix(group: Group) -> str:
+    return "" if group.kind == TRAIN else "eval "
+
+
+def _counted(reason: str, counter: Mapping[str, Any]) -> str:
+    """The name under which a reason is counted."""
+    reason = one_line(reason)[:MAX_REASON_CHARS] or "no reason given"
+    return reason if reason in counter or len(counter) < MAX_REASONS else "other"

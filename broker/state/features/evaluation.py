@@ -1,0 +1,239 @@
+"""Held-out scores of a version, made by the same workers ahead of training groups.
+
+Evaluation groups stand outside of admission, staleness and the buffer; their samples are scored and not kept.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from broker.state import fates
+from broker.state.broker_state import State
+from broker.state.effects import Address, Event, Inline
+from broker.state.features.partials import version_range
+from broker.state.groups import DEAD, EVAL, Group
+from broker.state.records import Evaluation, Tally
+from slimebus.bus.envelope import check_name
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import NO_VERSION, Evaluate, EvaluateReply
+from slimebus.bus.sample_table import SampleFacts
+from slimebus.view.interval import Z_95, wilson
+
+MAX_RUNNING = 16
+MAX_DONE = 256
+"""Results that are kept; the oldest goes first."""
+SHOWN = ("num_samples", "num_failed", "num_prompts", "num_done", "oldest_version", "newest_version")
+"""Of a tally, in a result."""
+
+
+# --- starting ---
+
+
+def start_if_due(state: State) -> None:
+    """Start the evaluation of the version just published, when the rules ask for one."""
+    meta, rules = state.meta, state.rules
+    is_first = rules.eval_first and meta.version == meta.base_version and meta.base_step == 0
+    is_interval = rules.eval_interval > 0 and meta.version > 0 and meta.version % rules.eval_interval == 0
+    is_last = rules.num_steps is not None and meta.version == state.version_of(rules.num_steps)
+    if is_first or is_interval or is_last:
+        start_automatic(state)
+
+
+def _running(state: State) -> list[Evaluation]:
+    return [evaluation for evaluation in state.evaluations.values() if not evaluation.is_done]
+
+
+def start_automatic(state: State) -> None:
+    """Evaluate the newest version on every held-out set, once."""
+    key = f"auto/{state.meta.lineage}/{state.meta.version}"
+    if not state.rules.eval_datasets or state.meta.version == NO_VERSION or key in state.evaluations:
+        return
+    if len(_running(state)) >= MAX_RUNNING:
+        state.tally(state.meta.counted, "evaluations skipped")
+        state.note(f"version {state.meta.version} is not evaluated: {MAX_RUNNING} evaluations run already", is_warning=True)
+    else:
+        start(state, key, list(state.rules.eval_datasets))
+
+
+def start(state: State, key: str, datasets: list[str]) -> Evaluation:
+    """Queue every prompt of these held-out sets for workers that serve the newest version or a later one."""
+    meta = state.meta
+    tallies = {name: Tally(num_prompts=state.rules.eval_datasets[name].num_prompts) for name in datasets}
+    evaluation = Evaluation(
+        key=key, serial=meta.next_evaluation, lineage=meta.lineage, version=meta.version, step=meta.next_step, tallies=tallies
+    )
+    meta.next_evaluation += 1
+    state.evaluations[key] = evaluation
+    state.changed("evaluations", key)
+    position = evaluation.serial << 40
+    for name, tally in tallies.items():
+        for row in range(tally.num_prompts):
+            group = Group(id=f"eval/{evaluation.serial}/{name}/{row}", position=position, kind=EVAL, evaluation=key, dataset=name, row=row)
+            state.groups.add(group)
+            state.tally(state.meta.moves, "eval source>queued started")
+            state.changed("groups", group.id)
+            position += 1
+    return evaluation
+
+
+def evaluate(state: State, event: Event, ask: Evaluate) -> None:
+    """Start an evaluation on request, or answer with one of the same key."""
+    check_name("evaluate: key", ask.key)
+    evaluation = state.evaluations.get(ask.key)
+    if evaluation is None:
+        evaluation = _start_asked(state, ask)
+    if evaluation.is_done or ask.wait_s == 0:
+        _answer(state, event.to, evaluation)
+        return
+    key = (event.sender, event.to.request)
+    if key not in state.waiting_evaluations:
+        state.check_may_wait(state.waiting_evaluations, event.sender)
+    state.waiting_evaluations.park(key, event, ask, state.now)
+
+
+def _start_asked(state: State, ask: Evaluate) -> Evaluation:
+    known = state.rules.eval_datasets
+    datasets = ask.datasets or list(known)
+    unknown = [name for name in datasets if name not in known]
+    if unknown or not datasets:
+        text = f"evaluate: no held-out set {unknown[0][:64]!r}" if unknown else "evaluate: this run has no held-out set"
+        raise SlimebusError(f"{text}; known: {', '.join(known) or 'none'}", code="no_dataset")
+    if state.meta.version == NO_VERSION:
+        raise SlimebusError("evaluate: no version is published yet", code="no_version", retryable=True)
+    if len(_running(state)) >= MAX_RUNNING:
+        raise SlimebusError(f"evaluate: {MAX_RUNNING} evaluations run already", code="busy", retryable=True)
+    return start(state, ask.key, datasets)
+
+
+# --- scoring ---
+
+
+def score(state: State, group: Group, good: list[SampleFacts], *, num_failed: int) -> None:
+    """Add the samples of one prompt to the tally of its held-out set."""
+    tally = state.evaluations[group.evaluation].tallies[group.dataset]
+    rewards = [s.reward for s in good if s.reward is not None]
+    tally.num_samples += len(rewards)
+    tally.num_failed += num_failed
+    tally.total += sum(rewards)
+    tally.total_squares += sum(r * r for r in rewards)
+    tally.is_binary = tally.is_binary and all(r in (0.0, 1.0) for r in rewards)
+    oldest, newest = version_range(good)
+    tally.newest_version = max(tally.newest_version, newest)
+    tally.oldest_version = min((v for v in (tally.oldest_version, oldest) if v != NO_VERSION), default=NO_VERSION)
+    _close(state, group, "scored")
+
+
+def retry(state: State, group: Group, cause: str, reason: str) -> None:
+    """An attempt failed: another, or after too many of them its samples count as failed."""
+    if fates.fate_of(state, group, cause).phase != DEAD:
+        fates.become(state, group, "returned", reason)
+        return
+    give_up_group(state, group, reason)
+
+
+def give_up_group(state: State, group: Group, reason: str) -> None:
+    """Count the samples of a prompt as failed."""
+    state.evaluations[group.evaluation].tallies[group.dataset].num_failed += state.rules.eval_datasets[group.dataset].num_samples
+    _close(state, group, f"given up: {reason}")
+
+
+def lose_group(state: State, group_id: str, reason: str) -> None:
+    """The record of an evaluation group is lost: its samples count as failed."""
+    for running in _running(state):
+        dataset = next((name for name in running.tallies if group_id.startswith(f"eval/{running.serial}/{name}/")), None)
+        if dataset is not None:
+            group = Group(id=group_id, position=0, kind=EVAL, evaluation=running.key, dataset=dataset)
+            state.groups.add(group)
+            give_up_group(state, group, reason)
+
+
+def _close(state: State, group: Group, reason: str) -> None:
+    evaluation = state.evaluations[group.evaluation]
+    evaluation.tallies[group.dataset].num_done += 1
+    state.retire(group, reason)
+    state.changed("evaluations", evaluation.key)
+    if all(t.num_done >= t.num_prompts for t in evaluation.tallies.values()):
+        _complete(state, evaluation, "")
+
+
+def _complete(state: State, evaluation: Evaluation, reason: str) -> None:
+    evaluation.is_done, evaluation.reason = True, reason
+    state.changed("evaluations", evaluation.key)
+    for row in results(evaluation):
+        state.record({"evaluation": evaluation.key, **row})
+        mean = "no score" if row["mean_reward"] is None else f"{row['mean_reward']:.4f}"
+        why = f" ({reason})" if reason else ""
+        state.note(f"evaluation of {row['dataset']} at version {row['version']}: {mean} over {row['num_samples']} samples{why}")
+    for key, waiting in list(state.waiting_evaluations.items()):
+        if waiting.message.key == evaluation.key:
+            answer_timed_out(state, key)
+    done = [e for e in state.evaluations.values() if e.is_done]
+    if len(done) > MAX_DONE:
+        oldest = min(done, key=lambda e: e.serial).key
+        del state.evaluations[oldest]
+        state.changed("evaluations", oldest)
+
+
+def answer_timed_out(state: State, key: tuple[str, int]) -> None:
+    """Answer a waiting request with what there is."""
+    waiting = state.waiting_evaluations.take(key)
+    if waiting is not None:
+        _answer(state, waiting.to, state.evaluations[waiting.message.key])
+
+
+def cancel_impossible(state: State) -> None:
+    """After a restart with other held-out sets: what can no longer be scored is ended."""
+    sizes = {name: dataset.num_prompts for name, dataset in state.rules.eval_datasets.items()}
+    if any(sizes.get(name) != tally.num_prompts for e in _running(state) for name, tally in e.tallies.items()):
+        cancel_running(state, "the held-out sets changed")
+
+
+def cancel_running(state: State, reason: str) -> None:
+    """End every running evaluation with what was scored so far."""
+    for evaluation in _running(state):
+        for group in [g for g in state.groups.by_id.values() if g.evaluation == evaluation.key]:
+            state.retire(group, reason)
+        state.note(f"evaluation of version {evaluation.version} ended early: {reason}", is_warning=True)
+        _complete(state, evaluation, reason)
+
+
+# --- results ---
+
+
+def results(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """One row for each held-out set: mean reward over its samples with a 95% interval."""
+    return [_result(evaluation, name, tally) for name, tally in evaluation.tallies.items()]
+
+
+def _result(evaluation: Evaluation, name: str, tally: Tally) -> dict[str, Any]:
+    low, high = interval_95(tally) if tally.num_samples else (None, None)
+    return {
+        "dataset": name,
+        "version": evaluation.version,
+        "lineage": evaluation.lineage,
+        "step": evaluation.step,
+        "mean_reward": tally.total / tally.num_samples if tally.num_samples else None,
+        "low": low,
+        "high": high,
+        "interval": "wilson" if tally.is_binary else "normal",
+        **{field: getattr(tally, field) for field in SHOWN},
+        "reason": evaluation.reason,
+    }
+
+
+def interval_95(tally: Tally) -> tuple[float, float]:
+    """Wilson's score interval for 0/1 rewards, mean +- z s / sqrt(n) for others."""
+    n, mean = tally.num_samples, tally.total / tally.num_samples
+    if tally.is_binary:
+        return wilson(mean, n)
+    variance = max(0.0, tally.total_squares - n * mean * mean) / max(1, n - 1)
+    half = Z_95 * math.sqrt(variance / n)
+    return mean - half, mean + half
+
+
+def _answer(state: State, to: Address, evaluation: Evaluation) -> None:
+    done = sum(t.num_done for t in evaluation.tallies.values())
+    total = sum(t.num_prompts for t in evaluation.tallies.values())
+    reason = evaluation.reason if evaluation.is_done else f"{done} of {total} prompts of version {evaluation.version} are scored"
+    state.reply(to, EvaluateReply(done=evaluation.is_done, reason=reason), [Inline(msgspec.json.encode(results(evaluation)))])

@@ -1,0 +1,36 @@
+"""Time as the broker lived it, and when it may judge who was silent."""
+
+from slimebus.bus.clock import Clock
+
+LONGEST_TURN_S = 2.0
+"""More than any turn of a healthy broker takes: it looks around twice a second."""
+MAX_UNJUDGED_S = 1.0
+"""While requests come faster than they are read, deadlines are looked at once in this time all the same."""
+
+
+class SuspendTolerantClock:
+    """Seconds in which the broker was awake: a longer gap between two turns counts as `LONGEST_TURN_S`.
+
+    While the process was stopped, its machine asleep or its disk stuck, heartbeats waited unread; had that time counted, every
+    lease would be over before the first of them is read. A clock that jumps, either way, changes as little.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.now, self.judged_at = clock, 0.0, 0.0
+        self._seen = clock.monotonic()
+
+    def advance(self) -> float:
+        """The time now; called at least once a turn."""
+        seen = self.clock.monotonic()
+        passed_s, self._seen = seen - self._seen, seen
+        self.now += min(max(0.0, passed_s), LONGEST_TURN_S)
+        if not 0 <= passed_s <= LONGEST_TURN_S:
+            self.judged_at = self.now
+        return self.now
+
+    def may_check_deadlines(self, *, all_heard: bool) -> bool:
+        """True when deadlines may be looked at: everything that had arrived is read, or they waited long enough."""
+        is_time = all_heard or self.now - self.judged_at >= MAX_UNJUDGED_S
+        if is_time:
+            self.judged_at = self.now
+        return is_time

@@ -1,0 +1,93 @@
+"""The running rows as tensors: what each row generated, and when it must end.
+
+Legend: N rows allocated, n rows in use (0..n-1, in the scheduler's order), G tokens generated at most, S stop ids.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.embedded.sequence import Sequence
+
+NO_TOKEN = -1
+
+
+class RunningBatch:
+    """Per-row state of the decode loop, kept in tensors so that a step costs no Python per token."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._allocate(0, 0, 0)
+
+    def _allocate(self, num_rows: int, max_new: int, num_stops: int) -> None:
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64)
+        self.position = torch.zeros(num_rows, dtype=torch.int64)  # of last_token, which the cache does not hold yet
+        self.generated = torch.zeros(num_rows, dtype=torch.int64)
+        self.limit = torch.zeros(num_rows, dtype=torch.int64)
+        self.stop_ids = torch.full((num_rows, num_stops), NO_TOKEN, dtype=torch.int64)
+        self.temperature = torch.ones(num_rows)
+        self.greedy = torch.zeros(num_rows, dtype=torch.bool)
+        self.tokens = torch.zeros(num_rows, max_new, dtype=torch.int64)
+        self.logprobs = torch.zeros(num_rows, max_new)
+
+    def _fields(self) -> list[torch.Tensor]:
+        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+
+    def reserve(self, num_rows: int, max_new: int, num_stops: int) -> None:
+        """Room for `num_rows` rows of `max_new` generated tokens and `num_stops` stop ids; contents are kept."""
+        rows, columns, stops = len(self.limit), self.tokens.shape[1], self.stop_ids.shape[1]
+        if num_rows <= rows and max_new <= columns and num_stops <= stops:
+            return
+        old, used = self._fields(), self.num_rows
+        self._allocate(max(2 * rows, num_rows), max(2 * columns, max_new) if max_new > columns else columns, max(stops, num_stops))
+        for new, kept in zip(self._fields(), old, strict=True):
+            narrow = new[:used] if kept.dim() == 1 else new[:used, : kept.shape[1]]
+            narrow.copy_(kept[:used])
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Append a row for each sequence, with the tokens it already has."""
+        self.reserve(self.num_rows + len(sequences), max(s.limit for s in sequences), max(max(len(s.stop_ids) for s in sequences), 1))
+        rows, width = slice(self.num_rows, self.num_rows + len(sequences)), self.stop_ids.shape[1]
+        self.position[rows] = torch.tensor([len(s.prompt) + len(s.output_ids) - 1 for s in sequences])
+        self.generated[rows] = torch.tensor([len(s.output_ids) for s in sequences])
+        self.limit[rows] = torch.tensor([s.limit for s in sequences])
+        self.stop_ids[rows] = torch.tensor([[*s.stop_ids, *[NO_TOKEN] * (width - len(s.stop_ids))] for s in sequences])
+        self.temperature[rows] = torch.tensor([s.sampling.logprob_temperature for s in sequences])
+        self.greedy[rows] = torch.tensor([s.sampling.is_greedy for s in sequences])
+        for row, sequence in enumerate(sequences, self.num_rows):
+            if sequence.output_ids:
+                self.tokens[row, : len(sequence.output_ids)] = torch.tensor(sequence.output_ids)
+                self.logprobs[row, : len(sequence.output_ids)] = torch.tensor(sequence.output_logprobs)
+        self.num_rows += len(sequences)
+
+    def append(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[tuple[int, int | None]]:
+        """Record one token for rows first..n-1; the rows that end here, with the stop id that ended them or None."""
+        rows = slice(first, self.num_rows)
+        generated = self.generated[rows]
+        index = torch.arange(first, self.num_rows) * self.tokens.shape[1] + generated
+        self.tokens.view(-1).index_copy_(0, index, tokens)
+        self.logprobs.view(-1).index_copy_(0, index, logprobs)
+        self.last_token[rows] = tokens
+        self.position[rows] += 1
+        generated += 1
+        is_stop = (tokens[:, None] == self.stop_ids[rows]).any(1)
+        is_done = (is_stop | (generated >= self.limit[rows])).nonzero().squeeze(1).tolist()
+        return [(first + row, int(tokens[row]) if is_stop[row] else None) for row in is_done]
+
+    def save(self, rows: list[int], sequences: list[Sequence]) -> None:
+        """Copy what the rows generated into their sequences."""
+        if not rows:
+            return
+        index = torch.tensor(rows)
+        longest = int(self.generated[index].max())
+        tokens, logprobs = self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
+        for count, ids, values, sequence in zip(self.generated[index].tolist(), tokens, logprobs, sequences, strict=True):
+            sequence.output_ids, sequence.output_logprobs = ids[:count], values[:count]
+
+    def move_rows(self, sources: list[int], targets: list[int], num_left: int) -> None:
+        """Copy rows `sources` over rows `targets`; the first `num_left` rows remain."""
+        if sources:
+            source, target = torch.tensor(sources), torch.tensor(targets)
+            for field in self._fields():
+                field[target] = field[source]
+        self.num_rows = num_left

@@ -1,0 +1,197 @@
+"""The engine without threads or sockets: add sequences, step, collect what finished.
+
+A step is: admit what waits and prefill it in one batch, then decode one token for every running row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tokenizers import Tokenizer
+
+from rollout.embedded.batch import RunningBatch
+from rollout.embedded.kv_cache import KVCache
+from rollout.embedded.model import Model
+from rollout.embedded.model_weights import ModelWeights
+from rollout.embedded.sampling import adjust_logits, sample
+from rollout.embedded.scheduler import Scheduler
+from rollout.embedded.sequence import Sequence, aborted, out_of_length, stopped
+
+
+class EngineCore:
+    """Continuous batching over one model; not thread-safe, one thread calls it.
+
+    The tokenizer is needed only for stop strings. `version` names the current weights.
+    """
+
+    def __init__(
+        self, model: Model, cache: KVCache, scheduler: Scheduler, *, version: str = "default", seed: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.cache, self.scheduler = model, cache, scheduler
+        self.version = version
+        self.is_paused = False
+        self.num_generated = 0
+        self.tokenizer = tokenizer
+        self._batch = RunningBatch()
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything now."""
+        return not self.is_paused and bool(self.scheduler.waiting or self.scheduler.running)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue sequences, in order."""
+        self.scheduler.add(sequences)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """Generate at most one decode token a row; sequences that finished, and streaming ones that grew."""
+        reported = self._prefill_admitted()
+        if self.scheduler.running:
+            rows = slice(0, self._batch.num_rows)
+            reported += self._sample(0, self.model.decode(self._batch.last_token[rows], self._batch.position[rows], self.cache))
+        return list(dict.fromkeys(reported))
+
+    # -- control -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def abort(self, selects: Callable[[Sequence], bool]) -> list[Sequence]:
+        """End the selected sequences now, with what they have; returns them."""
+        waiting = self.scheduler.remove_waiting(selects)
+        rows = [row for row, sequence in enumerate(self.scheduler.running) if selects(sequence)]
+        running = self._leave(rows)
+        for sequence in waiting + running:
+            sequence.finish(aborted(), self.version)
+        return waiting + running
+
+    @torch.inference_mode()
+    def retract(self) -> None:
+        """Send every running sequence back to the queue; its tokens stay, its keys and values are computed again."""
+        self._batch.save(list(range(self._batch.num_rows)), self.scheduler.running)
+        self.scheduler.retract_all()
+        self._batch.num_rows = 0
+        self.cache.drop()
+
+    def swap_weights(self, weights: ModelWeights, version: str | None) -> None:
+        """Serve `weights` from the next step on, as `version` (None: keep the name). Cached keys and values stay."""
+        weights.take_over()
+        self.model.weights = weights
+        self._batch.save(list(range(self._batch.num_rows)), self.scheduler.running)
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            sequence.change_weights(self.version)
+        self.version = self.version if version is None else version
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _prefill_admitted(self) -> list[Sequence]:
+        first = self._batch.num_rows
+        admitted = self.scheduler.admit()
+        if not admitted:
+            return []
+        self.cache.reserve(first + len(admitted), max(s.max_tokens for s in self.scheduler.running), rows_in_use=first)
+        self._batch.add(admitted)
+        logits_BV = self._prefill(first, admitted)
+        reported = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(admitted) if sequence.limit == 0})
+        if reported:  # rare: requests for zero tokens have left, and others have moved into their rows
+            logits_BV = logits_BV[[admitted.index(sequence) for sequence in self.scheduler.running[first:]]]
+        if len(logits_BV):
+            reported += self._sample(first, logits_BV)
+        return reported
+
+    def _prefill(self, first: int, admitted: list[Sequence]) -> torch.Tensor:
+        """Fill the cache rows of the admitted; logits [B, V] of the token after each."""
+        token_lists = [tuple(sequence.prompt + sequence.output_ids) for sequence in admitted]
+        distinct = {tokens: index for index, tokens in enumerate(dict.fromkeys(token_lists))}
+        source = torch.tensor([distinct[tokens] for tokens in token_lists])
+        longest = max(map(len, distinct))
+        tokens_BP = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in distinct])
+        hidden = self.model.prefill(tokens_BP, self.cache, (first, source))
+        for index, sequence in enumerate(admitted):
+            # What shared another's prefill counts as cached, as it would in a prefix cache.
+            sequence.num_cached_tokens = len(sequence.prompt) - 1 if token_lists[index] in token_lists[:index] else 0
+            if sequence.logprob_start is not None and not sequence.output_ids:
+                self._score_prompt(sequence, hidden[source[index]])
+        last = torch.tensor([len(tokens) - 1 for tokens in distinct])
+        return self.model.logits(hidden[torch.arange(len(distinct)), last])[source]
+
+    def _score_prompt(self, sequence: Sequence, hidden_PC: torch.Tensor) -> None:
+        """Logprobs of the prompt's own tokens from `logprob_start` on, at temperature 1; the first has none."""
+        start = sequence.logprob_start or 0
+        targets = torch.tensor(sequence.prompt[start + 1 :], dtype=torch.int64)
+        if not len(targets):
+            return
+        logprobs_PV = self.model.logits(hidden_PC[start : len(sequence.prompt) - 1]).log_softmax(-1)
+        sequence.input_logprobs = logprobs_PV.gather(1, targets[:, None]).squeeze(1).tolist()
+
+    def _sample(self, first: int, logits_BV: torch.Tensor) -> list[Sequence]:
+        """Sample and record a token for rows first..n-1; those to report."""
+        batch, running = self._batch, self.scheduler.running
+        special = [(row, running[row]) for row in range(first, len(running)) if running[row].is_special]
+        adjusted = [(row - first, int(batch.generated[row]), sequence) for row, sequence in special if sequence.sampling.is_adjusted]
+        adjust_logits(logits_BV, adjusted)
+        rows = slice(first, batch.num_rows)
+        tokens, logprobs_BV = sample(
+            logits_BV,
+            batch.temperature[rows],
+            batch.greedy[rows],
+            self._generator,
+            filtered={row - first: s.sampling for row, s in special if s.sampling.is_filtered},
+            seeded={row - first: (seed, int(batch.position[row])) for row, s in special if (seed := s.sampling.sampling_seed) is not None},
+        )
+        ended = batch.append(first, tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1))
+        self.num_generated += len(tokens)
+        reasons = {row: stopped(stop) if stop is not None else out_of_length(running[row].limit) for row, stop in ended}
+        watched = [row for row, sequence in special if sequence.is_watched]
+        streamed = self._check_watched(watched, reasons)
+        return self._finish(reasons) + streamed
+
+    def _check_watched(self, rows: list[int], reasons: dict[int, dict[str, object]]) -> list[Sequence]:
+        """Per-token work of the few sequences that ask for it; may add a stop string to `reasons`.
+
+        Those that stream and have not ended are returned.
+        """
+        running = self.scheduler.running
+        self._batch.save(rows, [running[row] for row in rows])
+        for row in rows:
+            sequence = running[row]
+            if (matched := self._matched_stop(sequence)) is not None:
+                reasons[row] = stopped(matched)
+            if sequence.stream:
+                sequence.update_spans(self.version)
+        return [running[row] for row in rows if running[row].stream and row not in reasons]
+
+    def _matched_stop(self, sequence: Sequence) -> str | None:
+        if not sequence.sampling.stop or self.tokenizer is None:
+            return None
+        # A token is at least one byte, so a stop string that just ended lies within its own length of tokens.
+        window = max(len(stop.encode()) for stop in sequence.sampling.stop) + 1
+        # It may be a special token's text, as SGLang takes it.
+        tail = self.tokenizer.decode(sequence.output_ids[-window:], skip_special_tokens=False)
+        return next((stop for stop in sequence.sampling.stop if stop in tail), None)
+
+    def _finish(self, reasons: dict[int, dict[str, object]]) -> list[Sequence]:
+        """End the sequences of these rows."""
+        ended = self._leave(list(reasons))
+        for sequence, reason in zip(ended, reasons.values(), strict=True):
+            sequence.finish(reason, self.version)
+        return ended
+
+    def _leave(self, rows: list[int]) -> list[Sequence]:
+        """Take rows out of the batch, closing the holes with the last rows; their sequences, outputs saved."""
+        if not rows:
+            return []
+        ended = [self.scheduler.running[row] for row in rows]
+        self._batch.save(rows, ended)
+        sources, targets = self.scheduler.remove_running(rows)
+        if sources:
+            source, target = torch.tensor(sources), torch.tensor(targets)
+            self.cache.move_rows(source, target, int(self._batch.position[source].max()) + 1)
+        self._batch.move_rows(sources, targets, len(self.scheduler.running))
+        return ended

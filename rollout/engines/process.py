@@ -1,0 +1,108 @@
+"""An engine as a child process: start it, wait until it is ready, end it and everything it started.
+
+worker --> process_guard.py --> engine --> what it starts         whoever ends first, those on its right end too
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rollout.embedded.settings import API_KEY_VARIABLE
+from rollout.engines.client import EngineClient
+from rollout.engines.process_guard import KILLED_BY
+from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.cli.launch import free_port
+
+GUARD_PATH = Path(__file__).parent / "process_guard.py"
+LOG_TAIL_LINES = 30
+STOP_S = 10.0
+REAP_S = 30.0
+"""A killed process first gives its memory back: on a busy machine more than 2 s for 4 GB."""
+
+
+class EngineStartError(SlimebusError):
+    """An engine process ended, or was not ready in time; the text ends with the tail of its log."""
+
+    code = "engine-start"
+
+
+class EngineProcess:
+    """A command that serves the engine contract on `url`, in a process group of its own; its output goes to `log_path`.
+
+    It ends when this process does, killed or not.
+    """
+
+    def __init__(self, command: list[str], url: str, log_path: Path, *, env: dict[str, str] | None = None, api_key: str = "") -> None:
+        """api_key: what the command was told that clients must send."""
+        self.command, self.url, self.log_path, self.api_key = command, url.rstrip("/"), log_path, api_key
+        self.environment = {**os.environ, "PYTHONSAFEPATH": "1", **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of its guard, once started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command and return its process; what it writes is appended to the log."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            guarded = [sys.executable, str(GUARD_PATH), str(os.getpid()), *self.command]
+            self._process = subprocess.Popen(
+                guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )
+        return self._process
+
+    def is_dead(self) -> bool:
+        """Whether the process was not started or has ended."""
+        return self._process is None or self._process.poll() is not None
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return once the engine is ready; EngineStartError with its log's tail when it ended or took too long."""
+        async with EngineClient(self.url, api_key=self.api_key) as client:
+            try:
+                await client.wait_ready(timeout_s, is_dead=self.is_dead)
+            except Unreachable as error:
+                raise EngineStartError(self._why(error.text)) from None
+
+    def _why(self, text: str) -> str:
+        status = None if self._process is None else self._process.poll()
+        ended = "" if status is None else f" ({ending(status)})"
+        tail = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"{text}{ended}; command: {' '.join(self.command)}; the end of {self.log_path}:", *tail])
+
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """End the process group: SIGTERM, then SIGKILL after `timeout_s`; also what outlived its leader. Idempotent."""
+        if self._process is None:
+            return
+        group = self._process.pid
+        _signal_group(group, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        # Also when the leader ended in time: SGLang's scheduler and detokenizer may outlive it.
+        _signal_group(group, signal.SIGKILL)
+        self._process.wait(REAP_S)
+        self._process = None
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def ending(status: int) -> str:
+    """How a guarded command ended, from the status of its guard."""
+    number = status - KILLED_BY if status > KILLED_BY else -status
+    return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {status}"
+
+
+def embedded_engine(model_path: Path, log_path: Path, *, arguments: tuple[str, ...] = (), api_key: str = "") -> EngineProcess:
+    """The embedded CPU engine on `model_path`, on a free port."""
+    port = free_port()
+    command = [sys.executable, "-m", "rollout.embedded", "--model-path", str(model_path), "--port", str(port), *arguments]
+    return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env={API_KEY_VARIABLE: api_key}, api_key=api_key)

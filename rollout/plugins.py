@@ -1,0 +1,161 @@
+"""Calls of plug-ins (hooks, rewards, filters, chat templates): whatever one raises is a PluginError that names it and the user's own line.
+
+    coroutine function --> a task of the event loop          plain function --> a thread of its own
+
+Neither can end the worker: SystemExit, KeyboardInterrupt and a CancelledError of the plug-in's own making are errors like any other.
+"""
+
+import asyncio
+import inspect
+import sysconfig
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import rollout
+import slimebus
+from slimebus.bus.errors import HookError
+from slimebus.cli import hooks
+
+CANCEL_S = 6.0
+"""How long a cancelled plug-in may clean up; then it is left behind."""
+SHOWN = 300
+
+INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARIES = [sysconfig.get_path("stdlib"), *(str(Path(module.__file__ or "").parent) for module in (rollout, slimebus))]
+
+
+class PluginError(HookError):
+    """A plug-in raised or gave something that cannot be used. alike: the same for failures of the same kind at the same line."""
+
+    def __init__(self, alike: str, detail: str = "") -> None:
+        super().__init__(f"{alike}: {detail}" if detail else alike)
+        self.alike = alike
+
+
+class Plugin:
+    """A loaded plug-in. name: what it is and its import path, as in `reward mine.py:score`."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+        call = getattr(function, "__call__", None)  # noqa: B004  an object may have a coroutine function for it
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+    @classmethod
+    def load(cls, kind: str, path: str, base: Path | None, arguments: Sequence[str] = ()) -> "Plugin":
+        """The plug-in at this import path. Raises HookError, also when it cannot be called with so many positional arguments."""
+        return cls(f"{kind} {path}", hooks.load(path, base=base, arguments=arguments))
+
+    def signature(self) -> inspect.Signature | None:
+        """What it may be called with; None where Python cannot tell (some builtins)."""
+        try:
+            return inspect.signature(self.function)
+        except (TypeError, ValueError):
+            return None
+
+    async def __call__(
+        self, *arguments: Any, named: Mapping[str, Any] | None = None, timeout_s: float | None = None, passes: Sequence[BaseException] = ()
+    ) -> Any:
+        """What the plug-in gives for these and the named arguments.
+
+        Raises PluginError, also after timeout_s, or one of the errors in `passes`, a list that may grow meanwhile.
+        """
+        task = asyncio.ensure_future(self._outcome(arguments, named or {}))
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+            if not task.done():
+                raise PluginError(f"{self.name} took longer than reward_timeout_s = {timeout_s:g} s")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_S)
+        value, error = task.result()
+        if error is None:
+            return value
+        if any(error is one for one in passes):
+            raise error
+        raise failure(self.name, error, self.function)
+
+    async def _outcome(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+        try:
+            call = self.function if self.is_async else self._in_thread
+            value = call(*arguments, **named)
+            while inspect.isawaitable(value):
+                value = await value
+            return value, None
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return None, error
+
+    async def _in_thread(self, *arguments: Any, **named: Any) -> Any:
+        """A daemon thread for the call, and no executor's: one that never returns keeps no other work waiting, and no process alive."""
+        future: Future[tuple[Any, BaseException | None]] = Future()
+
+        def run() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result((self.function(*arguments, **named), None))
+            except BaseException as error:  # noqa: BLE001  carried to the caller
+                future.set_result((None, error))
+
+        threading.Thread(target=run, name=self.name, daemon=True).start()
+        value, error = await asyncio.wrap_future(future)
+        if error is not None:
+            raise error
+        return value
+
+
+def failure(name: str, error: BaseException, function: Callable[..., Any] | None = None) -> PluginError:
+    """What this exception says of what `name` names: the user's line, the type, the text."""
+    if isinstance(error.__cause__, StopIteration | StopAsyncIteration):  # Python makes it a RuntimeError at the end of a coroutine
+        error = error.__cause__
+    where = user_line(error, function)
+    return PluginError(f"{name} failed{f' at {where}' if where else ''}: {type(error).__name__}", text_of(error))
+
+
+def user_line(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """`file:line` of the innermost frame that is the user's: of the function's own file, or of no library; empty without one.
+
+    Without a function code that was compiled from a text counts too, such as a template.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    own, skipped = (code.co_filename if code is not None else ""), ("<frozen" if function is None else "<")
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(file, line) for file, line in frames if file == own or not (file.startswith(skipped) or _is_library(file))]
+    return ":".join(map(str, users[-1])) if users else ""
+
+
+def _is_library(file: str) -> bool:
+    return any(file.startswith(f"{folder}/") for folder in _LIBRARIES) or not INSTALLED.isdisjoint(Path(file).parts)
+
+
+def text_of(value: object) -> str:
+    """What an exception says, or how any other value prints; short, and whatever it does when it is asked."""
+    try:
+        text = str(value) if isinstance(value, BaseException) else repr(value)
+    except BaseException:  # noqa: BLE001  the plug-in's own class says it
+        text = f"(a {type(value).__name__} that cannot be printed)"
+    text = text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text.encode(errors="replace").decode()  # lone surrogates cannot be sent
+
+
+def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on SystemExit or KeyboardInterrupt in a task of this loop ends that task alone, and not the process."""
+
+    def make(loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> "asyncio.Task[Any]":
+        return asyncio.Task(_contained(work), loop=loop, **named)
+
+    loop.set_task_factory(make)
+
+
+async def _contained(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__} in a task: {text_of(error)}") from error

@@ -1,0 +1,23 @@
+"""What a worker passes on to others of the weights it pulls (weights.fanout_bind)."""
+
+from slimebus.bus.security.pull_keyring import PullKeyring
+from slimebus.bus.transport.client import Client
+from slimebus.cli.config.schema import WeightsConfig
+from slimebus.weights.pull.connection import advertised, with_key
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.store.server import WeightServer
+
+
+class WeightRelay:
+    """A weight server beside the puller. address: where others reach it."""
+
+    def __init__(self, client: Client, config: WeightsConfig) -> None:
+        """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
+        self.pullers = PullKeyring(client)
+        self.payloads = RelayPayloads()
+        self.server = WeightServer(self.payloads, config.fanout_bind, keyring=self.pullers.keyring)
+        self.address = with_key(advertised(self.server.endpoint, "", client.address), self.pullers.public)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.close()

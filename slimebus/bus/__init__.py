@@ -1,0 +1,1 @@
+"""What crosses the wire: typed messages, envelopes, samples, errors; the transport and its security."""

@@ -1,0 +1,97 @@
+"""A DEALER socket to one server: encrypted where there are keys, and opened anew after a refused handshake, with the reason."""
+
+import logging
+import random
+import time
+from typing import Any
+
+import zmq
+
+from slimebus.bus.security.credentials import Credentials
+from slimebus.bus.security.key_file import KeyPair
+from slimebus.bus.transport.curve import CLIENT_EVENTS, connect_curve, end_watch, handshakes, is_vague, refusal, watch_handshakes
+
+log = logging.getLogger("slimebus.transport")
+
+REOPEN_S = 0.5
+"""Before the second connection after a refusal; four times as long from the fourth on."""
+
+
+def connect(socket: Any, address: str, pair: KeyPair | None, server_key: str) -> None:
+    """Connect a new socket to the address, encrypted for the server's key where there is a pair. Raises ZMQError for no address."""
+    socket.linger = 0
+    socket.ipv6 = "[" in address
+    if pair is not None and server_key:
+        connect_curve(socket, pair, server_key)
+    socket.connect(address.replace("localhost", "127.0.0.1"))
+
+
+class Dealer:
+    """The connection that one thread uses; `follow` is called after each wait for `socket` and `monitor`.
+
+    refusal: why the server did not take us in when the last handshake failed; empty otherwise. num_connections: made so far, so that a
+    caller sees what it sent through an earlier one.
+    """
+
+    def __init__(self, context: Any, address: str, *, peer: str, identity: bytes, credentials: Credentials | None) -> None:
+        self._context, self.address, self.peer, self.identity, self.credentials = context, address, peer, identity, credentials
+        self.refusal, self._num_refusals, self.reopen_at = "", 0, float("inf")
+        self.num_connections = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, self.identity)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.sndhwm = self.socket.rcvhwm = 4096
+        self.monitor = watch_handshakes(self.socket, CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
+        self.is_connected = False
+        self._connect(self.socket, self.address)
+
+    def _connect(self, socket: Any, address: str) -> None:
+        key = self.credentials
+        connect(socket, address, key.pair if key else None, key.server if key else "")
+
+    def subscribe(self, address: str) -> Any:
+        """A new SUB socket for everything published at an address, with the same key."""
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._connect(socket, address)
+        return socket
+
+    def follow(self) -> bool:
+        """Note what became of handshakes; True when a refused connection was made anew: libzmq does not try again by itself."""
+        for event, value in handshakes(self.monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.refusal, self._num_refusals, self.reopen_at = "", 0, float("inf")
+                self.is_connected, self.num_connections = True, self.num_connections + 1
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.is_connected = False
+            elif self.reopen_at == float("inf"):
+                self._note_refusal(event, value)
+        if time.monotonic() < self.reopen_at:
+            return False
+        self.reopen_at = float("inf")
+        if self.credentials is not None:
+            self.credentials.after_refusal()
+        self.close()
+        self._open()
+        return True
+
+    def _note_refusal(self, event: int, value: int) -> None:
+        self._num_refusals += 1
+        text = refusal(event, value, server=self.peer, key=str(self.credentials.path) if self.credentials else "")
+        if self.refusal and is_vague(event):
+            text = self.refusal
+        if text != self.refusal:
+            log.log(logging.WARNING if self._num_refusals > 1 else logging.DEBUG, "%s: %s", self.address, text)
+        self.refusal = text
+        self.reopen_at = time.monotonic() + random.uniform(0.5, 1.0) * REOPEN_S * (1 if self._num_refusals < 4 else 4)
+
+    def close(self) -> None:
+        """Close the socket and its monitor."""
+        end_watch(self.socket, self.monitor)
+        self.socket.close()

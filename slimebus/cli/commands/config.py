@@ -1,0 +1,46 @@
+"""`slimebus config`: what a run.yaml resolves to, and whether it is right."""
+
+import json
+import operator
+from pathlib import Path
+
+import click
+import msgspec
+
+from slimebus.cli.config.check import evaluation_problems
+from slimebus.cli.config.file_checks import file_problems
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.cli.config.load import raise_all, read, without
+from slimebus.cli.config.schema import OPEN_MAPS, paths
+from slimebus.cli.formatting import columns
+
+
+@click.group()
+def config() -> None:
+    """Look at the config of a run."""
+
+
+@config.command(cls=ConfigCommand)
+@config_argument
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: name to [value, origin].")
+@click.pass_context
+def show(ctx: click.Context, run_yaml: Path | None, as_json: bool) -> None:
+    """Print the resolved config and where each value came from: a flag, the file's line, the environment or the default."""
+    resolved = from_context(ctx, run_yaml)
+    values = {name: operator.attrgetter(name)(resolved.config) for name in [*paths(), *OPEN_MAPS] if name != "eval.datasets"}
+    values |= {f"eval.datasets.{name}": dataset for name, dataset in resolved.config.eval.datasets.items()}
+    rows = {name: [msgspec.to_builtins(value), resolved.origin.get(name, "default")] for name, value in values.items()}
+    lines = columns((name, json.dumps(value), origin) for name, (value, origin) in rows.items())
+    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))
+
+
+@config.command(cls=ConfigCommand)
+@config_argument
+@click.option("--syntax", is_flag=True, help="Look at the values alone, not at the files, hooks and packages that they name.")
+@click.pass_context
+def check(ctx: click.Context, run_yaml: Path | None, syntax: bool) -> None:
+    """Check a run.yaml and the files, hooks and packages that it names; print `ok`, or every mistake with its place and exit with 2."""
+    resolved, problems, broken = read(run_yaml, ctx.meta.get(META, {}))
+    named = [*evaluation_problems(resolved.config), *([] if syntax else file_problems(resolved))]
+    raise_all([*problems, *without(broken, named)])
+    click.echo(f"ok: {run_yaml or 'defaults'}: run {resolved.config.name!r}")

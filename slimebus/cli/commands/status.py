@@ -1,0 +1,128 @@
+"""`slimebus status`: what the broker knows of everyone."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.messages import Status, StatusReply
+from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.formatting import columns
+from slimebus.client.connect import broker_address, visit
+
+if TYPE_CHECKING:
+    from slimebus.bus.transport.client import Client
+
+EXIT_STALLED = 3
+EXIT_UNREACHABLE = 4
+CONNECT_S = 1.0
+LAST = "status.json"
+SHOWN_ROWS = 12
+IN_HEADLINE = ("run", "state", "step", "num_steps", "version", "stalled")
+FIRST = ("waiting", "clients", "groups", "evaluations", "steps", "lag", "waste")
+"""What a person looks at first, in this order."""
+COLUMNS = {
+    "evaluations": ("dataset", "version", "done", "mean_reward", "low", "high", "num_samples", "num_failed", "reason"),
+    "steps": ("step", "version", "reward", "loss", "lag_mean", "lag_max", "samples", "tokens", "wait_s", "train_s"),
+}
+"""Of tables that have more in --json."""
+
+
+def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
+    """The broker's status as a map (docs/protocol.md). Raises SlimebusError."""
+    reply = client.call(Status(), timeout_s=timeout_s)
+    reply.expect(StatusReply)
+    found: dict[str, Any] = json.loads(bytes(reply.bulk[0]))
+    return found
+
+
+@click.command(cls=ConfigCommand)
+@config_argument
+@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--timeout-s", default=5.0, show_default=True, help="[seconds] How long to wait for the broker.")
+@click.pass_context
+def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, timeout_s: float) -> None:
+    """Show the step, the queues, every process and who waits for whom.
+
+    Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
+    4 when no broker answers. Of a run whose broker has ended, the last status in its run directory is shown.
+    """
+    resolved = from_context(ctx, run_yaml)
+    found, last = None, None if broker else last_status(resolved.run_dir)
+    try:
+        if last is None or is_listening(broker_address(resolved, None)):
+            with visit(resolved, broker, what="status", role="viewer") as client:
+                found = ask_status(client, timeout_s)
+    except SlimebusError as bad:
+        if isinstance(bad, Unreachable):
+            click.echo(f"slimebus: {bad.text}", err=True)
+            sys.exit(EXIT_UNREACHABLE)
+        if bad.code != "wrong_run" or last is None:
+            raise
+        click.echo(f"slimebus: {bad.text}", err=True)
+    shown = found or last or {}
+    is_over = shown.get("state") == "finished"
+    what = "the run is over" if is_over else "no broker runs; started again with the same run directory it goes on"
+    lines = [] if found else [f"{what}. Its last status ({resolved.run_dir / LAST}):"]
+    click.echo(json.dumps(shown, indent=2) if as_json else "\n".join([*lines, *summary(shown)]))
+    if not found and not is_over:
+        sys.exit(EXIT_UNREACHABLE)
+    if found and found.get("stalled"):
+        sys.exit(EXIT_STALLED)
+
+
+def last_status(run_dir: Path) -> dict[str, Any] | None:
+    """What the broker of the run wrote when it ended; None when there is no such file."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / LAST).read_text())
+        return found
+    except (OSError, ValueError):
+        return None
+
+
+def is_listening(address: str) -> bool:
+    """Whether anything accepts connections at `tcp://HOST:PORT`; a port 0 is nobody's."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            return port != "0"
+    except (OSError, ValueError):
+        return False
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """The status in lines for a person: what the run does, who waits for whom, who takes part, then all the rest that is not empty."""
+    stalled, steps = found.get("stalled"), found.get("num_steps") or "?"
+    lines = [f"stalled for {stalled['since_s']:.0f} s (limit {stalled['limit_s']:.0f} s): {stalled['reason']}"] if stalled else []
+    of_version = f", version {found['version']}" if found.get("version", -1) >= 0 else ""
+    lines.append(f"run {found.get('run')}: {found.get('state')}, step {found.get('step')} of {steps}{of_version}")
+    for key in [*FIRST, *(key for key in found if key not in FIRST)]:
+        value = found.get(key)
+        if key not in IN_HEADLINE and value not in (None, "", [], {}):
+            lines += _section(key.replace("_", " "), value)
+    return lines
+
+
+def _section(title: str, value: Any) -> list[str]:
+    if isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
+        value = [{"name": name} | one for name, one in value.items()]
+    if not isinstance(value, list):
+        return [f"{title:<18}{_short(value)}"]
+    if not isinstance(value[0], dict):
+        return [f"{title:<18}{_short(one)}" for one in value]
+    rows = [row | row["metrics"] if title == "steps" else row for row in value[-SHOWN_ROWS:]]
+    names = [name for name in COLUMNS.get(title, rows[-1]) if name in rows[-1] and not isinstance(rows[-1][name], dict)]
+    return [f"{title}:", *(f"  {line}" for line in columns([[_short(row.get(name)) for name in names] for row in rows], names))]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{name} {_short(one)}" for name, one in value.items() if one not in (None, "", {}))
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "-" if value in (None, "") else str(value)

@@ -1,0 +1,41 @@
+"""`slimebus trace`: the timeline of a run."""
+
+from pathlib import Path
+
+import click
+
+from slimebus.bus.errors import UsageError
+from slimebus.cli.config.flags import RunCommand, from_context, split_words
+
+
+@click.command(cls=RunCommand)
+@click.argument("words", nargs=-1, metavar="[RUN.yaml] [RUN_DIR]...")
+@click.option("--out", type=Path, help="[path] Chrome trace events, for ui.perfetto.dev; default: RUN_DIR/trace.json.")
+@click.option("--plot", type=Path, help="[path] Draw a few steps here (PNG).")
+@click.option("--begin-s", type=click.FloatRange(min=0), help="[seconds] Where the picture begins; default: four steps from the middle.")
+@click.option("--end-s", type=click.FloatRange(min=0), help="[seconds] Where the picture ends.")
+@click.pass_context
+def trace(
+    ctx: click.Context, words: tuple[str, ...], out: Path | None, plot: Path | None, begin_s: float | None, end_s: float | None
+) -> None:
+    """Write what trainer and workers did as a timeline: steps, publishing, pulls, loads, sampled groups.
+
+    RUN_DIR is a run's directory, one for each host of the run; without one, the run directory of RUN.yaml.
+    """
+    from slimebus.view import trace as timeline
+
+    file, folders = split_words(words)
+    run_dirs = [Path(folder) for folder in folders] or [from_context(ctx, file).run_dir]
+    out = out or run_dirs[0] / "trace.json"
+    spans = timeline.read(run_dirs)
+    timeline.write_chrome(spans, out)
+    click.echo(f"{out}: {len(spans)} spans; open it in ui.perfetto.dev")
+    if plot is None:
+        return
+    try:
+        from slimebus.view.trace_chart import draw_trace
+
+        draw_trace(spans, plot, begin_s=begin_s, end_s=end_s)
+    except ModuleNotFoundError as absent:
+        raise UsageError(f"--plot needs {absent.name}: pip install 'slimebus[plot]'") from None
+    click.echo(f"{plot}: picture")

@@ -1,0 +1,44 @@
+"""`slimebus up`: a whole run on one machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.cli.config.schema import OPEN_MAPS
+
+
+@click.command(cls=ConfigCommand, short_help="Start a whole run on this machine.")
+@config_argument
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
+@click.pass_context
+def up(ctx: click.Context, run_yaml: Path | None, workers: int) -> None:
+    """Start broker, trainer and rollout workers of RUN.yaml on this machine, with one log.
+
+    Every line carries the role that wrote it; a terminal also shows the run as it goes, and its result. Ctrl-C ends all of them within 5 s.
+    When broker.bind has port 0 a free port is chosen. What `slimebus config check` finds is told before anything starts.
+    """
+    from slimebus.view.local_run import LocalRun
+
+    arguments = arguments_of(run_yaml, ctx.meta.get(META, {}))
+    # In a process of its own, for it imports hooks.
+    check = [sys.executable, "-P", "-m", "slimebus", "config", "check", *arguments]
+    if code := subprocess.run(check, stdout=subprocess.DEVNULL, check=False).returncode:
+        sys.exit(code)
+    sys.exit(LocalRun(from_context(ctx, run_yaml), arguments, workers=workers).run())
+
+
+def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:
+    """The same config for a child process, as its command line."""
+    words = [str(run_yaml)] if run_yaml else []
+    for name, value in flags.items():
+        section, _, field = name.rpartition(".")
+        flag = f"{section}-{field}" if section in OPEN_MAPS else field
+        flag = flag.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words

@@ -1,0 +1,48 @@
+"""The settings that the processes of a run must agree on: each says its own with its hello, and the broker compares."""
+
+import operator
+
+import msgspec
+import xxhash
+
+from slimebus.bus.errors import SlimebusError
+from slimebus.cli.config.load import Resolved
+
+SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "stop", "stop_token_ids")
+REWARD = ("rollout.rm_type", "rollout.custom_rm_path", "rollout.custom_generate_function_path", "data.apply_chat_template")
+MODEL = "model.hf_checkpoint"
+COMPARED = {
+    "rollout": ("name", "rollout.n_samples_per_prompt", *(f"rollout.rollout_{name}" for name in SAMPLING), *REWARD),
+    "trainer": (
+        *("name", "rollout.num_rollout", "rollout.rollout_batch_size", "rollout.n_samples_per_prompt"),
+        *("weights.update_weights_interval", "rollout.rollout_temperature"),
+    ),
+}
+MAX_CHARS = 200
+WITHOUT = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures")
+"""Of config.json: what differs between copies of one model."""
+
+
+def settings_of(resolved: Resolved, role: str) -> dict[str, str]:
+    """What a process of this role says with its hello, name -> JSON; broker: all that it compares, but no model, which it may lack."""
+    names = COMPARED.get(role) or dict.fromkeys(name for of_role in COMPARED.values() for name in of_role)
+    said = {name: _text(resolved, name) for name in names}
+    return said | {MODEL: model_hash(resolved)} if role in COMPARED else said
+
+
+def _text(resolved: Resolved, name: str) -> str:
+    text = msgspec.json.encode(operator.attrgetter(name)(resolved.config)).decode()
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... {xxhash.xxh3_64_hexdigest(text.encode())}"
+
+
+def model_hash(resolved: Resolved) -> str:
+    """Of what samples mean: the model's shape and its tokenizer; empty where there is no model to read."""
+    try:
+        folder = resolved.model_dir
+        tree = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
+        tokenizer = folder / "tokenizer.json"
+        digest = xxhash.xxh3_64(msgspec.json.encode({k: tree[k] for k in sorted(tree) if k not in WITHOUT}))
+        digest.update(tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    except (SlimebusError, OSError, msgspec.MsgspecError):
+        return ""
+    return digest.hexdigest()[:8]

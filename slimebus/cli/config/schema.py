@@ -1,0 +1,348 @@
+"""What a run.yaml may say. Each field's docstring gives its [unit] and meaning; docs/configuration.md is made from them.
+
+msgspec and not pydantic: it is already the wire's codec, checks types as strictly, and imports in 10 ms instead of 150,
+which is what keeps `--help` instant. Option names that slime's users know are kept where the meaning is the same.
+"""
+
+import functools
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import FieldInfo
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+
+
+class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A part of the config; every field is also a command-line flag and an environment variable."""
+
+
+class BrokerConfig(Section, frozen=True):
+    """The broker: addresses, pacing, leases, durability."""
+
+    bind: str = "tcp://127.0.0.1:5555"
+    """[address] Where the broker listens; port 0 takes any free one. Other roles reach it with --broker."""
+    hints_bind: str = ""
+    """[address] Where hints are published; empty: a free port of the same interface, the same again after a restart if it is free."""
+    max_staleness: NonNegative = 1
+    """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded."""
+    on_stale: Literal["requeue", "drop"] = "requeue"
+    """[choice] What happens to a finished group that became too stale: sample its prompt again, or drop it."""
+    lease_s: Seconds = 60.0
+    """[seconds] A worker that is silent this long loses its groups, and they are queued again."""
+    heartbeat_s: Seconds = 2.0
+    """[seconds] How often each process says that it is alive."""
+    max_attempts: Positive = 3
+    """[attempts] Failed attempts after which a prompt becomes a dead letter."""
+    buffer_capacity: Natural = 0
+    """[groups] Most groups leased or waiting to be trained; 0: what max_staleness needs, or 4 batches when that is unbounded."""
+    batch_tokens: Natural = 0
+    """[tokens] A step is as many groups as hold at most so many tokens (prompts included). rollout_batch_size is then only a first
+    estimate of their number, until groups have come; 0: a step is rollout_batch_size groups."""
+    buffer_filter_path: str = ""
+    """[hook] Chooses the groups of each batch among those that are ready; empty: first in, first out."""
+    durability: Literal["fsync", "os", "memory"] = "fsync"
+    """[choice] What a put survives: fsync, a power cut; os, a kill of the broker; memory, nothing."""
+    stall_min_s: Seconds = 30.0
+    """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
+    max_message_mib: Annotated[int, Meta(ge=1, le=2048)] = 256
+    """[MiB] Most that all frames of a group have. Workers give a larger one back as failed; a larger frame ends its connection."""
+    max_clients: Positive = 4096
+    """[processes] Most names joined at once; one more is answered `busy`. Each may have two connections: requests and hints."""
+    required_fields: list[str] = []
+    """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
+    connect_timeout_s: Seconds = 120.0
+    """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
+
+
+class DataConfig(Section, frozen=True):
+    """Where prompts come from."""
+
+    prompt_data: list[str] = []
+    """[paths] Files of prompts, relative to the run.yaml: jsonl (also .gz) or parquet; `"path@[a:b]"` takes a slice
+    (in quotes, as YAML reads brackets), `path*2` gives the file a weight: files then take turns in these shares; without weights they
+    follow one another."""
+    source_path: str = ""
+    """[hook] A stateful source that gives the prompts, and is told what became of each group; prompt_data is handed to it."""
+    input_key: str = "prompt"
+    """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
+    label_key: str = "label"
+    """[name] The key of a line that holds what the reward compares with."""
+    metadata_key: str = "metadata"
+    """[name] The key of a line that holds a map handed to hooks as it is."""
+    tool_key: str = ""
+    """[name] The key of a line that holds the list of tools of a chat prompt: its chat template gets it, hooks find it in the
+    metadata as `tools`. Empty: no tools."""
+    rollout_shuffle: bool = True
+    """[switch] Visit prompts in a new seeded order each epoch."""
+    num_epoch: Natural = 0
+    """[epochs] Passes over the data; 0: as many as num_rollout needs."""
+    apply_chat_template: bool = True
+    """[switch] Prompts that are lists of messages go through the tokenizer's chat template."""
+    wait_for_push: bool = False
+    """[switch] The run does not end when no prompt is left: it waits for prompts to be pushed. prompt_data may then be empty."""
+    skip_bad_prompts: bool = False
+    """[switch] Count and skip malformed lines instead of refusing to start."""
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy."""
+
+    hf_checkpoint: str = ""
+    """[path] Directory of the initial model and its tokenizer, in Hugging Face layout; relative to the run.yaml."""
+
+
+class RolloutConfig(Section, frozen=True):
+    """How groups are sampled and rewarded."""
+
+    num_rollout: Positive = 100
+    """[steps] Training steps of the run."""
+    rollout_batch_size: Positive = 32
+    """[groups] Prompts a training step."""
+    n_samples_per_prompt: Positive = 8
+    """[samples] Samples of each prompt: the size of a group."""
+    num_steps_per_rollout: Positive = 1
+    """[optimizer steps] Parts that a batch is trained in, one optimizer step each."""
+    rollout_temperature: NonNegative = 1.0
+    """[ratio] Sampling temperature; 0 is greedy."""
+    rollout_top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """[probability] Nucleus sampling."""
+    rollout_top_k: Annotated[int, Meta(ge=-1)] = -1
+    """[tokens] Sample among the k most likely, at least 1; -1: all."""
+    rollout_max_response_len: Positive = 1024
+    """[tokens] Most new tokens of a sample."""
+    rollout_stop: list[str] = []
+    """[strings] Generation ends at any of these."""
+    rollout_stop_token_ids: list[int] = []
+    """[token ids] Generation ends at any of these, besides the model's own end token."""
+    rm_type: Literal["exact", "math", "random"] = "exact"
+    """[choice] Built-in reward (docs/hooks.md)."""
+    custom_rm_path: str = ""
+    """[hook] Reward of one sample, instead of rm_type."""
+    custom_generate_function_path: str = ""
+    """[hook] Makes one sample (or several that count as one), instead of a call of the engine; called once per sample of a group."""
+    dynamic_sampling_filter_path: str = ""
+    """[hook] Keeps or drops a finished group; a dropped one is counted and replaced by another prompt. `check_reward_nonzero_std`
+    is built in: it drops groups whose rewards are all equal."""
+    dynamic_sampling_limit: Positive = 1024
+    """[groups] When so many in a row were dropped by the filter and none was kept, the run stops with an error that says so."""
+    over_sampling_batch_size: Natural = 0
+    """[groups] Prompts started for each training step, at least rollout_batch_size, of which the first ones done are trained. The others
+    are trained in the next step while they are fresh enough, else they follow on_stale; 0: as many as are trained."""
+    reward_timeout_s: Seconds = 60.0
+    """[seconds] A reward that takes longer marks its sample failed."""
+    generate_timeout_s: Seconds = 600.0
+    """[seconds] A group whose sampling takes longer, rewards aside, is a failed attempt."""
+    drain_timeout_s: Seconds = 2.0
+    """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
+    max_running_groups: Positive = 64
+    """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
+
+
+class EngineConfig(Section, frozen=True):
+    """The inference engine of a worker."""
+
+    engine: Literal["cpu", "sglang", "none"] = "cpu"
+    """[choice] cpu: the embedded one, a child process; sglang: real SGLang, a child process; none: hooks need no engine (SFT)."""
+    engine_url: list[str] = []
+    """[URLs] Addresses of running engines with SGLang's HTTP API, instead of starting one."""
+    engine_api_key: str = ""
+    """[key] That running engines ask for (SGLang's --api-key), and those started here: empty gives each a random one. Better by environment
+    variable: SLIMEBUS_ENGINE_ENGINE_API_KEY."""
+    engine_python: str = ""
+    """[path] The Python that has SGLang installed; empty: this one."""
+    engine_threads: Positive = 1
+    """[threads] Of the embedded engine."""
+    pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """[choice] How running requests pass a weight update: keep their KV cache, recompute it, or end as partial."""
+    weight_route: Literal["auto", "disk", "broadcast"] = "auto"
+    """[choice] How engines get weights: disk: a directory in shared memory, or one that both hosts see; broadcast: over the network."""
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new weights reach the engines."""
+
+    update_weights_interval: Positive = 1
+    """[steps] Training steps a version."""
+    weights_dir: str = ""
+    """[path] Directory or mounted bucket through which workers get weights, instead of from the trainer's weight server; each node may
+    mount it elsewhere. Relative to the run.yaml."""
+    weights_bind: str = "tcp://127.0.0.1:0"
+    """[address] Where the trainer serves weights; the i-th publishing rank takes the i-th port from here, with port 0 any free one."""
+    weights_advertise: str = ""
+    """[host] The host name workers are told; empty: the bound one, or this machine's address on the way to the broker."""
+    fanout_bind: str = ""
+    """[address] Where a worker passes weights on to others, such as tcp://0.0.0.0:0; others are told the address bound, or for 0.0.0.0 this
+    machine's on the way to the broker. Empty: it does not."""
+    weights_shm: str = "/dev/shm"
+    """[path] Memory-backed directory through which a worker hands weights to its engine."""
+
+
+class EvalDataset(Section, frozen=True):
+    """One named evaluation: its own data, sampling and reward."""
+
+    path: str
+    """[path] A jsonl or parquet file, optionally a slice `"path@[a:b]"`; relative to the run.yaml."""
+    n_samples_per_eval_prompt: Positive = 1
+    """[samples] Of each prompt."""
+    temperature: NonNegative = 0.0
+    """[ratio] 0 is greedy."""
+    max_response_len: Natural = 0
+    """[tokens] Most new tokens; 0: rollout_max_response_len."""
+    rm_type: Literal["", "exact", "math", "random"] = ""
+    """[choice] Built-in reward: exact, math or random; empty: the training reward."""
+    custom_rm_path: str = ""
+    """[hook] Reward of one sample; empty: the training reward."""
+
+
+class EvalConfig(Section, frozen=True):
+    """Evaluation while the run goes on."""
+
+    eval_interval: Natural = 0
+    """[versions] Evaluate every so many versions; 0: never."""
+    skip_eval_before_train: bool = False
+    """[switch] No evaluation of the initial model."""
+    datasets: dict[str, EvalDataset] = {}
+    """[map] Name to dataset."""
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """Advantages and loss (docs/algorithms.md)."""
+
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """[choice] policy_loss: clipped policy gradient; sft_loss: cross entropy of the trainable tokens."""
+    advantage_estimator: Literal["grpo"] = "grpo"
+    """[choice] How rewards of a group become advantages."""
+    grpo_std_normalization: bool = True
+    """[switch] Divide a group's advantages by its standard deviation."""
+    eps_clip: NonNegative = 0.2
+    """[ratio] PPO clips the importance ratio below at 1 - eps_clip."""
+    eps_clip_high: NonNegative = 0.28
+    """[ratio] ... and above at 1 + eps_clip_high."""
+    use_rollout_logprobs: bool = True
+    """[switch] The ratio's old logprobs are the sampler's; false: the trainer's own, from before the batch's first optimizer step."""
+    use_tis: bool = False
+    """[switch] Weight each token by the truncated ratio old / rollout probability; with use_rollout_logprobs old is the
+    policy being trained, and nothing is clipped."""
+    tis_clip: NonNegative = 2.0
+    """[ratio] Upper bound of that weight."""
+    kl_loss_coef: NonNegative = 0.0
+    """[weight] Of the KL to the reference model in the loss; 0: no reference model is held."""
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """[choice] The KL estimator."""
+    entropy_coef: NonNegative = 0.0
+    """[weight] Of the entropy bonus."""
+
+
+class OptimizerConfig(Section, frozen=True):
+    """Adam and its schedule; more under `megatron`."""
+
+    lr: NonNegative = 1e-6
+    """[per step] Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """[per step] Where the decay ends."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """[choice] Shape of the decay."""
+    lr_warmup_iters: Natural = 0
+    """[steps] Linear warm-up from 0."""
+    lr_decay_iters: Natural = 0
+    """[steps] Where the decay reaches min_lr; 0: the last optimizer step of the run."""
+    weight_decay: NonNegative = 0.0
+    """[ratio] Decoupled weight decay."""
+    adam_beta1: Fraction = 0.9
+    """[ratio] Decay of the first moment."""
+    adam_beta2: Fraction = 0.98
+    """[ratio] Decay of the second moment."""
+    clip_grad: NonNegative = 1.0
+    """[norm] Largest gradient norm; 0: no clipping."""
+
+
+class TrainerConfig(Section, frozen=True):
+    """The trainer: micro-batches, layout, checkpoints."""
+
+    max_tokens_per_gpu: Positive = 8192
+    """[tokens] Most tokens of a packed micro-batch on one rank."""
+    nproc_per_node: Positive = 1
+    """[processes] Trainer ranks on this node; more than 1 starts torchrun."""
+    tensor_model_parallel_size: Positive = 1
+    """[ranks] That split each matrix."""
+    pipeline_model_parallel_size: Positive = 1
+    """[ranks] That split the layers."""
+    context_parallel_size: Positive = 1
+    """[ranks] That split each sequence."""
+    sequence_parallel: bool = False
+    """[switch] Split activations outside matrices too (with tensor parallelism)."""
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """[choice] Of the trained parameters; published weights are always bfloat16."""
+    train_threads: Positive = 1
+    """[threads] CPU threads of each rank."""
+    save_interval: Natural = 50
+    """[steps] Write a checkpoint every so many steps, and at the end; 0: only at the end."""
+    keep_checkpoints: Positive = 2
+    """[checkpoints] Older ones are deleted."""
+    save_hf: str = ""
+    """[path] Write the final model here in Hugging Face layout; relative to run_dir."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """[choice] When the loss or gradient of an optimizer step is not finite: skip that step and count it (8 in a row end the run), or
+    stop the run at once. It is never applied."""
+    tensorboard: bool = True
+    """[switch] Write TensorBoard files beside the JSONL metrics."""
+
+
+class SecurityConfig(Section, frozen=True):
+    """Keys (docs/security.md)."""
+
+    keys: str = ""
+    """[path] Folder of keys made by `slimebus keys init`, or one key file where the folder has several of a role; in a file relative to
+    the run.yaml. Empty: no keys, and nothing listens beyond this machine."""
+    insecure: bool = False
+    """[switch] Listen beyond this machine without keys: whoever reaches the ports can read everything and take part."""
+
+
+class RunConfig(Section, frozen=True):
+    """One run."""
+
+    name: str = "run"
+    """[name] Of the run, in logs and plots."""
+    run_dir: str = ""
+    """[path] Where everything the run makes is kept; empty: runs/NAME."""
+    seed: Natural = 0
+    """[number] Of data order, sampling and initialisation."""
+    broker: BrokerConfig = BrokerConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    security: SecurityConfig = SecurityConfig()
+    megatron: dict[str, Any] = {}
+    """[map] Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, as it is.
+    `expert_tensor_parallel_size` is 1 unless it is given."""
+    sglang: dict[str, Any] = {}
+    """[map] Any argument of the SGLang server, with or without dashes."""
+
+
+SECTIONS: dict[str, type[Section]] = {f.name: type(f.default) for f in msgspec.structs.fields(RunConfig) if isinstance(f.default, Section)}
+OPEN_MAPS = ("megatron", "sglang")
+"""Sections whose keys belong to another project."""
+
+
+@functools.cache
+def paths() -> dict[str, FieldInfo]:
+    """Every dotted name of a plain field (`broker.bind`, `seed`), in file order."""
+    found = {}
+    for field in msgspec.structs.fields(RunConfig):
+        if field.name in SECTIONS:
+            found.update({f"{field.name}.{inner.name}": inner for inner in msgspec.structs.fields(SECTIONS[field.name])})
+        elif field.name not in OPEN_MAPS:
+            found[field.name] = field
+    return found

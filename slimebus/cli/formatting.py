@@ -1,0 +1,33 @@
+"""Quantities and tables as people read them."""
+
+import io
+from collections.abc import Iterable, Sequence
+
+
+def duration(seconds: float) -> str:
+    """`80 s`, `170 s`, `12 min`, `3.2 h`: two or three digits of the unit that fits."""
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def count(number: float) -> str:
+    """`950`, `12.3 k`, `1.4 M`: three digits."""
+    if abs(number) < 1e3:
+        return f"{number:.0f}"
+    value, unit = next((number / size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(number) >= size)
+    return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.1f} {unit}"
+
+
+def columns(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> list[str]:
+    """Lines of plain text in which the cells of the rows stand below one another, however wide the terminal is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header, box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(file=io.StringIO(), width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]

@@ -1,0 +1,132 @@
+"""Records of a process: JSON lines, TensorBoard beside them; and how busy a part of the system was."""
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("slimebus")
+
+MAX_WAITING = 4096
+"""Rows kept in memory while a file cannot be written; beyond that the oldest is dropped, counted and logged."""
+
+
+class JsonLines:
+    """Rows appended to `path`, one JSON object a line, from any thread; None writes nothing.
+
+    While the file cannot be written (a full disk) rows wait in memory, which is logged once: a record is not worth a run.
+    max_bytes: a file as large as that takes the place of its `.old.jsonl`, so that two files stay; 0: no bound.
+    """
+
+    def __init__(self, path: Path | None, *, max_bytes: int = 0) -> None:
+        self.path, self.max_bytes, self.num_dropped = path, max_bytes, 0
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+        self._is_failing, self._lock = False, threading.Lock()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row, and those that could not be written before it."""
+        if self.path is not None:
+            with self._lock:
+                self.num_dropped += len(self._waiting) == MAX_WAITING
+                self._waiting.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with self._lock:
+            if self.path is None or not self._waiting:
+                return
+            try:
+                self._append(self.path, b"".join(self._waiting))
+            except OSError as bad:
+                if not self._is_failing:
+                    log.error("rows cannot be written to %s and wait in memory: %s", self.path, bad)
+                self._is_failing = True
+                return
+            self._waiting.clear()
+            if self.num_dropped:
+                log.warning("%d rows were dropped while %s could not be written", self.num_dropped, self.path)
+            self.num_dropped, self._is_failing = 0, False
+
+    def _append(self, path: Path, lines: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            begin = file.tell()
+            if file.write(lines) != len(lines):
+                file.truncate(begin)  # half a line would spoil the one after it
+                raise OSError("only a part was written")
+        if 0 < self.max_bytes <= begin + len(lines):
+            path.replace(path.with_suffix(".old.jsonl"))
+
+
+class MetricsWriter:
+    """Appends records to `directory/role.jsonl`, and scalars to TensorBoard event files when asked to."""
+
+    def __init__(self, directory: Path, role: str, *, tensorboard: bool = False) -> None:
+        self._rows = JsonLines(directory / f"{role}.jsonl")
+        self._events: Any = None
+        if tensorboard:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._events = EventFileWriter(str(directory / "tensorboard" / role))
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """One record: {"time": seconds since the epoch, "step": step, ...values}."""
+        now = time.time()
+        self._rows.add({"time": round(now, 3), "step": step, **values})
+        if self._events is not None:
+            self._events.add_event(_event(now, step, values))
+            self._events.flush()
+
+    def close(self) -> None:
+        """Write what waits and release the files."""
+        self._rows.flush()
+        if self._events is not None:
+            self._events.close()
+
+
+def _event(now: float, step: int, values: dict[str, Any]) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    scalars = [Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items() if isinstance(v, int | float)]
+    return Event(wall_time=now, step=step, summary=Summary(value=scalars))
+
+
+class BusyMeter:
+    """Seconds during which at least one piece of work was under way, since the first one began."""
+
+    def __init__(self) -> None:
+        self._count, self._busy_s = 0, 0.0
+        self._changed_at = self._first_at = 0.0
+
+    def enter(self) -> None:
+        """A piece of work begins."""
+        self._settle()
+        self._first_at = self._first_at or self._changed_at
+        self._count += 1
+
+    def leave(self) -> None:
+        """A piece of work ended."""
+        self._settle()
+        self._count -= 1
+
+    def _settle(self) -> float:
+        now = time.monotonic()
+        self._busy_s += now - self._changed_at if self._count else 0.0
+        self._changed_at = now
+        return now
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+        self._settle()
+        return self._busy_s
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the first work began; 0 before it."""
+        return time.monotonic() - self._first_at if self._first_at else 0.0

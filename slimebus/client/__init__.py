@@ -1,0 +1,1 @@
+"""Clients of a broker: connecting a role, pushing prompts, reading groups as a consumer."""

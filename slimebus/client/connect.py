@@ -1,0 +1,82 @@
+"""How a process connects to its broker: the address it was given, tried until a deadline, with a log line every few seconds."""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slimebus.bus.errors import Unreachable
+from slimebus.bus.messages import Heartbeat, Welcome
+from slimebus.bus.security.credentials import credentials_of
+from slimebus.bus.security.exposure import reachable
+from slimebus.cli.config import Resolved
+from slimebus.cli.config.agreement import COMPARED, settings_of
+
+if TYPE_CHECKING:
+    from slimebus.bus.transport.client import Client
+
+log = logging.getLogger("slimebus")
+
+PATIENCE_S = 5.0
+
+
+def broker_address(resolved: Resolved, given: str | None) -> str:
+    """The broker's address: the --broker option, else the config's bind address as seen from this machine."""
+    return given or reachable(resolved.config.broker.bind)
+
+
+def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
+    """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
+    from slimebus.bus.transport.client import Client  # zmq and asyncio: no --help needs them
+
+    client = Client(broker_address(resolved, given), name=name, credentials=credentials_of(resolved, role))
+    client.settings = settings_of(resolved, role) if role in COMPARED else {}
+    return client
+
+
+@contextlib.contextmanager
+def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client") -> "Iterator[Client]":
+    """A client for a few requests, under a name of its own that begins with `what`; it connects without registering.
+
+    Where the user named a run, a broker of another one refuses the requests as `wrong_run`.
+    """
+    client = client_of(resolved, given, role=role, name=process_name(what))
+    client.run = resolved.expected_run
+    try:
+        yield client
+    finally:
+        client.close(goodbye=False)
+
+
+def process_name(role: str) -> str:
+    """A name no other process has: role, host, process id and a little chance."""
+    return f"{role}-{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def join(client: "Client", role: str, timeout_s: float) -> Welcome:
+    """Join; every few seconds log what is waited for. Differences of settings are logged. Raises Unreachable after `timeout_s`."""
+    waited = 0.0
+    while True:
+        patience = min(PATIENCE_S, timeout_s - waited)
+        try:
+            welcome = client.join(role, timeout_s=patience)
+        except Unreachable:
+            waited += patience
+            if waited >= timeout_s:
+                remedy = client.refusal or "start one with `slimebus broker RUN.yaml`, or give its address with --broker"
+                raise Unreachable(f"{role} {client.name}: no broker answered at {client.address} in {timeout_s:.0f} s; {remedy}") from None
+            why = f": {client.refusal}" if client.refusal else ""
+            log.info("waiting for the broker at %s (%.0f of %.0f s)%s", client.address, waited, timeout_s, why)
+            continue
+        for difference in welcome.differences:
+            log.warning("%s", difference)
+        return welcome
+
+
+def say_starting(client: "Client", welcome: Welcome, what: str) -> None:
+    """Until `keep_alive` is called again, tell the broker that this process lives and what it does; a model may take minutes to load."""
+    beat = Heartbeat(state=f"starting: {what}")
+    client.keep_alive(welcome.heartbeat_s, lambda: beat, lambda reply: None, lambda lost: log.error("%s", lost.text))

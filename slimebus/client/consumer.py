@@ -1,0 +1,150 @@
+"""A consumer of groups in Python: reads each group once the workers have put it, and may put fields of its own to it.
+
+What `read` gave is acknowledged by the next `read`, so that a consumer that dies in between gets it again when it comes back under
+the same name. docs/consumers.md has an example.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.messages import Heartbeat, HeartbeatReply, PutFields, PutFieldsReply, Read, ReadReply
+from slimebus.bus.samples import Sample, decode_stored, encode_fields
+from slimebus.bus.security.credentials import credentials_at
+from slimebus.bus.transport.client import Client
+from slimebus.bus.transport.request import Reply
+from slimebus.client.connect import join
+
+log = logging.getLogger("slimebus.consumer")
+
+PATIENCE_S = 30.0
+LONGEST_ASK_S = 60.0
+"""Of one request; a longer read is made of several."""
+
+
+class ConsumedGroup(msgspec.Struct):
+    """One group as it was read. `position` orders groups; (id, lease) names its samples."""
+
+    id: str
+    lease: int
+    position: int
+    samples: list[Sample]
+
+
+class Consumer:
+    """A consumer named `name` of the broker at an address. As a context manager it leaves in good order.
+
+    keys: folder of keys with one of role consumer, or one key file.
+    Raises Unreachable when no broker answers within `timeout_s`. num_skipped: groups that were gone before they were read.
+    """
+
+    def __init__(self, broker: str, *, name: str, timeout_s: float = 120.0, keys: str | Path = "") -> None:
+        self.client = Client(broker, name=name, credentials=credentials_at(Path(keys), "consumer") if keys else None)
+        self.client.rejoins = True
+        self.num_skipped = 0
+        self._position = 0
+        self._finished = threading.Event()
+        try:
+            welcome = join(self.client, "consumer", timeout_s)
+        except SlimebusError:
+            self.client.close(goodbye=False)
+            raise
+        self.client.keep_alive(welcome.heartbeat_s, Heartbeat, self._on_beat, lambda lost: log.error("%s", lost.text))
+
+    def __enter__(self) -> "Consumer":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave. What the last read gave is read again next time, unless `read` was called once more."""
+        self.client.close()
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the run is over."""
+        return self._finished.is_set()
+
+    def groups(self, **how: Any) -> Iterator[ConsumedGroup]:
+        """Every group from the durable position on, until the run is over; takes what `read` takes."""
+        while True:
+            try:
+                found = self.read(**how)
+            except Unreachable:
+                if self.is_finished:
+                    return
+                raise
+            yield from found
+            if not found and self.is_finished:
+                return
+
+    def read(
+        self,
+        count: int = 8,
+        *,
+        wait_s: float = 10.0,
+        needs: Sequence[str] = (),
+        extras: Sequence[str] | None = None,
+        shard: tuple[int, int] = (0, 1),
+    ) -> list[ConsumedGroup]:
+        """Acknowledge what the last read gave, and the next groups: at most `count`, empty when none came within `wait_s` seconds.
+
+        needs: fields they must have (reading stops at the first group that lacks one). extras: fields wanted beyond tokens, loss_mask and
+        rollout_logprobs; None: all. shard (i, n): every n-th position, for n processes that share the work, each with its own name.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            asked = Read(
+                count=count,
+                wait_s=min(left_s, LONGEST_ASK_S),
+                after=self._position,
+                needs=list(needs),
+                extras=None if extras is None else list(extras),
+                shard=shard[0],
+                shards=shard[1],
+            )
+            found = self._read(asked)
+            if found or self.is_finished or left_s <= LONGEST_ASK_S:
+                return found
+
+    def _read(self, asked: Read) -> list[ConsumedGroup]:
+        reply = self._ask(asked)
+        answer = reply.expect(ReadReply)
+        if answer.finished:
+            self._finished.set()
+        self.num_skipped += answer.num_skipped
+        self._position = answer.groups[-1].position if answer.groups else answer.position
+        samples = decode_stored([group.num_frames for group in answer.groups], reply.bulk)
+        return [ConsumedGroup(group.group, group.lease, group.position, own) for group, own in zip(answer.groups, samples, strict=True)]
+
+    def put_fields(self, group: ConsumedGroup, fields: Mapping[str, Sequence[np.ndarray]]) -> bool:
+        """Add fields to a group: name -> one array for each of its samples, with one entry a token, one entry, or none ([]).
+
+        False when the group is not waiting to be trained any more. A field that is there stays as it is; another consumer's raises
+        SlimebusError `field_exists`.
+        """
+        put = PutFields(group=group.id, lease=group.lease)
+        answer = self.client.call(put, encode_fields(fields), timeout_s=2 * PATIENCE_S)
+        return answer.expect(PutFieldsReply).result != "gone"
+
+    def _ask(self, asked: Read) -> Reply:
+        try:
+            return self.client.call(asked, timeout_s=asked.wait_s + PATIENCE_S)
+        except SlimebusError as bad:
+            if bad.code != "position":
+                raise
+            log.warning("%s", bad.text)
+            return self.client.call(msgspec.structs.replace(asked, after=0), timeout_s=asked.wait_s + PATIENCE_S)
+
+    def _on_beat(self, reply: HeartbeatReply) -> None:
+        if reply.finished:
+            self._finished.set()

@@ -1,0 +1,170 @@
+"""A whole run on this machine: its processes started, shown while they work, and started again where one left too early."""
+
+import contextlib
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError
+from slimebus.bus.security.exposure import reachable
+from slimebus.cli.commands.status import ask_status
+from slimebus.cli.config import Resolved
+from slimebus.cli.launch import Child, Fleet, free_port
+from slimebus.client.connect import visit
+from slimebus.view import report
+from slimebus.view.live_panel import LivePanel
+from slimebus.view.result_table import result_table
+
+if TYPE_CHECKING:
+    from slimebus.bus.transport.client import Client
+
+COLOURS = {"broker": "yellow", "trainer": "cyan", "rollout": "green"}
+POLL_S, STATUS_EVERY_S, STATUS_TIMEOUT_S = 0.2, 0.5, 0.5
+PLAIN_EVERY_S = 5.0
+LEFT_S, BROKER_LEFT_S = 3.0, 30.0
+"""A process that left is looked at after so long: the others of a run that has finished are on their way out, too."""
+MAX_RESTARTS = 3
+
+
+class LocalRun:
+    """Broker, trainer and workers of one config. arguments: that config as a command line.
+
+    title: what the panel is called. quiet: lines of the processes go to their log files only.
+    """
+
+    def __init__(self, resolved: Resolved, arguments: list[str], *, workers: int = 1, title: str = "", quiet: bool = False) -> None:
+        self.resolved, self.arguments, self.workers, self.quiet = resolved, arguments, workers, quiet
+        self.console = Console(highlight=False)
+        datasets = resolved.config.eval.datasets
+        self.dataset = "heldout" if "heldout" in datasets else next(iter(datasets), "")
+        self.panel = LivePanel(title or resolved.config.name, resolved.config, self.dataset)
+        self.failed: Child | None = None
+        self._restarts: Counter[str] = Counter()
+        self._asked_at = self._shown_at = 0.0
+
+    def run(self) -> int:
+        """Run until all processes ended; the exit code: 0, that of the first that failed (`failed`), or 130 and 143 for a signal."""
+        with Fleet(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as fleet:
+            address = start_all(fleet, self.resolved, self.arguments, self.workers)
+            with _signals() as stop, contextlib.ExitStack() as stack:
+                client = self._connect(stack, address)
+                live = stack.enter_context(Live(console=self.console, auto_refresh=False, transient=True))
+                while not stop:
+                    ended = fleet.ended()
+                    self.failed = next((child for child in ended if child.process.returncode), None)
+                    if self.failed is not None or len(ended) == len(fleet.children):
+                        break
+                    if client is not None and time.monotonic() - self._asked_at >= STATUS_EVERY_S:
+                        self._look(fleet, client, live)
+                    time.sleep(POLL_S)
+            if self.failed is not None:
+                self._say(f"{describe(self.failed)}; ending the others")
+                return max(self.failed.process.returncode, EXIT_FAILURE)
+        if stop:
+            return 130 if stop[0] == signal.SIGINT else 143
+        if self.console.is_terminal and not self.quiet:
+            with contextlib.suppress(DataError):  # nothing was trained
+                found = report.read(self.resolved.run_dir)
+                self.console.print(result_table(report.result(found, self.dataset, self.resolved.config)))
+        return 0
+
+    def _connect(self, stack: contextlib.ExitStack, address: str) -> "Client | None":
+        try:
+            return stack.enter_context(visit(self.resolved, address, what="up", role="viewer"))
+        except SlimebusError as bad:
+            self._say(f"the run is not watched: {bad.text}")
+            return None
+
+    def _look(self, fleet: Fleet, client: "Client", live: Live) -> None:
+        """Show the run, and start again who left it too early."""
+        self._asked_at = time.monotonic()
+        status: dict[str, Any] | None = None
+        with contextlib.suppress(SlimebusError):  # it starts, or has ended
+            status = ask_status(client, timeout_s=STATUS_TIMEOUT_S)
+            self.panel.take(status)
+            self._show(live)
+        if (child := left_too_early(fleet.children, status)) is not None:
+            self._start_again(fleet, child, status)
+
+    def _show(self, live: Live) -> None:
+        if self.console.is_terminal:
+            live.update(self.panel.render(), refresh=True)
+        elif self.quiet and time.monotonic() - self._shown_at > PLAIN_EVERY_S:
+            self._shown_at = time.monotonic()
+            self.console.print(self.panel.line(), soft_wrap=True)
+
+    def _start_again(self, fleet: Fleet, child: Child, status: dict[str, Any] | None) -> None:
+        self._restarts[child.role] += 1
+        why = "; ".join(status["waiting"]) or status["state"] if status else "others of the run still work"
+        left = f"although the run is not finished ({why})"
+        if self._restarts[child.role] > MAX_RESTARTS:
+            raise SlimebusError(f"{child.role} left {MAX_RESTARTS + 1} times {left}; its log: {child.log_file}")
+        self._say(f"{child.role} left {left}; it is started again")
+        fleet.start_again(child)
+
+    def _say(self, text: str) -> None:
+        console = self.console if self.console.is_terminal else Console(stderr=True, highlight=False)
+        console.print(f"slimebus: {text}", markup=False, soft_wrap=True)
+
+    def _show_line(self, role: str, line: str) -> None:
+        colour = COLOURS.get(role.partition("-")[0], "white")
+        self.console.print(Text.assemble((f"{role:>9} | ", colour), line), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM are only noted."""
+    got: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: got.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: int) -> str:
+    """Start one broker, one trainer and `workers` rollout workers; the broker's address."""
+    address = resolved.config.broker.bind
+    if address.endswith(":0"):
+        address = f"{address[:-2]}:{free_port()}"
+    fleet.start("broker", ["broker", *arguments, "--bind", address])
+    reach = reachable(address)
+    fleet.start("trainer", ["trainer", *arguments, "--broker", reach])
+    for i in range(workers):
+        role = "rollout" if i == 0 else f"rollout-{i + 1}"
+        fleet.start(role, ["rollout", *arguments, "--broker", reach, "--worker-name", f"worker-{i + 1}"])
+    return reach
+
+
+def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> Child | None:
+    """A process that ended without an error although the run needs its role, which no other process has.
+
+    A worker that joined a run that had finished is told so and leaves; when the trainer goes on with more steps, none is there. status: the
+    broker's; None when it does not answer.
+    """
+    now = time.monotonic()
+    for child in children:
+        role, gone_s = child.role.partition("-")[0], now - child.ended_at if child.ended_at else 0.0
+        if role == "broker":
+            if gone_s > BROKER_LEFT_S and any(not other.ended_at for other in children):
+                return child
+        elif gone_s > LEFT_S and status is not None and status["state"] != "finished":
+            present = {c["role"] for c in status["clients"] if c["state"] not in ("gone", "fenced")}
+            running = {other.role.partition("-")[0] for other in children if not other.ended_at}
+            if role not in present | running:
+                return child
+    return None
+
+
+def describe(child: Child) -> str:
+    """`trainer ended with code 1 (log: ...)`."""
+    code = child.process.returncode
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"{child.role} {how} (log: {child.log_file})"

@@ -1,0 +1,1 @@
+"""Versions as files: model directories, delta files, a chain of them."""

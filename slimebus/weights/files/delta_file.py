@@ -1,0 +1,191 @@
+"""A manifest and its payloads in one file: a delta between two versions, or a full copy of one.
+
+    0         8                 16                    32                32 + N
+    +---------+-----------------+---------------------+-----------------+-----------+-----------+-----
+    | "SLMBDF01" | N, u64 little-endian | xxh3_128 of the manifest | manifest, msgpack | payload 0 | payload 1 | ...
+    +---------+-----------------+---------------------+-----------------+-----------+-----------+-----
+
+Payloads follow in the order of the manifest's tensors, one for each that is not `same`. docs/weights.md says what they are.
+"""
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from slimebus.atomic_file import replacing
+from slimebus.bus.errors import WeightsError
+from slimebus.weights.codec import delta_codec
+from slimebus.weights.codec.rounding import rounded
+from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
+from slimebus.weights.pull.plan import Job, Memory, Plan, Target
+from slimebus.weights.store.delta_cache import Delta, entry_of
+from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, checksum, digest_of
+
+MAGIC = b"SLMBDF01"
+HEAD_BYTES = 32
+MAX_MANIFEST_BYTES = 1 << 30
+PIECE_BYTES = 1 << 20
+
+
+class DeltaFile(NamedTuple):
+    """A checked manifest, and of each tensor that has a payload the pieces of it, in order."""
+
+    manifest: Manifest
+    payloads: Mapping[str, Iterable[bytes]]
+
+
+class _OpenFile:
+    """Read, not mapped: of a mapped file that its server has deleted, or cannot reach, the next byte would end the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def pieces(self, start: int, end: int) -> Iterator[bytes]:
+        """Raises OSError, and WeightsError where the file has become shorter."""
+        while start < end:
+            piece = os.pread(self._descriptor, min(PIECE_BYTES, end - start), start)
+            if not piece:
+                raise WeightsError(f"{self.path} was cut off while it was read")
+            yield piece
+            start += len(piece)
+
+
+@dataclass(frozen=True)
+class _Payload:
+    file: _OpenFile
+    start: int
+    end: int
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self.file.pieces(self.start, self.end)
+
+
+def write(path: Path, manifest: Manifest, payloads: Iterable[Any]) -> int:
+    """Write the file whole or not at all, on disk when this returns; its size in bytes. payloads: in the manifest's order."""
+    encoded = msgspec.msgpack.encode(manifest)
+    with replacing(path) as out:
+        out.write(MAGIC + len(encoded).to_bytes(8, "little") + bytes.fromhex(checksum(encoded)))
+        out.write(encoded)
+        for payload in payloads:
+            out.write(payload)
+        return out.tell()
+
+
+def read(path: Path) -> DeltaFile:
+    """Open a file. Its manifest and all sizes are checked, not the payloads: `apply` does that. Raises WeightsError and OSError."""
+    file = _OpenFile(path)
+    head = b"".join(file.pieces(0, min(HEAD_BYTES, file.size)))
+    length = int.from_bytes(head[8:16], "little")
+    if head[:8] != MAGIC or len(head) < HEAD_BYTES or length > min(MAX_MANIFEST_BYTES, file.size - HEAD_BYTES):
+        raise WeightsError(f"{path}: not a slimebus delta file, or cut off", retryable=False)
+    encoded = b"".join(file.pieces(HEAD_BYTES, HEAD_BYTES + length))
+    if bytes.fromhex(checksum(encoded)) != head[16:]:
+        raise WeightsError(f"{path}: its manifest does not have the bytes it was written with", retryable=False)
+    manifest = decode_manifest(encoded, path)
+    return DeltaFile(manifest, _payloads(file, manifest, HEAD_BYTES + length))
+
+
+def _payloads(file: _OpenFile, manifest: Manifest, start: int) -> dict[str, Iterable[bytes]]:
+    at, found = start, dict[str, Iterable[bytes]]()
+    for entry in manifest.tensors:
+        if entry.kind == SAME:
+            continue
+        found[entry.name] = _Payload(file, at, at + entry.size)
+        at += entry.size
+    if at != file.size:
+        raise WeightsError(
+            f"{file.path}: {file.size - start} bytes of payloads, its manifest says {at - start}; it is cut off or was written to",
+            retryable=False,
+        )
+    return found
+
+
+def joined(parts: Sequence[DeltaFile]) -> DeltaFile:
+    """The files of several publishers, each with the tensors that it owns, as the one file of a single publisher."""
+    first = parts[0].manifest
+    if any((m.lineage, m.version) != (first.lineage, first.version) for m, _ in parts):
+        raise WeightsError(f"the parts of version {first.version} are of different versions")
+    entries = [entry for part in parts for entry in part.manifest.tensors]
+    check_names(entries)
+    manifest = msgspec.structs.replace(first, tensors=entries, digest=digest_of(entry.form for entry in entries))
+    return DeltaFile(manifest, {name: payload for part in parts for name, payload in part.payloads.items()})
+
+
+def between(base: Weights, target: Weights) -> tuple[Manifest, list[Any]]:
+    """What leads from base to target: a manifest and its payloads. A tensor that base lacks, or has in another form, is whole."""
+    entries, payloads, before = [], list[Any](), {form.name: form for form in base.forms}
+    for form in target.forms:
+        old, tensor, delta = before.get(form.name), target.tensors[form.name], None
+        if old is not None and old != form and old._replace(hash=form.hash) == form and form.dtype in STEPPED_DTYPES:
+            encoded = delta_codec.encode(base.tensors[form.name].steps, tensor.steps)
+            delta = Delta.of(encoded, old.hash) if len(encoded.payload) < form.size else None
+        entries.append(entry_of(form, delta, is_changed=old != form))
+        if old != form:
+            payloads.append(delta.payload if delta else tensor.buffer.data)
+    manifest = Manifest(lineage=target.lineage, version=target.version, digest=target.digest, tensors=entries, base=base.version)
+    return manifest, payloads
+
+
+def base_for(delta: DeltaFile, tensors: Mapping[str, Tensor]) -> Weights:
+    """What a delta starts from, of the tensors of a model: float32 ones rounded where the delta has bfloat16, as the trainer publishes."""
+    dtypes = {entry.name: entry.dtype for entry in delta.manifest.tensors}
+    return as_weights({name: rounded(tensor) if dtypes.get(name) == "bfloat16" else tensor for name, tensor in tensors.items()})
+
+
+def apply(delta: DeltaFile, base: Weights | None, *, memory: Memory | None = None) -> Weights:
+    """The version that a file leads to, verified. base: None for a file of full tensors only. memory: where its new tensors come to be.
+
+    The bytes of base decide, not its lineage and version. Raises WeightsError when it is not what the file starts from, and when any
+    byte is not what its writer hashed; OSError.
+    """
+    manifest = delta.manifest
+    target, plan = Target(manifest.lineage, manifest.version), Plan(base, memory=memory)
+    check_names(manifest.tensors)
+    if base is not None and manifest.base != NO_BASE:
+        _check_base(manifest, base)
+    plan.check_room(manifest.tensors)
+    for entry in manifest.tensors:
+        if plan.has(entry):
+            continue
+        if entry.kind == SAME or (entry.kind == DELTA and base is None):
+            raise WeightsError(
+                f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base to make it of", retryable=False
+            )
+        job = Job(entry, plan.known[entry.name] if entry.kind == DELTA else None, plan.memory)
+        offset = 0
+        for piece in delta.payloads[entry.name]:
+            job.put(offset, memoryview(piece))
+            offset += len(piece)
+        if not job.is_right():
+            raise WeightsError(f"tensor {entry.name!r} of version {manifest.version} does not have the bytes that its manifest says")
+        plan.learn(job, target)
+    return plan.finish(manifest.tensors, target)
+
+
+def _check_base(manifest: Manifest, base: Weights) -> None:
+    """Raises WeightsError unless a delta starts from these tensors, saying what they are and what it expects."""
+    changed = [entry for entry in manifest.tensors if entry.kind != SAME]
+    if changed and base.digest == manifest.digest:
+        hint = f", with tensor {changed[0].name!r} of hash {changed[0].base_hash}" if changed[0].base_hash else ""
+        raise WeightsError(
+            f"the base has digest {base.digest}: it is already what the delta leads to; expected what it starts from{hint}", retryable=False
+        )
+    before = {form.name: form for form in base.forms}
+    for entry in manifest.tensors:
+        expected = entry.form._replace(hash=entry.base_hash if entry.kind == DELTA else entry.hash)
+        found = before.get(entry.name)
+        if entry.kind != FULL and found != expected:
+            has = f"{found.kind}, hash {found.hash}" if found else "no such tensor"
+            raise WeightsError(
+                f"tensor {entry.name!r} of the base is not what the delta starts from (version {manifest.base}): "
+                f"the base has {has}; expected {expected.kind}, hash {expected.hash}",
+                retryable=False,
+            )

@@ -1,0 +1,130 @@
+"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain; and whether every byte is right."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimebus.bus.errors import WeightsError
+from slimebus.weights.codec.rounding import rounded
+from slimebus.weights.files import delta_file, disk_chain
+from slimebus.weights.files.comparison import natural
+from slimebus.weights.files.safetensors_file import as_weights, read_model, read_weights
+from slimebus.weights.messages import DELTA, SAME
+from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, checksum, hash_bytes
+
+FILE_SUFFIXES = (".delta", ".full")
+
+
+def is_chain(path: Path) -> bool:
+    """True for the folder of a lineage."""
+    return path.is_dir() and ((path / disk_chain.LATEST).is_file() or bool(disk_chain.part_files(path)))
+
+
+def _is_file(path: Path) -> bool:
+    """True for what leads to a version, or is one: by its name or by how it begins."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix in FILE_SUFFIXES or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
+
+
+def read(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a model, of a .full file, or of the newest version of a chain. Raises WeightsError and OSError."""
+    if is_chain(path):
+        return disk_chain.DiskPuller(path).pull(None, 1.0).tensors
+    if not _is_file(path):
+        return read_model(path)
+    found = delta_file.read(path)
+    if found.manifest.base != NO_BASE:
+        raise WeightsError(
+            f"{path} is a delta to version {found.manifest.version}: it has what changed and no model; expected a model directory, "
+            "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it",
+            retryable=False,
+        )
+    return delta_file.apply(found, None).tensors
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
+    if is_chain(path):
+        return list(_version_rows(path))
+    if _is_file(path):
+        return [
+            {**_form_row(e.form), "kind": e.kind, "bytes": e.size, "changed": e.num_changed} for e in delta_file.read(path).manifest.tensors
+        ]
+    forms = sorted(read_weights(path).forms, key=lambda form: natural(form.name))
+    return [{**_form_row(form), "bytes": form.size} for form in forms]
+
+
+def _form_row(form: TensorForm) -> dict[str, Any]:
+    return {**form._asdict(), "shape": list(form.shape)}
+
+
+def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in disk_chain.part_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
+            size, manifest = file.stat().st_size, delta_file.read(file).manifest
+            yield {
+                "version": manifest.version,
+                "file": file.name,
+                "kind": file.suffix[1:],
+                "lineage": manifest.lineage,
+                "base": manifest.base,
+                "bytes": size,
+                "tensors": len(manifest.tensors),
+                "changed": sum(entry.num_changed for entry in manifest.tensors),
+                "digest": manifest.digest,
+            }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row for a person."""
+    if "version" in row:
+        what = f"{row['changed']:>10} values changed" if row["kind"] == "delta" else f"{row['tensors']:>10} tensors"
+        return f"{row['file']:<16} {row['bytes']:>12} bytes  {what:<25}  digest {row['digest']}"
+    shape = "x".join(map(str, row["shape"])) or "scalar"
+    kind = f"{row['kind']:<6}" if "kind" in row else ""
+    return f"{row['name']:<56} {row['dtype']:<13} {shape:<14} {kind}{row['bytes']:>12} bytes  {row['hash']}"
+
+
+def verify(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
+    """The digest of what lies there, and what is wrong with it, one line each; every byte is read. float32 counts as it is published."""
+    try:
+        if is_chain(path):
+            return _verify_chain(path)
+        if _is_file(path):
+            return _verify_file(path, base)
+        return as_weights({name: rounded(tensor) for name, tensor in read_model(path).items()}).digest, []
+    except WeightsError as bad:
+        return "", [bad.text]
+
+
+def _verify_file(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
+    found = delta_file.read(path)
+    if base is not None or found.manifest.base == NO_BASE:
+        start = None if base is None else delta_file.base_for(found, base)
+        return delta_file.apply(found, start).digest, []
+    problems = []
+    for entry in found.manifest.tensors:
+        payload = b"".join(found.payloads.get(entry.name, ()))
+        is_right = checksum(payload) == entry.payload_hash if entry.kind == DELTA else hash_bytes(payload) == entry.hash
+        if entry.kind != SAME and not is_right:
+            problems.append(f"tensor {entry.name!r} does not have the bytes that its manifest says")
+    return found.manifest.digest, problems
+
+
+def _verify_chain(folder: Path) -> tuple[str, list[str]]:
+    """From the newest full copy delta by delta to the newest version, and each older delta for itself."""
+    latest = disk_chain.read_latest(folder)
+    if latest is None:
+        return "", [f"no {disk_chain.LATEST}"]
+    problems = []
+    for file in [file for file, version in disk_chain.part_files(folder).items() if version <= latest.version]:
+        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
+            problems += [f"{file.name}: {text}" for text in verify(file, None)[1]]
+    latest = disk_chain.read_latest(folder) or latest
+    needed = [*latest.files(latest.full, "full"), *latest.delta_files(latest.full)]
+    missing = [f"{name} is missing" for name in needed if not (folder / name).is_file()]
+    problems += missing if disk_chain.read_latest(folder) == latest else []
+    return ("", problems) if problems else (disk_chain.DiskPuller(folder).pull(None, 1.0).digest, [])

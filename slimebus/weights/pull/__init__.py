@@ -1,0 +1,1 @@
+"""How a worker gets a version: connections, chunks, verification."""

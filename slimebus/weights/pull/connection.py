@@ -1,0 +1,234 @@
+"""A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop."""
+
+import contextlib
+import logging
+import random
+import socket as host_socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+
+from slimebus.bus import envelope
+from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
+from slimebus.bus.messages import Error, Message
+from slimebus.bus.security.exposure import is_local
+from slimebus.bus.security.key_file import KeyPair
+from slimebus.bus.transport.curve import end_watch, handshakes, refusal, watch_handshakes
+from slimebus.bus.transport.dealer import connect
+from slimebus.weights.messages import TYPES
+
+log = logging.getLogger("slimebus.weights")
+
+MAX_BURST = 64
+KEY_MARK = "?key="
+MAX_FRAME_BYTES = 1 << 28
+"""The largest thing a server sends is a manifest, 240 bytes a tensor; who sends more is disconnected before it is taken in."""
+MAX_PATIENCE = 8
+"""How many stall times a connection that is slow, or dead, is waited for at most."""
+ANYWHERE = ("0.0.0.0", "*", "[::]")
+OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
+"""Addresses that are nobody's (RFC 5737, 3849): which interface they would be sought through is all that matters."""
+MANIFEST_STALLS = 3
+"""A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
+
+
+def with_key(address: str, public: str) -> str:
+    """The address of a weight server as it is announced: with its public key, where it has one."""
+    return f"{address}{KEY_MARK}{public}" if public else address
+
+
+def advertised(endpoint: str, host: str, broker: str = "") -> str:
+    """The address others are told: the bound one, with `host` instead of its own where given.
+
+    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
+    on the way out, where the broker is on this machine, which tells nothing of how others see it.
+    """
+    if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):
+        host = own_host(broker)
+        if is_local(f"tcp://{host}:0"):
+            with contextlib.suppress(OSError):  # it has no network
+                host = own_host(OUTSIDE_V6 if host.startswith("[") else OUTSIDE)
+    if not host:
+        return endpoint
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+
+
+def own_host(peer: str) -> str:
+    """The address of this machine on the way to `peer`, tcp://HOST:PORT. Nothing is sent."""
+    target = urlsplit(peer)
+    host = target.hostname or "127.0.0.1"
+    family = host_socket.AF_INET6 if ":" in host else host_socket.AF_INET
+    with host_socket.socket(family, host_socket.SOCK_DGRAM) as probe:
+        probe.connect((host, target.port or 1))
+        found = str(probe.getsockname()[0])
+    return f"[{found}]" if family == host_socket.AF_INET6 else found
+
+
+class Answer(NamedTuple):
+    """A reply, or the error it carried, by the id of its request. Bulk frames are buffers of the message, not copies."""
+
+    request_id: int
+    message: Message | SlimebusError
+    bulk: list[memoryview]
+
+
+class WeightServerConnection:
+    """Requests to one endpoint, used by one thread. What does not parse, or answers nothing, is counted in `refused` and ignored.
+
+    stall_s: silence after which the connection is taken for lost; twice as long after each time that a new one was silent too.
+    endpoint: tcp://HOST:PORT, with `?key=` and the server's public key where it has one; then `pair` is the key to show there.
+    refusal: why the server did not take us in, when the last handshake failed.
+    """
+
+    def __init__(self, endpoint: str, *, name: str, stall_s: float, pair: KeyPair | None = None) -> None:
+        self.endpoint, _, self._server_key = endpoint.partition(KEY_MARK)
+        if self._server_key and pair is None:
+            raise WeightsError(
+                f"the weight server at {self.endpoint} takes nobody without a key; give the folder of keys with --keys", retryable=False
+            )
+        self._name, self.stall_s, self._pair = name, stall_s, pair
+        self._open: set[int] = set()
+        self._patience = 1
+        self.refusal = ""
+        self.refused: Counter[str] = Counter()
+        self._context = zmq.Context()
+        self._next_id = 0
+        self._sockets: list[Any] = []
+        self._connect()
+        # Left to the collector, a context would wait for its sockets for ever, in whichever thread that happens to be.
+        self.close = weakref.finalize(self, _end, self._context, self._sockets)
+        """Closing again does nothing."""
+        self.close.atexit = False
+
+    def send(self, message: Message) -> int:
+        """Send a request and return its id."""
+        self._next_id += 1
+        header = envelope.encode(message, id=self._next_id, sender=self._name)
+        if not self._open:
+            self.listen()  # before, there was nothing to say
+        self._open.add(self._next_id)
+        with contextlib.suppress(zmq.Again):  # the queue to a server that is away is full: a stall, after which all is sent again
+            self.socket.send(header, zmq.NOBLOCK)
+        return self._next_id
+
+    def receive(self, timeout_s: float) -> list[Answer]:
+        """The answers that came; waits at most timeout_s for the first."""
+        answers: list[Answer] = []
+        if self.socket.poll(round(timeout_s * 1000)):
+            with contextlib.suppress(zmq.Again):
+                while len(answers) < MAX_BURST:
+                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    answers += self._parse([frame.buffer for frame in frames])
+        return answers
+
+    def _parse(self, frames: list[memoryview]) -> list[Answer]:
+        """Only what answers a request is a sign of life: whoever talks of other things is as good as silent."""
+        try:
+            got = envelope.decode(frames, TYPES)
+        except SlimebusError as bad:
+            self.refused[bad.code] += 1
+            return []
+        if got.header.id not in self._open:
+            self.refused["unasked"] += 1
+            return []
+        self._open.discard(got.header.id)
+        if self._silent_s < self.stall_s:
+            self._patience = 1
+        self.listen()
+        message = envelope.problem_of(got.message, self.endpoint) if isinstance(got.message, Error) else got.message
+        return [Answer(got.header.id, message, list(got.bulk))]
+
+    def ask(self, message: Message, deadline: float, cancelled: threading.Event) -> tuple[Message, list[memoryview]]:
+        """One request and its answer, sent again on a new connection after each silence. Raises Unreachable at the deadline."""
+        started = time.monotonic()
+        wanted = self.send(message)
+        while time.monotonic() < deadline and not cancelled.is_set():
+            for answer in self.receive(0.2):
+                if answer.request_id == wanted:
+                    if isinstance(answer.message, SlimebusError):
+                        raise answer.message
+                    return answer.message, answer.bulk
+            if self._silent_s > MANIFEST_STALLS * self._patience_s:
+                self.reconnect()
+                wanted = self.send(message)
+        raise Unreachable(
+            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; {self.refusal or self._advice}"
+        )
+
+    @property
+    def _advice(self) -> str:
+        if not is_local(self.endpoint):
+            return "is the trainer running?"
+        return "is the trainer running, on this machine? On another it must have a weights.weights_bind that this one reaches"
+
+    def listen(self) -> None:
+        """Silence counts from now."""
+        self._heard_at = time.monotonic()
+
+    @property
+    def is_stalled(self) -> bool:
+        """Nothing was heard for the stall time; the caller decides whether it was waiting for something."""
+        return self._silent_s > self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        return self.stall_s * self._jitter * self._patience
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def reconnect(self) -> None:
+        """A new connection; requests that were under way are lost."""
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
+        self._open.clear()
+        for event, value in handshakes(self._monitor):
+            key = f"({self._pair.public})" if self._server_key and self._pair else ""
+            self.refusal = refusal(event, value, server="weight server", key=key)
+        log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, self._silent_s, self.refusal or self._advice)
+        _close(self._sockets)
+        self._connect()
+
+    def _connect(self) -> None:
+        self.socket = self._context.socket(zmq.DEALER)
+        """The connection of the moment, to wait on."""
+        self.socket.rcvhwm = self.socket.sndhwm = 1000
+        self.socket.maxmsgsize = MAX_FRAME_BYTES
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor = watch_handshakes(self.socket)
+        self._sockets[:] = self.socket, self._monitor
+        try:
+            connect(self.socket, self.endpoint, self._pair, self._server_key)
+        except (zmq.ZMQError, ValueError) as bad:
+            _end(self._context, self._sockets)
+            raise WeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}", retryable=False) from None
+        self.listen()
+        self._jitter = random.uniform(0.8, 1.2)
+
+
+def _close(sockets: list[Any]) -> None:
+    """A connection and its monitor, if they still are open."""
+    socket, monitor = sockets
+    if not socket.closed:
+        end_watch(socket, monitor)
+        socket.close(linger=0)
+
+
+def _end(context: Any, sockets: list[Any]) -> None:
+    _close(sockets)
+    context.term()
+
+
+def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float) -> None:
+    """Return when something has come on one of the connections, or after timeout_s seconds."""
+    poller = zmq.Poller()
+    for connection in connections:
+        poller.register(connection.socket, zmq.POLLIN)
+    poller.poll(round(1000 * timeout_s))

@@ -1,0 +1,222 @@
+"""What a pull knows, what it still needs, and whether what came is right. No socket here."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimebus.bus.errors import WeightsError
+from slimebus.weights.codec import delta_codec
+from slimebus.weights.messages import DELTA, Manifest, TensorEntry
+from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes, new_hasher
+from slimebus.weights.threads import Threads
+
+MAX_WRONG_BYTES = 3
+"""A tensor that fails its hash this often in one pull is not tried again."""
+
+
+@dataclass
+class PullCounts:
+    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers.
+
+    neighbour_tensors, neighbour_bytes: taken from other workers of this host, through shared memory.
+    """
+
+    received_bytes: int = 0
+    delta_tensors: int = 0
+    full_tensors: int = 0
+    neighbour_tensors: int = 0
+    neighbour_bytes: int = 0
+    wrong_bytes: int = 0
+    rounds: int = 0
+    from_workers: int = 0
+    bad_sources: int = 0
+
+
+class Memory(Protocol):
+    """Where the tensors of a pull come to be, and where some may be already."""
+
+    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
+        """A place for the bytes of a tensor. Called by several threads. Raises WeightsError where there is no room."""
+
+    def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None:
+        """They are there, and verified."""
+
+    def check_room(self, size: int) -> None:
+        """Raises WeightsError when so many bytes cannot be allocated."""
+
+
+class OwnMemory:
+    """This process's own, as a Memory."""
+
+    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
+        try:
+            return np.empty(form.size, np.uint8)
+        except MemoryError:
+            raise WeightsError(f"no memory for the {form.size} bytes of tensor {form.name!r}", retryable=False) from None
+
+    def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None: ...
+
+    def check_room(self, size: int) -> None: ...
+
+
+@dataclass
+class Known:
+    """A verified tensor and the version it is of (the newest it is known to be the same in)."""
+
+    version: int
+    form: TensorForm
+    tensor: Tensor
+
+
+@dataclass
+class Job:
+    """One payload under way: the delta from base, or without a base the tensor itself. source: the worker that it comes from, if any."""
+
+    entry: TensorEntry
+    base: Known | None
+    memory: Memory
+    missing_bytes: int = field(init=False)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        self.form = self.entry.form
+        self.size = self.missing_bytes = self.form.size if self.base is None else self.entry.size
+
+    @functools.cached_property
+    def result(self) -> NDArray[np.uint8]:
+        """Where the tensor comes to be. Raises WeightsError where there is no room."""
+        return self.memory.allocate(self.form)
+
+    @functools.cached_property
+    def payload(self) -> NDArray[np.uint8]:
+        """Where the payload comes to be; without a base it is the tensor."""
+        return self.result if self.base is None else np.empty(self.size, np.uint8)
+
+    @property
+    def base_version(self) -> int:
+        """The version that the payload leads from; NO_BASE for the tensor itself."""
+        return self.base.version if self.base else NO_BASE
+
+    def put(self, offset: int, frame: memoryview) -> None:
+        """Put a piece in its place."""
+        self.payload[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
+        self.missing_bytes -= len(frame)
+
+    def is_right(self, threads: Threads | None = None) -> bool:
+        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers. threads: for units of it."""
+        if self.base is None:
+            return hash_bytes(self.payload.data) == self.form.hash
+        if checksum(self.payload.data) != self.entry.payload_hash:
+            return False
+        made = new_hasher()
+        try:
+            delta_codec.apply(
+                self.payload,
+                self.result.view(np.uint16),
+                base=self.base.tensor.steps,
+                on_unit=lambda values: made.update(values.view(np.uint8).data),
+                threads=threads,
+            )
+        except WeightsError:
+            return False
+        return made.hexdigest() == self.form.hash
+
+
+class Target(NamedTuple):
+    """The version that a round is about."""
+
+    lineage: str
+    version: int
+
+
+class Plan:
+    """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice."""
+
+    def __init__(self, have: Weights | None, *, memory: Memory | None = None, counts: PullCounts | None = None) -> None:
+        self.have, self.memory, self.counts = have, memory or OwnMemory(), counts or PullCounts()
+        self.lineage = have.lineage if have else ""
+        self.known = {form.name: Known(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
+        self.num_verified = 0
+        self.past_sources: set[str] = set()
+        """Workers that have gone on to a newer version."""
+        self._wrong: Counter[str] = Counter()
+
+    def bases(self, entries: Iterable[TensorEntry] | None = None) -> list[int]:
+        """The versions that tensors are known of, NO_BASE for those that are not; of all that are known, or of these."""
+        names = self.known if entries is None else [entry.name for entry in entries]
+        return sorted({self.known[name].version if name in self.known else NO_BASE for name in names}) or [NO_BASE]
+
+    def settle(self, entries: Iterable[TensorEntry], target: Target) -> None:
+        """All of these tensors are known, and so are of the target, those that did not change too."""
+        for entry in entries:
+            self.known[entry.name].version = target.version
+
+    def has(self, entry: TensorEntry) -> bool:
+        """Whether the tensor is known as the entry says it is."""
+        known = self.known.get(entry.name)
+        return known is not None and known.form == entry.form
+
+    def lacks(self, entries: Iterable[TensorEntry]) -> list[TensorForm]:
+        """The tensors that are not known as an entry says they are."""
+        return [entry.form for entry in entries if not self.has(entry)]
+
+    def check_room(self, entries: Iterable[TensorEntry]) -> None:
+        """Raises WeightsError when there is no room for those of them that are missing."""
+        self.memory.check_room(sum(form.size for form in self.lacks(entries)))
+
+    def missing(self, relative: Sequence[Manifest]) -> Iterator[Job]:
+        """The payloads that are still missing of a part; its manifests differ only in their base."""
+        deltas = {manifest.base: {entry.name: entry for entry in manifest.tensors} for manifest in relative}
+        for entry in relative[0].tensors:
+            if self.has(entry):
+                continue
+            known = self.known.get(entry.name)
+            delta = deltas.get(known.version, {}).get(entry.name) if known else None
+            is_step = known and delta and is_step_from(known, delta) and not self._wrong[entry.name]
+            yield Job(delta, known, self.memory) if is_step and delta else Job(entry, None, self.memory)
+
+    def learn(self, job: Job, target: Target) -> None:
+        """A tensor is verified."""
+        self.memory.keep(job.form, job.result)
+        self.adopt(job.form, job.result, target)
+
+    def adopt(self, form: TensorForm, buffer: NDArray[np.uint8], target: Target) -> None:
+        """A verified tensor is there, wherever it came from."""
+        if self.lineage != target.lineage:
+            self._enter(target.lineage)
+        self.num_verified += 1
+        self.known[form.name] = Known(target.version, form, Tensor(form.dtype, form.shape, buffer))
+
+    def note_wrong(self, entry: TensorEntry, target: Target) -> None:
+        """Raises WeightsError when it was wrong too often."""
+        self._wrong[entry.name] += 1
+        if self._wrong[entry.name] >= MAX_WRONG_BYTES:
+            raise WeightsError(f"tensor {entry.name!r} of version {target.version} failed its checksum {MAX_WRONG_BYTES} times")
+
+    def _enter(self, lineage: str) -> None:
+        """Versions of another lineage are no base any more; their tensors still serve where the hashes agree."""
+        self.lineage = lineage
+        for known in self.known.values():
+            known.version = NO_BASE
+
+    def rested(self) -> "Plan":
+        """The plan for another pull: what is verified is known, what was wrong, or elsewhere, may be right by then."""
+        self._wrong.clear()
+        self.past_sources.clear()
+        return self
+
+    def finish(self, entries: Sequence[TensorEntry], target: Target) -> Weights:
+        """The version whose tensors these are, all of them known."""
+        tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
+        hashes = {entry.name: entry.hash for entry in entries}
+        return Weights(target.lineage, target.version, digest_of(entry.form for entry in entries), tensors, hashes)
+
+
+def is_step_from(known: Known, entry: TensorEntry) -> bool:
+    """Whether the entry's delta begins at this tensor."""
+    return entry.kind == DELTA and known.form == entry.form._replace(hash=entry.base_hash)

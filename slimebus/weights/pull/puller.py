@@ -1,0 +1,307 @@
+"""Pulls versions from weight servers: changed tensors only, verified, into buffers of their own.
+
+    manifest of every part -> what is known already? -> chunks, `credits` requests in flight per part -> verify, apply, verify
+        ^                                                                                        |
+        +---- gone, wrong bytes, parts at two versions: keep what is verified, ask again --------+
+
+A tensor counts when its bytes hash to what the publisher says, whichever way they came; a version counts when all its tensors
+do. Until then nobody sees any of it.
+"""
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+
+import msgspec
+
+from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
+from slimebus.bus.security.key_file import KeyPair
+from slimebus.weights.host.pull_sharing import HostPullSharing
+from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
+from slimebus.weights.pull.connection import WeightServerConnection, wait_for_any
+from slimebus.weights.pull.plan import Job, Plan, Target
+from slimebus.weights.pull.pull_loop import Again, PullLoop
+from slimebus.weights.pull.stream import LATER_PAUSE_S, BadSource, Stream, chunks
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.tensors import NO_BASE, Weights
+from slimebus.weights.threads import Threads
+
+log = logging.getLogger("slimebus.weights")
+
+CHUNK_BYTES = 1 << 20
+"""Larger frames are slower: 0.93 GB/s over loopback with 1 MiB, 0.46 with 16 MiB."""
+
+MAX_SOURCES = 8
+"""Connections to other workers that are kept."""
+MAX_AVOIDED = 16
+"""Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
+MAX_ASKERS = 32
+"""Publishers that are asked for their manifest at once; each may have to merge a chain first."""
+MIN_POOLED_BYTES = 1 << 18
+"""Smaller tensors are verified sooner than another thread would begin."""
+
+
+class WeightPuller(PullLoop):
+    """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it).
+
+    credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
+    version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors, and units of a large
+    one, applied and verified at once while others arrive. pair: the key to show to servers that have one. relay, serves: where
+    verified payloads are put to be passed on, and the address of the server that does so. host: see PullLoop.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        credits: int = 8,
+        chunk_bytes: int = CHUNK_BYTES,
+        stall_s: float = 3.0,
+        max_bytes: int = 1 << 42,
+        threads: int = 2,
+        pair: KeyPair | None = None,
+        relay: RelayPayloads | None = None,
+        serves: str = "",
+        host: HostPullSharing | None = None,
+    ) -> None:
+        if not endpoints:
+            raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
+        self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
+        self._connect_to = functools.partial(WeightServerConnection, name="puller", stall_s=stall_s, pair=pair)
+        self._connections = [self._connect_to(endpoint) for endpoint in endpoints]
+        super().__init__(", ".join(connection.endpoint for connection in self._connections), host)
+        self._relay, self._own_address = relay, serves
+        self._sources: dict[str, WeightServerConnection] = {}
+        self._avoid: deque[str] = deque(maxlen=MAX_AVOIDED)
+        self._threads, self._unit_threads = Threads(threads, "weights-verify"), Threads(threads, "weights-unit")
+        self._askers = Threads(min(len(endpoints), MAX_ASKERS), "weights-ask")
+
+    def close(self) -> None:
+        """End a pull that another thread waits for (within a second), and close the connections; for good."""
+        self._cancelled.set()
+        with self._pulling:
+            for connection in (*self._connections, *self._sources.values()):
+                connection.close()
+            for threads in (self._threads, self._unit_threads, self._askers):
+                threads.close()
+
+    def _versions(self, newest: Sequence[Sequence[Manifest]]) -> str:
+        each = zip(self._connections, newest, strict=True)
+        return ", ".join(f"{connection.endpoint} at {part[0].version} of {part[0].lineage}" for connection, part in each)
+
+    @property
+    def _serves(self) -> str:
+        """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
+        return self._own_address if self._host is None or self._host.is_puller else ""
+
+    # --- one round: agree on a version, fetch, verify ---
+
+    def _round(self, plan: Plan, deadline: float) -> Weights:
+        while True:
+            try:
+                return self._attempt(plan, deadline)
+            except BadSource as bad:
+                log.info("%s", bad)
+                self._give_up_source(plan, bad)
+
+    def _attempt(self, plan: Plan, deadline: float) -> Weights:
+        with self.stages("wire"):
+            newest = self._ask(plan, [plan.bases()] * len(self._connections), deadline)
+            manifests = self._aligned(plan, newest, deadline)
+        entries = [entry for part in manifests for entry in part[0].tensors]
+        check_names(entries)
+        if sum(entry.form.size for entry in entries) > self._max_bytes:
+            version = manifests[0][0].version
+            raise WeightsError(f"version {version} is larger than the {self._max_bytes} bytes that this puller accepts", retryable=False)
+        targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
+        if len(targets) > 1:
+            self._bring_apart(plan, newest, deadline)
+            raise Again(f"the publishers are at different versions: {self._versions(newest)}")
+        target = targets.pop()
+        have = plan.have
+        if have is not None and (have.lineage, have.version) == target and all(have.hashes.get(e.name) == e.hash for e in entries):
+            return have
+        self._bring(plan, manifests, self._connections, target, deadline)
+        return plan.finish(entries, target)
+
+    def _bring_apart(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> None:
+        """Each part as its publisher has it now, so that all can step on from there; who is ahead of another waits for it."""
+        if len({part[0].lineage for part in newest}) > 1:
+            return
+        slowest = min(part[0].version for part in newest)
+        for part, connection in zip(newest, self._connections, strict=True):
+            target = Target(part[0].lineage, part[0].version)
+            if plan.bases(part[0].tensors)[0] < slowest and all(manifest.version == target.version for manifest in part):
+                self._bring(plan, [part], [connection], target, deadline)
+                plan.settle(part[0].tensors, target)
+
+    def _bring(
+        self, plan: Plan, manifests: Sequence[list[Manifest]], publishers: Sequence[WeightServerConnection], target: Target, deadline: float
+    ) -> None:
+        """Have all tensors of these parts verified. Raises Again."""
+        entries = [entry for part in manifests for entry in part[0].tensors]
+        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
+            raise Again("a neighbour has pulled; this worker has the lock now")
+        plan.check_room(entries)
+        jobs_of: dict[WeightServerConnection, list[Job]] = {}  # parts from one worker share its connection
+        for part, publisher in zip(manifests, publishers, strict=True):
+            source = self._source_of(plan, part)
+            jobs = list(plan.missing(part))
+            for job in jobs:
+                job.source = source
+            jobs_of.setdefault(self._connection_to(source) if source else publisher, []).extend(jobs)
+        if self._relay is not None:
+            self._relay.begin(target, [(job.entry.name, job.base_version) for jobs in jobs_of.values() for job in jobs])
+        try:
+            self._fetch(plan, jobs_of, target, deadline)
+        finally:
+            if self._relay is not None:
+                self._relay.end()
+
+    def _source_of(self, plan: Plan, part: Sequence[Manifest]) -> str:
+        """The worker that the payloads of a part come from, as its publisher names it; empty: from the publisher."""
+        unwanted = (*self._avoid, *plan.past_sources, self._own_address)
+        return next((name for name in part[0].sources if name not in unwanted), "") if len(part) == 1 else ""
+
+    def _connection_to(self, source: str) -> WeightServerConnection:
+        if source not in self._sources:
+            while len(self._sources) >= MAX_SOURCES:
+                self._sources.pop(next(iter(self._sources))).close()
+            try:
+                self._sources[source] = self._connect_to(source)
+            except SlimebusError as bad:  # an address that another worker gave, or a key that this one lacks
+                raise BadSource(source, f"cannot be asked: {bad.text}") from None
+        self.counts.from_workers += 1
+        return self._sources[source]
+
+    def _give_up_source(self, plan: Plan, bad: BadSource) -> None:
+        self.counts.bad_sources += 1
+        if bad.is_past:
+            plan.past_sources.add(bad.source)
+        else:
+            self._avoid.append(bad.source)
+        if connection := self._sources.pop(bad.source, None):
+            connection.close()
+
+    def _aligned(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
+        """The manifests of the slowest publisher's version, if all others keep what leads to it from what is known here."""
+        versions = {part[0].version for part in newest}
+        if len(versions) == 1 or len({part[0].lineage for part in newest}) > 1:
+            return newest
+        older = self._ask(plan, [plan.bases(part[0].tensors) for part in newest], deadline, want=min(versions))
+        ahead = [part for part, now in zip(older, newest, strict=True) if now[0].version > min(versions)]
+        return newest if any(job.base is None for part in ahead for job in plan.missing(part)) else older
+
+    def _ask(self, plan: Plan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE) -> list[list[Manifest]]:
+        """For each part, its manifests relative to each of its bases; all of the version that the first is of, where that is kept."""
+        about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=self._serves, avoid=[*self._avoid, *plan.past_sources])
+
+        def ask(part: int) -> list[Manifest]:
+            connection, wanted, found = self._connections[part], want, list[Manifest]()
+            for base in bases[part]:
+                found.append(self._manifest(connection, msgspec.structs.replace(about, have_version=base, want=wanted), deadline))
+                wanted = found[0].version
+            return found
+
+        return self._askers.map_all(ask, range(len(bases)))  # also when one fails: a connection is used by one thread at a time
+
+    def _manifest(self, connection: WeightServerConnection, request: ManifestRequest, deadline: float) -> Manifest:
+        try:
+            reply, bulk = connection.ask(request, deadline, self._cancelled)
+            if not isinstance(reply, ManifestReply) or len(bulk) != 1:
+                raise WeightsError(f"{connection.endpoint} answered a manifest request with {type(reply).__name__}")
+            manifest = decode_manifest(bulk[0], connection.endpoint)
+            manifest.sources = reply.sources
+            return manifest
+        except SlimebusError as problem:
+            if not problem.retryable:
+                raise
+            raise Again(problem.text, is_news=not isinstance(problem, Unreachable)) from None
+
+    def _fetch(self, plan: Plan, jobs_of: Mapping[WeightServerConnection, list[Job]], target: Target, deadline: float) -> None:
+        """Every job, `credits` requests in flight on each connection."""
+        streams = [Stream(connection, jobs, chunks(jobs, target, self._chunk_bytes), self._credits) for connection, jobs in jobs_of.items()]
+        checks = _Checks(self._threads, self._unit_threads)
+        try:
+            self._receive(plan, streams, checks, target, deadline)
+        finally:
+            checks.wait()  # they write to buffers that the next round, or pull, may use
+            if self._host is not None:
+                self._host.folder.discard_unfinished()
+
+    def _receive(self, plan: Plan, streams: Sequence[Stream], checks: "_Checks", target: Target, deadline: float) -> None:
+        checks.add(job for stream in streams for job in stream.jobs if not job.missing_bytes)
+        while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
+            if self._cancelled.is_set():
+                raise WeightsError("the pull was cancelled")
+            if time.monotonic() >= deadline:
+                raise Again(f"the deadline came; {'; '.join(stream.lack for stream in waiting)}")
+            if self._host:
+                self._host.touch()
+            with self.stages("wire"):
+                wait_for_any([stream.connection for stream in waiting], LATER_PAUSE_S)
+            for stream in waiting:
+                with self.stages("wire"):
+                    complete = stream.receive(self.counts)
+                with self.stages("verify"):
+                    checks.add(complete)
+            self._accept(plan, checks.finished(), target)
+        with self.stages("verify"):
+            checks.wait()
+        self._accept(plan, checks.finished(), target)
+        for stream in streams:
+            if stream.gone and stream.source:
+                raise BadSource(stream.source, f"does not have {stream.gone!r} of version {target.version}", is_past=True)
+            if stream.gone:
+                raise Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
+
+    def _accept(self, plan: Plan, verdicts: Iterable[tuple[Job, bool]], target: Target) -> None:
+        for job, is_right in verdicts:
+            if job.base is None:
+                self.counts.full_tensors += 1
+            else:
+                self.counts.delta_tensors += 1
+            if is_right:
+                plan.learn(job, target)
+                if self._relay is not None:
+                    self._relay.add(job.entry.name, job.base_version, job.payload.data)
+                continue
+            self.counts.wrong_bytes += 1
+            if job.source:
+                raise BadSource(job.source, f"sent other bytes of {job.entry.name!r} than its publisher says")
+            plan.note_wrong(job.entry, target)
+            raise Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
+
+
+class _Checks:
+    """Verifies completed jobs, large ones in threads while more arrives."""
+
+    def __init__(self, threads: Threads, unit_threads: Threads) -> None:
+        self._threads, self._unit_threads = threads, unit_threads
+        self._running: list[tuple[Job, Future[bool]]] = []
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if self._threads.pool is not None and job.form.size >= MIN_POOLED_BYTES:
+                check = self._threads.pool.submit(job.is_right, self._unit_threads)
+            else:
+                check = Future()
+                check.set_result(job.is_right())
+            self._running.append((job, check))
+
+    def wait(self) -> None:
+        """Until nothing is being verified any more."""
+        wait([check for _, check in self._running])
+
+    def finished(self) -> list[tuple[Job, bool]]:
+        """Each verdict once, right ones first."""
+        running, self._running, verdicts = self._running, [], []
+        for job, check in running:
+            if check.done():
+                verdicts.append((job, check.result()))
+            else:
+                self._running.append((job, check))
+        return sorted(verdicts, key=lambda verdict: not verdict[1])

@@ -1,0 +1,1 @@
+"""What can be served: versions and their deltas, and the server that does it."""

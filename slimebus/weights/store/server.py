@@ -1,0 +1,154 @@
+"""Serves the versions of a store to pullers, from one thread that never waits for a merge.
+
+    puller --manifest_request--> thread --(merge)--> encoder thread --> manifest_reply
+    puller --chunk_request-----> thread --> chunk_reply with frames that point into the store: nothing is copied
+
+Credits are the puller's: it never has more unanswered chunk requests than it can take, so the server keeps no queue of its own.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from slimebus.bus.envelope import error_reply
+from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.bus.security.keyring import Keyring
+from slimebus.bus.transport.server import Request, Server, describe
+from slimebus.weights.messages import (
+    BAD_CHUNK,
+    MAX_CHUNK_BYTES,
+    MAX_PIECES,
+    TYPES,
+    ChunkReply,
+    ChunkRequest,
+    Manifest,
+    ManifestReply,
+    ManifestRequest,
+    VersionGone,
+)
+from slimebus.weights.store.fanout import Fanout
+from slimebus.weights.store.relay_payloads import NotYet
+
+log = logging.getLogger("slimebus.weights")
+
+MAX_REQUEST_BYTES = 1 << 20
+MAX_ADDRESS_BYTES = 512
+"""Of a worker that passes payloads on: it is told to others."""
+MAKING_S, IDLE_S = 0.001, 0.1
+"""How long the serving thread waits for a request: while a manifest is being made, and else."""
+
+
+class Versions(Protocol):
+    """What a server serves: a publisher's VersionStore, or whoever holds verified versions of one."""
+
+    def manifest(self, have_lineage: str, have_version: int, want: int) -> Manifest: ...
+
+    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview: ...
+
+
+class WeightServer:
+    """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port).
+
+    degree: how many workers pull from this server when they pass on what they have; the others pull from them. 0: all from here.
+    keyring: whose keys may pull; None: anyone.
+    """
+
+    def __init__(
+        self,
+        store: Versions,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        degree: int = 0,
+        keyring: Keyring | None = None,
+    ) -> None:
+        self._store, self._fanout = store, Fanout(degree) if degree else None
+        self._server = Server(bind, name="weights", types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring)
+        self.endpoint = self._server.endpoint
+        self.sent_bytes = 0
+        self._encoder = ThreadPoolExecutor(1, "weights-manifest")
+        self._making: deque[tuple[Request, Future[tuple[ManifestReply, bytes]]]] = deque()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="weights-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Messages refused, by error code."""
+        return self._server.refused
+
+    def close(self) -> None:
+        """Stop serving and release the address. Pullers in the middle of a version wait for its return, or go elsewhere."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(timeout=10.0)
+        self._encoder.shutdown(wait=True)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            self._server.wait(MAKING_S if self._making else IDLE_S)
+            while self._making and self._making[0][1].done():
+                self._send_manifest(*self._making.popleft())
+            for request in self._server.receive(0):
+                self._answer(request)
+        self._server.close()
+
+    def _answer(self, request: Request) -> None:
+        message = request.message
+        try:
+            if isinstance(message, ManifestRequest):
+                self._making.append((request, self._encoder.submit(self._make_manifest, message)))
+            elif isinstance(message, ChunkRequest):
+                frames, gone = self._read(message)
+                self.sent_bytes += sum(len(frame) for frame in frames)
+                self._server.reply(request, ChunkReply(gone=gone), frames)
+            else:
+                raise WeightsError(f"a weight server answers no {type(message).__name__}", code="unexpected", retryable=False)
+        except NotYet as coming:
+            self._server.reply(request, ChunkReply(later=True, is_pulling=coming.is_pulling))
+        except SlimebusError as problem:
+            self._server.reply(request, error_reply(problem))
+
+    def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
+        """The bytes of the pieces, and the indices of those that are gone."""
+        if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
+            limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
+            raise WeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK, retryable=False)
+        frames, gone = [], []
+        for index, piece in enumerate(request.pieces):
+            try:
+                payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
+                if min(piece.offset, piece.length) < 0 or piece.offset + piece.length > len(payload):
+                    asked = f"bytes {piece.offset} to {piece.offset + piece.length} of {piece.name!r}, which has {len(payload)}"
+                    raise WeightsError(asked, code=BAD_CHUNK, retryable=False)
+                frames.append(payload[piece.offset : piece.offset + piece.length])
+            except VersionGone:
+                frames.append(memoryview(b""))
+                gone.append(index)
+        self.refused[VersionGone.code] += len(gone)
+        return frames, gone
+
+    # --- manifests: made in the encoder thread, sent by the serving one ---
+
+    def _make_manifest(self, message: ManifestRequest) -> tuple[ManifestReply, bytes]:
+        if len(message.serves) > MAX_ADDRESS_BYTES or (message.serves and not message.serves.startswith("tcp://")):
+            raise WeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address", retryable=False)
+        manifest = self._store.manifest(message.have_lineage, message.have_version, message.want)
+        source = ""
+        if self._fanout is not None and manifest.base != manifest.version:
+            source = self._fanout.source((manifest.lineage, manifest.version), manifest.base, message.serves, message.avoid)
+        reply = ManifestReply(lineage=manifest.lineage, version=manifest.version, sources=[source] if source else manifest.sources)
+        return reply, manifest.encoded
+
+    def _send_manifest(self, request: Request, made: "Future[tuple[ManifestReply, bytes]]") -> None:
+        problem = made.exception()
+        if problem is None:
+            reply, encoded = made.result()
+            self._server.reply(request, reply, [encoded])
+            return
+        if not isinstance(problem, SlimebusError):
+            log.error("manifest for %s: %r", describe(request.peer), problem)
+            problem = WeightsError(f"the server could not make the manifest: {type(problem).__name__}", code="internal")
+        self._server.reply(request, error_reply(problem))

@@ -1,0 +1,291 @@
+"""The versions that a publisher can serve: one full copy of its tensors and the deltas that led to it.
+
+    publish(v+1)   for each tensor: diff against the full copy -> delta v..v+1, the copy becomes v+1
+                   visible at once when the last tensor is done; until then v is the newest
+    manifest(b)    deltas b..newest: the merge of the chain, made on first request, kept for the pair
+    read(...)      bytes of a delta, or of the full copy as long as it is what the manifest said
+
+A delta is immutable, so whoever reads one reads it whole. The full copy moves on: a tensor of it that was lent to a reader is
+replaced instead of overwritten. What it was is there for as long as somebody goes on reading it, so that a tensor can be pulled that
+takes longer than a version lasts; then it is gone.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from slimebus.bus.errors import WeightsError
+from slimebus.weights.codec import delta_codec
+from slimebus.weights.messages import NO_VERSION_YET, Manifest, VersionGone
+from slimebus.weights.stages import Stages
+from slimebus.weights.store.delta_cache import Delta, DeltaCache, Step, entry_of
+from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, TensorLike, as_tensor, digest_of, forms_of, hash_bytes
+from slimebus.weights.threads import Threads
+
+LENT_S = 2.0
+"""A tensor that was read so recently is taken to be in the middle of a pull."""
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """What a publish made. Fractions and bytes are of this store's tensors; delta_bytes is what a worker one behind pulls.
+
+    encode_s: what the publish took; stage_s: seconds of work in it, `diff`, `encode` and `hash`, of all threads together.
+    """
+
+    lineage: str
+    version: int
+    digest: str
+    forms: tuple[TensorForm, ...]
+    num_values: int
+    num_changed: int
+    total_bytes: int
+    delta_bytes: int
+    encode_s: float
+    stage_s: Mapping[str, float]
+
+    @property
+    def changed_fraction(self) -> float:
+        return self.num_changed / max(1, self.num_values)
+
+
+@dataclass
+class _StoredTensor:
+    """What a tensor is from version `first` to before version `until`. read_at: when a reader last took it, and may still look at it."""
+
+    tensor: Tensor
+    hash: str
+    first: int
+    until: float = float("inf")
+    read_at: float = NEVER
+
+    @property
+    def is_being_read(self) -> bool:
+        return time.monotonic() - self.read_at <= LENT_S
+
+
+class _Published(NamedTuple):
+    """A complete version and the step that led to it."""
+
+    info: VersionInfo
+    step: Step
+
+
+class _Taken(NamedTuple):
+    """What became of one published tensor. One that changed and has no delta travels whole."""
+
+    num_changed: int
+    delta: Delta | None = None
+    is_whole: bool = False
+
+
+class VersionStore:
+    """Publish from one thread, serve from others. keep: how many versions back a worker may be and still get a delta.
+
+    lineage: the trainer's, shared by all publishers of a model; random when not given. threads: tensors, and units of a large one,
+    diffed at once, and tensors merged.
+    """
+
+    def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, threads: int = 1) -> None:
+        if keep < 1:
+            raise WeightsError(f"keep is {keep}; a store keeps at least the delta of 1 version", retryable=False)
+        self.keep, self.lineage = keep, lineage or secrets.token_hex(8)
+        self.next_version = first_version
+        """The number of the version that the next publish makes."""
+        self._stored: dict[str, _StoredTensor] = {}
+        self._former: dict[str, _StoredTensor] = {}
+        self._forget_timer: threading.Timer | None = None
+        self._history: tuple[_Published, ...] = ()  # oldest first, without gaps; replaced, never changed
+        self._manifests: dict[tuple[int, int], Manifest] = {}
+        self._deltas = DeltaCache(threads)
+        self._lock = threading.Lock()  # short: the maps above
+        self._publishing = threading.Lock()
+        self._stages = Stages()
+        self._threads, self._unit_threads = Threads(threads, "weights-diff"), Threads(threads, "weights-unit")
+
+    @property
+    def newest(self) -> VersionInfo | None:
+        """The newest complete version; None before the first publish."""
+        history = self._history
+        return history[-1].info if history else None
+
+    # --- publishing ---
+
+    def publish(self, tensors: Mapping[str, TensorLike], *, version: int | None = None) -> VersionInfo:
+        """Make these tensors, all of this publisher's, the newest version; they are read, not kept.
+
+        version: must be the next one (a check for callers that count themselves). Raises WeightsError with nothing changed when
+        a tensor's dtype, shape and size disagree. A failure in the middle forgets the
+        full copy: the next publish starts anew.
+        """
+        with self._publishing:
+            given = {name: as_tensor(name, value) for name, value in tensors.items()}
+            if version is not None and version != self.next_version:
+                raise WeightsError(f"publish of version {version}; the next one here is {self.next_version}", retryable=False)
+            try:
+                return self._publish(given, self.next_version)
+            except BaseException:
+                self._forget()
+                raise
+
+    def _publish(self, given: Mapping[str, Tensor], version: int) -> VersionInfo:
+        started, self._stages = time.perf_counter(), Stages()
+        taken = list(self._threads.map(lambda name: self._take(name, given[name], version), list(given)))
+        return self._show(dict(zip(given, taken, strict=True)), version, started)
+
+    def _take(self, name: str, tensor: Tensor, version: int) -> _Taken:
+        """Move one tensor of the full copy on."""
+        stored = self._stored.get(name)
+        is_same_form = stored is not None and (stored.tensor.dtype, stored.tensor.shape) == (tensor.dtype, tensor.shape)
+        if stored is not None and is_same_form and tensor.dtype in STEPPED_DTYPES:
+            return self._step(name, stored, tensor, version)
+        if stored is None or not is_same_form or hash_bytes(tensor.buffer) != stored.hash:  # comparing would take as much memory again
+            copy = tensor._replace(buffer=tensor.buffer.copy())
+            self._store(name, _StoredTensor(copy, self._hash(copy.buffer), version))
+            return _Taken(tensor.num_values, is_whole=True)
+        return _Taken(0)
+
+    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor, version: int) -> _Taken:
+        """In place, unless somebody may still look at the buffer. Meanwhile nobody can read it as an older version."""
+        changing = replace(stored, first=version, read_at=NEVER)
+        former = self._store(name, changing)
+        if stored.read_at != NEVER:
+            changing.tensor = stored.tensor._replace(buffer=stored.tensor.buffer.copy())
+        steps, stages = changing.tensor.steps, self._stages
+        encoded = delta_codec.encode(steps, tensor.steps, update=True, threads=self._unit_threads, stages=stages)
+        if not encoded.num_changed:
+            with self._lock:
+                changing.first = stored.first
+                if former is stored:
+                    del self._former[name]
+            return _Taken(0)
+        changing.hash = self._hash(changing.tensor.buffer)
+        if len(encoded.payload) >= len(tensor.buffer):
+            return _Taken(encoded.num_changed, is_whole=True)
+        return _Taken(encoded.num_changed, Delta.of(encoded, stored.hash))
+
+    def _hash(self, buffer: Any) -> str:
+        with self._stages("hash"):
+            return hash_bytes(buffer)
+
+    def _store(self, name: str, newer: _StoredTensor) -> _StoredTensor | None:
+        """In the tensor's place, which stays readable as what it was if somebody is reading it; what is kept so."""
+        with self._lock:
+            stored, former = self._stored.get(name), self._former.get(name)
+            self._stored[name] = newer
+            if stored is not None and stored.is_being_read and not (former and former.is_being_read):
+                stored.until = newer.first
+                self._former[name] = former = stored
+                self._forget_former_later()
+            return former
+
+    def _forget_former_later(self) -> None:
+        if self._forget_timer is None:
+            self._forget_timer = threading.Timer(LENT_S, self._forget_former)
+            self._forget_timer.daemon = True
+            self._forget_timer.start()
+
+    def _forget_former(self) -> None:
+        """Let go of what nobody reads any more."""
+        with self._lock:
+            self._forget_timer = None
+            self._former = {name: former for name, former in self._former.items() if former.is_being_read}
+            if self._former:
+                self._forget_former_later()
+
+    def _show(self, taken: Mapping[str, _Taken], version: int, started: float) -> VersionInfo:
+        """Let readers see the version, all of it at once."""
+        with self._lock:
+            self._stored = {name: self._stored[name] for name in taken}
+            tensors = {name: stored.tensor for name, stored in self._stored.items()}
+            forms = tuple(forms_of(tensors, {name: stored.hash for name, stored in self._stored.items()}))
+        deltas = {name: t.delta for name, t in taken.items() if t.delta}
+        whole = frozenset(name for name, t in taken.items() if t.is_whole)
+        newest = VersionInfo(
+            lineage=self.lineage,
+            version=version,
+            digest=digest_of(forms),
+            forms=forms,
+            num_values=sum(form.num_values for form in forms),
+            num_changed=sum(t.num_changed for t in taken.values()),
+            total_bytes=sum(form.size for form in forms),
+            delta_bytes=sum(len(d.payload) for d in deltas.values()) + sum(len(tensors[name].buffer) for name in whole),
+            encode_s=time.perf_counter() - started,
+            stage_s=self._stages.seconds,
+        )
+        with self._lock:
+            self._history = (*self._history, _Published(newest, Step(version, deltas, whole)))[-self.keep - 1 :]
+            self.next_version = version + 1
+        self._deltas.forget(before=version - 1)
+        return newest
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._stored, self._former, self._history, self._manifests = {}, {}, (), {}
+        self._deltas.forget()
+
+    # --- serving ---
+
+    def manifest(self, have_lineage: str, have_version: int, want: int = NO_BASE) -> Manifest:
+        """What leads from a version to the newest, or to the older one `want` where that is known. It may take the time of a merge.
+
+        Raises WeightsError before the first publish.
+        """
+        history = self._require_history()
+        oldest, newest = history[0].info.version, history[-1].info.version
+        is_base_kept = have_lineage == self.lineage and oldest <= have_version <= newest
+        version = want if is_base_kept and have_version <= want < newest else newest
+        of = (have_version if is_base_kept else NO_BASE, version)
+        is_merged = 0 <= of[0] < version - 1  # its deltas may have made room for others: then they are merged again
+        found = self._manifests.get(of)
+        if found is None or (is_merged and not self._deltas.find(*of)):
+            found = self._make_manifest(history[: version - oldest + 1], of[0])
+            with self._lock:
+                self._manifests = {key: made for key, made in self._manifests.items() if key[1] >= newest - 1} | {of: found}
+        return found
+
+    def _make_manifest(self, history: tuple[_Published, ...], base: int) -> Manifest:
+        """To the last one of these versions."""
+        info = history[-1].info
+        steps = [] if base == NO_BASE else [step for _, step in history if step.version > base]
+        deltas = self._deltas.between(base, info.version, steps, info.forms)
+        changed = {name for step in steps for name in (*step.deltas, *step.whole)}
+        entries = [entry_of(f, deltas.get(f.name), is_changed=base == NO_BASE or f.name in changed) for f in info.forms]
+        return Manifest(lineage=self.lineage, version=info.version, digest=info.digest, tensors=entries, base=base)
+
+    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
+        """The payload of a tensor as a manifest of that version named it. It stays what it is for as long as it is stored.
+
+        Raises VersionGone when it can no longer be had.
+        """
+        history = self._require_history()
+        newest = history[-1].info.version
+        if lineage != self.lineage or version > newest:
+            raise VersionGone(f"version {version} of lineage {lineage} is not here; the newest is {newest} of {self.lineage}")
+        if base != NO_BASE:
+            return memoryview(self._find_delta(history, version, name, base).payload)
+        with self._lock:
+            for place in (self._stored, self._former):
+                kept = place.get(name)
+                if kept is not None and kept.first <= version < kept.until:
+                    kept.read_at = time.monotonic()
+                    return kept.tensor.buffer.data
+        raise VersionGone(f"tensor {name!r} has changed since version {version}")
+
+    def _require_history(self) -> tuple[_Published, ...]:
+        history = self._history
+        if not history:
+            raise WeightsError("no version has been published yet", code=NO_VERSION_YET)
+        return history
+
+    def _find_delta(self, history: tuple[_Published, ...], version: int, name: str, base: int) -> Delta:
+        deltas = self._deltas.find(base, version)
+        if base == version - 1:
+            deltas = next((step.deltas for _, step in history[1:] if step.version == version), {})
+        if name not in deltas:
+            raise VersionGone(f"the delta of {name!r} from version {base} to {version} is no longer kept")
+        return deltas[name]

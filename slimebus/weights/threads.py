@@ -1,0 +1,42 @@
+"""Threads for the weights, beside training and generation."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+MOST = 8
+"""More wait for memory, not for work."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def num_threads(*, shared_by: int = 1) -> int:
+    """Half of the cores of this process, shared by so many processes: from 1 to 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST, cores // 2 // shared_by))
+
+
+class Threads:
+    """For work of one kind, which may not wait for other work here. pool: None where the caller's own thread does it."""
+
+    def __init__(self, count: int = 1, name: str = "") -> None:
+        self.pool = ThreadPoolExecutor(count, name) if count > 1 else None
+
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """The results in order. In the caller's thread nothing is done that is not taken."""
+        return map(work, items) if self.pool is None or len(items) < 2 else self.pool.map(work, items)
+
+    def map_all(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """As `map`, and all of it has ended when this returns or raises."""
+        if self.pool is None:
+            return [work(item) for item in items]
+        begun = [self.pool.submit(work, item) for item in items]
+        wait(begun)
+        return [each.result() for each in begun]
+
+    def close(self) -> None:
+        """Wait for what has begun."""
+        if self.pool is not None:
+            self.pool.shutdown()

@@ -1,0 +1,112 @@
+"""The quick start against itself on-policy and against TRL's GRPOTrainer: `bin/bench e2e`. Wants an otherwise idle machine.
+
+One warm model and one set of problems serve all three. Times to 0.90 are from the start of training to the moment when the
+weights that reach it were published, interpolated between evaluations.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_row import Row, row
+
+from slimebus.bus.errors import SlimebusError
+from slimebus.view import report
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "configs" / "quickstart"))
+
+GOAL = 0.90
+STEPS, QUICK_STEPS = 120, 30
+TRL_STEPS, QUICK_TRL_STEPS = 40, 10
+
+
+def rows(quick: bool) -> list[Row]:
+    """All measurements. quick: fewer steps of each run, for a look."""
+    import quickstart
+
+    steps = QUICK_STEPS if quick else STEPS
+    with tempfile.TemporaryDirectory(prefix="slimebus-bench-") as scratch:
+        run_dir = Path(scratch)
+        quickstart.prepare(run_dir, seed=0, resume=False)
+        warm = quickstart.warm_up(run_dir, 0, None)
+        ahead, on_policy = (_learn(run_dir, warm, eta, steps) for eta in (2, 0))
+        trl = _trl(warm, run_dir / "task", QUICK_TRL_STEPS if quick else TRL_STEPS)
+    return [*_async_rows(ahead, on_policy), *_trl_rows(ahead, trl), *_share_rows(ahead)]
+
+
+def _learn(run_dir: Path, warm: Path, eta: int, steps: int) -> report.Report:
+    import quickstart
+
+    folder = run_dir / f"eta-{eta}"
+    changes = {"seed": 0, "model.hf_checkpoint": warm, "broker.max_staleness": eta, "rollout.num_rollout": steps}
+    changes["optimizer.lr_decay_iters"] = STEPS
+    quickstart.run_stage(f"GRPO eta {eta}", quickstart.write_run("run.yaml", folder, run_dir, changes))
+    return report.read(folder)
+
+
+def _trl(warm: Path, data: Path, steps: int) -> dict[str, float | None]:
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("trl_baseline.py")),
+        "--model",
+        str(warm),
+        "--data",
+        str(data),
+        "--steps",
+        str(steps),
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SlimebusError(f"tests/bench/trl_baseline.py ended with code {done.returncode} (see above); nothing to compare with")
+    found: dict[str, float | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def time_to_goal(found: report.Report) -> float | None:
+    """Seconds of training until held-out accuracy reached GOAL; None if it never did."""
+    start = found.steps[0]["time"] - found.steps[0]["elapsed_s"]
+    times = [0.0, *(r["time"] - start for r in found.steps)]
+    before = (0.0, 0.0)
+    for r in found.evaluations("heldout"):
+        version, accuracy = r["version"], r["mean_reward"]
+        if accuracy >= GOAL:
+            share = (GOAL - before[1]) / (accuracy - before[1]) if accuracy > before[1] else 1.0
+            place = before[0] + share * (version - before[0])
+            whole = min(int(place), len(times) - 2)
+            return times[whole] + (place - whole) * (times[whole + 1] - times[whole])
+        before = (float(version), accuracy)
+    return None
+
+
+def samples_per_s(found: report.Report) -> float:
+    """Samples trained a second once warm, evaluations and checkpoints included."""
+    first, last = found.steps[report.WARM_STEPS], found.steps[-1]
+    return float(sum(r["num_samples"] for r in found.steps[report.WARM_STEPS + 1 :]) / (last["time"] - first["time"]))
+
+
+def _async_rows(ahead: report.Report, on_policy: report.Report) -> list[Row]:
+    fast, slow = time_to_goal(ahead), time_to_goal(on_policy)
+    found = [row("async_samples_gain", samples_per_s(ahead), "samples/s", samples_per_s(on_policy), "")]
+    if fast is not None and slow is not None:
+        found.insert(0, row("async_gain", fast, "s to 0.90", slow, ">= 1.3", ratio=slow / fast))
+    return found
+
+
+def _trl_rows(ahead: report.Report, trl: dict[str, float | None]) -> list[Row]:
+    theirs = trl["samples_per_s"] or 1.0
+    found = [row("vs_trl", samples_per_s(ahead), "samples/s", theirs, ">= 2")]
+    ours_s, theirs_s = time_to_goal(ahead), trl["time_to_090_s"]
+    if ours_s is not None and theirs_s is not None:
+        found.append(row("vs_trl_time_to_090", ours_s, "s to 0.90", theirs_s, "", ratio=theirs_s / ours_s))
+    return found
+
+
+def _share_rows(ahead: report.Report) -> list[Row]:
+    made = report.summarise(ahead)
+    idle = {"trainer_idle": made["trainer_idle"], "worker_idle": made["worker_idle"]}
+    bottleneck = min(idle, key=lambda name: idle[name])
+    found = [row("delta_size", made["delta_fraction"], "of the model", 1.0, "<= 0.15")]
+    return found + [row(name, share, "of its time", 1.0, "<= 0.1" if name == bottleneck else "") for name, share in idle.items()]

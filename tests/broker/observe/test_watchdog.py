@@ -1,0 +1,351 @@
+"""The watchdog: when a run counts as stalled, and whom the sentence names."""
+
+from typing import Any
+
+import pytest
+
+from broker.state.effects import Note
+from broker.state.rules import EvalDataset
+from slimebus.bus import messages as m
+
+STEP_S = 20.0
+
+
+@pytest.fixture
+def running(new_desk: Any) -> Any:
+    """A run that has trained a step each 20 s, whose trainer now waits for batch 5: limit 80 s."""
+    return trained(new_desk(max_staleness=4, client_timeout_s=1000.0, lease_s=1000.0, stall_min_s=10.0))
+
+
+def trained(desk: Any, steps: int = 5) -> Any:
+    desk.begin()
+    for step in range(steps):
+        desk.fill(2, step)
+        wait(desk, STEP_S)
+        desk.train(step)
+    return desk
+
+
+def wait(desk: Any, seconds: float, silent: tuple[str, ...] = ()) -> None:
+    """Time passes second by second, with everybody's heartbeats."""
+    for _ in range(int(seconds)):
+        desk.pass_time(1.0)
+        for name in desk.epochs:
+            if name not in silent and name in desk.state.clients:
+                client = desk.state.clients[name]
+                held = [g.lease.id for g in desk.state.groups.leased_by(name)]
+                desk.ask(name, m.Heartbeat(state="serving", lineage=client.lineage, serving=client.serving, leases=held))
+
+
+def ask_batch(desk: Any, step: int) -> None:
+    assert desk.ask("t", m.Batch(step=step, wait_s=600.0)) is None
+
+
+def stalled(desk: Any) -> dict[str, Any]:
+    found = desk.status["stalled"]
+    assert found is not None
+    assert found["since_s"] >= found["limit_s"]
+    return found
+
+
+def notes(desk: Any, monkeypatch: pytest.MonkeyPatch) -> list[Note]:
+    heard: list[Note] = []
+    perform = desk.perform
+    monkeypatch.setattr(desk, "perform", lambda effects: (heard.extend(e for e in effects if isinstance(e, Note)), perform(effects)))
+    return heard
+
+
+# --- when ---
+
+
+def test_a_run_that_steps_at_its_pace_is_never_stalled(running: Any) -> None:
+    for step in range(5, 12):
+        running.fill(2, step)
+        wait(running, 1.5 * STEP_S)
+        running.train(step)
+        assert running.status["stalled"] is None
+
+
+def test_the_limit_is_learned_from_the_run(running: Any) -> None:
+    assert running.status["stall_limit_s"] == pytest.approx(4 * STEP_S)
+    ask_batch(running, 5)
+    wait(running, 4 * STEP_S - 1)
+    assert running.status["stalled"] is None
+    wait(running, 2)
+    assert stalled(running)["limit_s"] == pytest.approx(4 * STEP_S)
+
+
+def test_the_limit_has_a_floor(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=300.0, client_timeout_s=1000.0)
+    trained(desk)
+    ask_batch(desk, 5)
+    wait(desk, 290)
+    assert desk.status["stalled"] is None
+    wait(desk, 20)
+    assert stalled(desk)["limit_s"] == 300.0
+
+
+def test_one_long_stop_does_not_blunt_the_watch_and_a_slower_run_is_learned(running: Any) -> None:
+    running.fill(2, 5)
+    wait(running, 3600)
+    running.train(5)
+    assert running.status["stall_limit_s"] <= 4 * 2 * 4 * STEP_S
+    alarms = 0
+    for step in range(6, 20):
+        running.fill(2, step)
+        wait(running, 30 * STEP_S)
+        alarms += running.status["stalled"] is not None
+        running.train(step)
+    assert alarms <= 3
+
+
+def test_it_is_said_once_and_again_when_it_is_over(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = notes(running, monkeypatch)
+    ask_batch(running, 5)
+    wait(running, 10 * STEP_S)
+    assert [n.is_warning for n in heard if n.text.startswith("stalled for 80 s (limit 80 s): trainer waits for batch 5")] == [True]
+    running.fill(2, 5)
+    running.train(5)
+    assert [n.text for n in heard if "no longer stalled" in n.text] == ["no longer stalled: step 5 is committed after 200 s"]
+    assert running.status["stalled"] is None
+
+
+def test_before_the_first_step_every_finished_group_counts(new_desk: Any) -> None:
+    desk = new_desk(batch_size=16, stall_min_s=4.0, lease_s=15.0)
+    desk.begin()
+    ask_batch(desk, 0)
+    for _ in range(15):
+        desk.fill(1)
+        wait(desk, 35)
+        assert desk.status["stalled"] is None
+    wait(desk, 10)
+    assert "15 of 16 groups ready" in stalled(desk)["reason"]
+
+
+def test_before_the_first_step_slow_groups_raise_the_limit(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=10.0, lease_s=400.0)
+    desk.begin()
+    (group,) = desk.lease(1)
+    wait(desk, 300)
+    desk.put(group)
+    assert desk.status["stall_limit_s"] == pytest.approx(1200.0)
+
+
+def test_before_the_first_step_tokens_that_workers_report_count(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=4.0, lease_s=30.0, client_timeout_s=1000.0)
+    desk.begin()
+    (group,) = desk.lease(1)
+    ask_batch(desk, 0)
+    for tokens in range(20, 400, 20):
+        wait(desk, 20, silent=("w",))
+        desk.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[group.lease], metrics={"tokens": float(tokens)}))
+        assert desk.status["stalled"] is None
+    wait(desk, 130)
+    assert "held for" in stalled(desk)["reason"]
+
+
+def test_a_broker_that_nobody_joined_is_not_stalled(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=1.0)
+    desk.ask("someone", m.Status(), run="")
+    desk.join("someone", "client")
+    desk.pass_time(10_000)
+    assert desk.status["stalled"] is None
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_run_that_has_finished_or_evaluates_its_last_version_is_not_stalled(new_desk: Any, evaluates: bool) -> None:
+    datasets = {"held": EvalDataset(num_prompts=3)} if evaluates else {}
+    desk = trained(new_desk(stall_min_s=1.0, eval_datasets=datasets, eval_first=False, client_timeout_s=1000.0, lease_s=500.0))
+    wait(desk, 5)
+    assert desk.ask("t", m.Finish()) == m.Ok()
+    assert desk.status["state"] == ("evaluating" if evaluates else "finished")
+    wait(desk, 300)
+    assert desk.status["stalled"] is None
+
+
+def test_a_restarted_broker_knows_the_pace(running: Any) -> None:
+    running.restart()
+    assert running.status["stall_limit_s"] == pytest.approx(4 * STEP_S)
+    ask_batch(running, 5)
+    wait(running, 4 * STEP_S - 1)
+    assert running.status["stalled"] is None
+    wait(running, 2)
+    assert stalled(running)
+
+
+def test_a_trainer_that_starts_again_gets_the_time_of_a_first_step(new_desk: Any) -> None:
+    desk = trained(new_desk(stall_min_s=15.0, lease_s=200.0, client_timeout_s=1000.0))
+    desk.join("t", "trainer", "2")
+    wait(desk, 300)
+    assert desk.status["stalled"] is None
+    wait(desk, 200)
+    assert stalled(desk)["reason"].startswith("trainer t has not asked for batch 5")
+    desk.begin(step=5, version=5, lineage="M")
+    assert desk.status["stalled"] is None
+
+
+# --- who ---
+
+
+def test_a_silent_worker_is_named_with_what_it_holds(running: Any) -> None:
+    running.lease(2, 5)
+    ask_batch(running, 5)
+    wait(running, 94, silent=("w",))
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("rollout", ["w"])
+    assert found["reason"].startswith("trainer waits for batch 5: 0 of 2 groups ready; 2 leased by w, silent for 94 s")
+
+
+def test_of_two_workers_the_silent_one_is_named(running: Any) -> None:
+    running.join("v", "rollout")
+    running.lease(1, 5)
+    running.lease(1, 5, name="v")
+    ask_batch(running, 5)
+    wait(running, 94, silent=("v",))
+    assert stalled(running)["who"] == ["v"]
+
+
+def test_a_worker_that_beats_but_never_puts_is_named_with_the_age_of_its_lease(running: Any) -> None:
+    running.lease(2, 5)
+    ask_batch(running, 5)
+    wait(running, 94)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("rollout", ["w"])
+    assert "has been held for 94 s" in found["reason"]
+
+
+def test_a_silent_trainer_is_named(running: Any) -> None:
+    running.fill(2, 5)
+    names = running.batch(5)
+    running.ask("t", m.Fetch(groups=names))
+    wait(running, 94, silent=("t",))
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("trainer", ["t"])
+    assert found["reason"] == "trainer t has been silent for 94 s; it fetched batch 5 and has been training for 94 s"
+
+
+def test_a_trainer_that_trains_for_ever_is_named(running: Any) -> None:
+    running.fill(2, 5)
+    names = running.batch(5)
+    wait(running, 10)
+    running.ask("t", m.Fetch(groups=names))
+    wait(running, 300)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("trainer", ["t"])
+    assert found["reason"] == "trainer t fetched batch 5 and has been training for 300 s"
+
+
+def test_a_batch_fetched_ahead_is_trained_from_the_commit_before(running: Any) -> None:
+    running.fill(4, 5)
+    running.ask("t", m.Fetch(groups=running.batch(5)))
+    running.ask("t", m.Fetch(groups=running.batch(6)))
+    wait(running, STEP_S)
+    running.train(5)
+    wait(running, 100)
+    assert stalled(running)["reason"] == "trainer t fetched batch 6 and has been training for 100 s"
+
+
+def test_a_trainer_that_took_a_batch_and_never_fetched_it(running: Any) -> None:
+    running.fill(2, 5)
+    running.batch(5)
+    wait(running, 100)
+    assert stalled(running)["reason"] == "trainer t was given batch 5 100 s ago and has not fetched it"
+
+
+def test_a_trainer_that_published_and_never_committed(running: Any) -> None:
+    running.fill(2, 5)
+    running.ask("t", m.Fetch(groups=running.batch(5)))
+    running.publish(6)
+    wait(running, 100)
+    assert "version 6 is published, the step is not committed" in stalled(running)["reason"]
+
+
+def test_a_trainer_that_asks_for_no_batch_is_named(running: Any) -> None:
+    running.fill(2, 5)
+    wait(running, 100)
+    assert stalled(running)["reason"] == "trainer t has not asked for batch 5: 2 of 2 groups ready"
+
+
+def test_a_trainer_that_left_is_named(running: Any) -> None:
+    running.ask("t", m.Goodbye())
+    wait(running, 100)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("trainer", ["t"])
+    assert found["reason"] == "no trainer takes part: t left 100 s ago; step 5 is next and 1 worker waits for it"
+
+
+def test_workers_without_a_trainer_have_a_reason_of_their_own(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=4.0, lease_s=15.0)
+    desk.join("w", "rollout")
+    wait(desk, 30)
+    assert desk.status["stalled"] is None
+    wait(desk, 15)
+    assert stalled(desk)["reason"] == "no trainer has joined; 1 worker waits for one"
+
+
+def test_a_trainer_that_never_publishes_is_named(new_desk: Any) -> None:
+    desk = new_desk(stall_min_s=4.0, lease_s=15.0)
+    desk.join("t", "trainer")
+    desk.join("w", "rollout")
+    wait(desk, 41)
+    assert stalled(desk)["reason"].startswith("trainer t joined and has not said which step")
+    desk.ask("t", m.Resume(step=0, version=0, lineage="L"))
+    assert desk.status["stalled"] is None
+    wait(desk, 41)
+    found = stalled(desk)
+    assert (found["role"], found["who"]) == ("trainer", ["t"])
+    assert found["reason"] == "1 worker waits for version 0 that trainer t has not published"
+
+
+def test_no_worker_is_said(running: Any) -> None:
+    running.ask("w", m.Goodbye())
+    ask_batch(running, 5)
+    wait(running, 100)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("rollout", [])
+    assert "no rollout worker is connected" in found["reason"]
+
+
+def test_workers_that_still_pull_are_named(new_desk: Any) -> None:
+    desk = trained(new_desk(max_staleness=4, client_timeout_s=1000.0, lease_s=1000.0, stall_min_s=10.0))
+    desk.state.clients["w"].serving = m.NO_VERSION
+    ask_batch(desk, 5)
+    wait(desk, 100)
+    found = stalled(desk)
+    assert (found["role"], found["who"]) == ("rollout", ["w"])
+    assert found["reason"] == "trainer waits for batch 5: 0 of 2 groups ready; w still pulls version 5"
+
+
+def test_workers_held_by_the_bound_wait_for_the_version_that_the_trainer_owes(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=0, client_timeout_s=1000.0, lease_s=1000.0, stall_min_s=10.0)
+    trained(desk)
+    desk.fill(1, 5)
+    desk.fill(1, 5)
+    assert desk.ask("w", m.Lease(want=1, wait_s=600.0, lineage="L", serving=5)) is None
+    wait(desk, 100)
+    assert stalled(desk)["role"] == "trainer"
+
+
+def test_a_worker_that_could_work_and_asks_for_nothing(running: Any) -> None:
+    ask_batch(running, 5)
+    wait(running, 100)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("rollout", ["w"])
+    assert found["reason"].endswith("w could work and asks for nothing")
+
+
+def test_a_full_disk_is_named(running: Any) -> None:
+    running.store_problem = "the disk of /run has 0 bytes free; 64 MiB are kept for what frees room"
+    ask_batch(running, 5)
+    wait(running, 100)
+    found = stalled(running)
+    assert (found["role"], found["who"]) == ("broker", ["store"])
+    assert "the disk of /run has 0 bytes free" in found["reason"]
+
+
+def test_a_store_that_takes_nothing_is_named_although_no_time_passes_for_the_machine(running: Any) -> None:
+    running.state.store_problem = "the broker's store cannot be written"
+    running.now += 70
+    assert running.status["stalled"] is None
+    running.now += 20
+    assert stalled(running)["who"] == ["store"]

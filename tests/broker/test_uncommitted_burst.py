@@ -1,0 +1,314 @@
+"""A store that fails at commit: nothing of the burst is said, nothing is lost or repeated, and the run goes on by itself."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from made_samples import frames, made
+from manual_clock import ManualClock
+
+from broker.service import Broker
+from broker.source.interface import Prompt
+from broker.state.rules import Rules
+from broker.store import MemoryStore, StoreError, StoreRefusal, Write
+from slimebus.bus import envelope
+from slimebus.bus import messages as m
+from slimebus.bus.transport.server import Request
+
+
+class FailingStore(MemoryStore):
+    """Takes nothing while `problem` is set; `full` is what it says at the door."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: StoreError | None = None
+        self.full = ""
+        self.commits = 0
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        self.commits += 1
+        if self.problem is not None:
+            raise self.problem
+        super().commit(writes)
+
+    def refusal(self, size_bytes: int) -> str:
+        return self.full
+
+
+class Numbers:
+    fingerprint = "numbers"
+
+    def take(self, position: int) -> Prompt | None:
+        return Prompt(f"0/{position}", position, b"prompt")
+
+    def find(self, prompt_id: str) -> Prompt | None:
+        return self.take(int(prompt_id.split("/")[1]))
+
+
+class Bench:
+    """A broker whose clock, store and requests are in the test's hand."""
+
+    def __init__(self, store: Any) -> None:
+        self.clock, self.store = ManualClock(100.0), store
+        rules = Rules(batch_size=1, max_staleness=2, lease_s=10.0, heartbeat_s=1.0, client_timeout_s=5.0, max_attempts=1)
+        self.broker = Broker(rules, Numbers(), store, run="r", clock=self.clock)
+        self.arriving: list[Request] = []
+        self.answers: dict[int, m.Message] = {}
+        self.bulk: dict[int, Sequence[Any]] = {}
+        self.broker.server.receive = self._receive
+        self.broker.server.answer = self._answer
+        self.epochs: dict[str, int] = {}
+        self.serial = 0
+
+    def _receive(self, timeout_s: float) -> list[Request]:
+        arrived, self.arriving = self.arriving, []
+        return arrived
+
+    def _answer(self, peer: bytes, request_id: int, message: m.Message, bulk: Sequence[Any] = ()) -> None:
+        self.answers[request_id], self.bulk[request_id] = message, bulk
+
+    def send(self, name: str, message: m.Message, number: int = 0, bulk: Sequence[bytes] = ()) -> int:
+        self.serial += 1
+        number = number or self.serial
+        frame = envelope.encode(message, id=number, run="r", sender=name, epoch=self.epochs.get(name, 0))
+        self.arriving.append(Request(name.encode(), envelope.decode_header(frame), message, list(bulk)))
+        return number
+
+    def ask(self, name: str, message: m.Message, number: int = 0, bulk: Sequence[bytes] = ()) -> m.Message | None:
+        number = self.send(name, message, number, bulk)
+        self.broker.run_once(0.0)
+        return self.answers.pop(number, None)
+
+    def begin(self) -> None:
+        for name, role in (("t", "trainer"), ("w", "rollout")):
+            welcome = self.ask(name, m.Hello(role=role, instance="1"))
+            assert isinstance(welcome, m.Welcome)
+            self.epochs[name] = welcome.epoch
+        assert self.ask("t", m.Resume(step=0, version=0, lineage="L")) == m.Ok()
+        assert self.ask("t", m.Publish(lineage="L", version=0, publishers=["p"], digest="d")) == m.Ok()
+
+    def lease(self, number: int = 0) -> m.Message | None:
+        return self.ask("w", m.Lease(want=1, wait_s=0.0, lineage="L", serving=0), number)
+
+    def put(self, group: m.LeasedGroup, number: int = 0) -> m.Message | None:
+        message = m.Put(group=group.group, lease=group.lease, lineage="L")
+        return self.ask("w", message, number, frames(made((0, 4))))
+
+    def status(self) -> dict[str, Any]:
+        number = self.send("someone", m.Status())
+        self.broker.run_once(0.0)
+        found: dict[str, Any] = msgspec.json.decode(bytes(self.bulk[number][0]))
+        return found
+
+
+FULL = StoreError("the disk of the broker's store is full: make room there", code="disk_full")
+BROKEN = StoreError("the broker's store cannot be written: Input/output error")
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(FailingStore())
+    bench.begin()
+    yield bench
+    bench.broker.close()
+
+
+def leased(reply: m.Message | None) -> m.LeasedGroup:
+    assert isinstance(reply, m.LeaseReply), reply
+    return reply.groups[0]
+
+
+@pytest.mark.parametrize("problem", [FULL, BROKEN])
+def test_a_put_is_answered_only_once_it_is_written(bench: Bench, problem: StoreError) -> None:
+    group = leased(bench.lease())
+    bench.store.problem = problem
+    number = bench.serial + 1
+    assert bench.put(group) is None, "not acknowledged"
+    assert bench.store.get("payloads", group.group) is None
+    again = bench.put(group, number)
+    assert again == m.Error(code=problem.code, text=problem.text, retryable=True), "to be asked again"
+    bench.store.problem = None
+    bench.clock.advance(2.0)
+    bench.broker.run_once(0.0)
+    assert bench.answers.pop(number) == m.PutReply(result="accepted")
+    assert bench.store.get("payloads", group.group) is not None
+    assert bench.put(group, number) == m.PutReply(result="duplicate")
+    reply = bench.ask("t", m.Batch(step=0, wait_s=0.0))
+    assert isinstance(reply, m.BatchReply)
+    assert [g.group for g in reply.groups] == [group.group]
+
+
+def test_no_lease_expires_and_no_one_is_gone_while_it_cannot_be_written(bench: Bench) -> None:
+    group = leased(bench.lease())
+    bench.store.problem = FULL
+    assert bench.lease() is None
+    for _ in range(100):
+        bench.clock.advance(1.0)
+        beat = bench.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[group.lease]))
+        assert isinstance(beat, m.HeartbeatReply), beat
+        assert (beat.lineage, beat.version, beat.lost) == ("L", 0, [])
+        assert isinstance(bench.ask("t", m.Heartbeat(lineage="L")), m.HeartbeatReply)
+    bench.store.problem = None
+    bench.clock.advance(1.0)
+    bench.broker.run_once(0.0)
+    assert bench.put(group) == m.PutReply(result="accepted")
+
+
+def test_heartbeats_tell_nothing_that_is_not_written(bench: Bench) -> None:
+    leased(bench.lease())
+    bench.store.problem = FULL
+    assert bench.ask("t", m.Resume(step=0, version=7, lineage="M")) is None
+    beat = bench.ask("w", m.Heartbeat(lineage="L", serving=0))
+    assert isinstance(beat, m.HeartbeatReply)
+    assert (beat.lineage, beat.version) == ("L", 0)
+
+
+def test_nothing_is_decided_while_the_last_decision_is_not_written(bench: Bench) -> None:
+    group = leased(bench.lease())
+    bench.store.problem = FULL
+    assert bench.put(group) is None
+    for message in (m.Batch(step=0, wait_s=0.0), m.Commit(step=0), m.Publish(lineage="L", version=1, publishers=[], digest="d")):
+        answer = bench.ask("t", message)
+        assert isinstance(answer, m.Error)
+        assert (answer.code, answer.retryable) == ("disk_full", True)
+    stranger = bench.ask("w2", m.Hello(role="rollout", instance="2"))
+    assert isinstance(stranger, m.Error)
+    assert bench.broker.machine.state.groups.by_id[group.group].phase == "ready"
+
+
+def test_the_status_says_what_is_wrong_and_for_how_long(bench: Bench) -> None:
+    leased(bench.lease())
+    bench.store.problem = FULL
+    bench.lease()
+    bench.clock.advance(30.0)
+    status = bench.status()
+    assert status["store"]["problem"] == FULL.text
+    assert status["store"]["unwritten_s"] == 30.0
+    assert status["waiting"][0] == f"the broker waits for its store: {FULL.text}"
+    bench.store.problem = None
+    bench.clock.advance(2.0)
+    bench.broker.run_once(0.0)
+    assert "problem" not in bench.status()["store"]
+
+
+def test_a_crash_while_it_cannot_be_written_loses_only_what_was_not_acknowledged(bench: Bench) -> None:
+    group = leased(bench.lease())
+    bench.store.problem = FULL
+    assert bench.put(group) is None
+    bench.store.problem = None
+    again = Bench(bench.store)
+    again.epochs = bench.epochs
+    assert again.broker.machine.state.groups.by_id[group.group].phase == "leased"
+    assert again.put(group) == m.PutReply(result="accepted")
+    again.broker.close()
+
+
+def test_without_room_samples_and_leases_are_refused_and_the_trainer_goes_on(bench: Bench) -> None:
+    first, second = leased(bench.lease()), leased(bench.lease())
+    assert bench.put(first) == m.PutReply(result="accepted")
+    bench.store.full = "the disk is full: make room"
+    answer = bench.put(second)
+    assert answer == m.Error(code="disk_full", text="the disk is full: make room", retryable=True)
+    reply = bench.lease()
+    assert isinstance(reply, m.LeaseReply)
+    assert reply.groups == []
+    assert reply.reason == "the disk is full: make room"
+    assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+    assert bench.ask("t", m.Publish(lineage="L", version=1, publishers=["p"], digest="d")) == m.Ok()
+    assert bench.ask("t", m.Commit(step=0, checkpoint=1)) == m.Ok()
+    assert bench.store.get("payloads", first.group) is None, "its room is given back"
+    assert "disk is full" in bench.status()["waiting"][0]
+    bench.store.full = ""
+    assert bench.put(second) == m.PutReply(result="accepted")
+    assert leased(bench.lease())
+
+
+def test_a_parked_lease_is_granted_when_there_is_room_again(bench: Bench) -> None:
+    bench.store.full = "the disk is full"
+    assert bench.ask("w", m.Lease(want=1, wait_s=60.0, lineage="L", serving=0), 77) is None
+    bench.store.full = ""
+    bench.clock.advance(1.0)
+    bench.broker.run_once(0.0)
+    assert leased(bench.answers.pop(77))
+
+
+def test_a_damaged_payload_is_sampled_again_and_its_step_chosen_anew(bench: Bench) -> None:
+    group = leased(bench.lease())
+    bench.put(group)
+    assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+    bench.store.commit([Write("payloads", group.group, None)])
+    answer = bench.ask("t", m.Fetch(groups=[group.group]))
+    assert isinstance(answer, m.Error)
+    state = bench.broker.machine.state
+    assert state.groups.by_id[group.group].phase == "queued"
+    assert state.meta.moves["assigned>queued its stored samples are damaged"] == 1
+    assert state.meta.waste["its stored samples are damaged"] == [1, 4]
+    assert not state.steps
+    second = leased(bench.lease())
+    assert second.group == group.group
+    bench.put(second)
+    reply = bench.ask("t", m.Batch(step=0, wait_s=0.0))
+    assert isinstance(reply, m.BatchReply)
+    assert [g.group for g in reply.groups] == [group.group]
+    assert isinstance(bench.ask("t", m.Fetch(groups=[group.group])), m.FetchReply)
+
+
+def test_a_damaged_prompt_is_read_from_the_source_again(bench: Bench) -> None:
+    group = leased(bench.lease(50))
+    bench.store.commit([Write("prompts", group.group, None)])
+    answer = bench.lease(50)
+    assert isinstance(answer, m.Error)
+    assert answer.retryable
+    assert leased(bench.lease(50)).group == group.group
+    assert bench.store.get("prompts", group.group) == b"prompt"
+
+
+def test_damage_found_while_the_disk_is_full_is_mended_once_it_can_be_written(bench: Bench) -> None:
+    group = leased(bench.lease())
+    bench.put(group)
+    assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+    bench.store.commit([Write("payloads", group.group, None)])
+    bench.store.problem = FULL
+    first, second = bench.send("t", m.Fetch(groups=[group.group])), bench.send("t", m.Fetch(groups=[group.group]))
+    bench.broker.run_once(0.0)
+    assert isinstance(bench.answers[first], m.Error)
+    assert isinstance(bench.answers[second], m.Error)
+    row = bench.store.get("groups", group.group)
+    assert row is not None
+    assert msgspec.msgpack.decode(row)["phase"] == "assigned"
+    bench.store.problem = None
+    bench.clock.advance(2.0)
+    bench.broker.run_once(0.0)
+    row = bench.store.get("groups", group.group)
+    assert row is not None
+    assert "phase" not in msgspec.msgpack.decode(row), "queued again, on disk too"
+    assert bench.store.get("steps", "0") is None
+
+
+class PickyStore(MemoryStore):
+    """Never takes a record of the key `odd`."""
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        if any(write.key == "odd" for write in writes):
+            raise StoreRefusal("the store cannot keep it: MDB_BAD_VALSIZE; expected a key of 1 to 511 bytes")
+        super().commit(writes)
+
+
+def test_what_the_store_will_never_take_is_the_error_of_its_request_alone() -> None:
+    bench = Bench(PickyStore())
+    bench.begin()
+    group = leased(bench.lease())
+    bench.send("t", m.Publish(lineage="L", version=1, publishers=["p"], digest="d"))
+    bad = bench.send("odd", m.Hello(role="rollout", instance="2"))
+    good = bench.send("w", m.Put(group=group.group, lease=group.lease, lineage="L"), bulk=frames(made((0, 4))))
+    bench.broker.run_once(0.0)
+    assert bench.answers[good] == m.PutReply(result="accepted")
+    refusal = bench.answers[bad]
+    assert isinstance(refusal, m.Error)
+    assert (refusal.code, refusal.retryable) == ("unstorable", False)
+    assert "511 bytes" in refusal.text
+    assert "odd" not in bench.broker.machine.state.clients
+    assert bench.broker.machine.state.meta.version == 1, "what came before it in the same burst holds"
+    assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
+    bench.broker.close()

@@ -1,0 +1,32 @@
+"""A live broker process under a hundred thousand hostile messages, with a well-behaved worker and trainer beside it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from load_attack import LoadAttack
+
+MESSAGES = 100_000
+MAX_GROWTH_BYTES = 64 << 20
+"""Buffers of sockets, which fill up to their bounds once; with 150,000 messages more it stays where it is."""
+BUSY_PERCENT = 35.0
+"""Where other work takes so much of the processors, a share of throughput says more of it than of the broker."""
+MAX_LOG_BYTES = 256 << 10
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+def test_a_broker_under_attack_neither_dies_nor_grows_and_serves_others_at_half_speed_or_better(tmp_path: Path) -> None:
+    with LoadAttack(tmp_path) as attack:
+        report = attack.run(MESSAGES)
+    print(report)
+    assert report.is_alive
+    assert report.messages >= MESSAGES
+    assert report.problems == [], "nobody who behaves is refused anything"
+    assert report.answers > 1000, "what can be answered is answered"
+    assert report.rss_after - report.rss_before < MAX_GROWTH_BYTES
+    assert report.log_bytes < MAX_LOG_BYTES
+    if report.others_percent < BUSY_PERCENT:
+        assert report.share > 0.5, f"{report.shares} of the quiet throughput"

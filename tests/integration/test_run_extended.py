@@ -1,0 +1,36 @@
+"""A finished run that is started again with more steps goes on, in whatever order its processes come."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from live_run import MARK, ROOT, Run
+
+pytestmark = pytest.mark.integration
+
+
+def test_up_with_more_steps_goes_on_again_and_again(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task) as run:
+        for steps in (2, 3, 4):
+            words = [sys.executable, "-m", "slimebus", "up", str(run.file), "--num-rollout", str(steps)]
+            environment = os.environ | {MARK: run.mark, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+            run.assert_accounted(steps)
+
+
+ORDERS = (("broker", "rollout", "trainer"), ("rollout", "trainer", "broker"), ("trainer", "broker", "rollout"))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_a_finished_run_goes_on_with_its_processes_started_in_any_order(tmp_path: Path, task: Path, order: tuple[str, ...]) -> None:
+    with Run(tmp_path, task) as run:
+        for steps in (2, 4):
+            for role in order if steps == 4 else ("broker", "trainer", "rollout"):
+                run.start(role, "--num-rollout", str(steps), name="w1" if role == "rollout" else "")
+                time.sleep(3.0 if steps == 4 else 0.0)
+            run.complete(timeout_s=300)
+            run.assert_accounted(steps)

@@ -1,0 +1,55 @@
+"""A tiny model on disk, and an engine core on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import SHAPE, save_model
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """(directory, transformers model) of a tiny Qwen3."""
+    path = tmp_path_factory.mktemp("qwen3")
+    return path, save_model(path, head_dim=16, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def core_of() -> Callable[..., Any]:
+    """Builds an EngineCore on a model directory."""
+
+    def build(path: Path, *, max_running: int = 8, kv_bytes: int = 1 << 24, seed: int = 0, **options: Any) -> Any:
+        import torch
+
+        from rollout.embedded.core import EngineCore
+        from rollout.embedded.kv_cache import KVCache
+        from rollout.embedded.model import Model
+        from rollout.embedded.model_config import ModelConfig
+        from rollout.embedded.model_weights import ModelWeights
+        from rollout.embedded.scheduler import Scheduler
+
+        config = ModelConfig.read(path)
+        cache = KVCache(config, kv_bytes, torch.float32)
+        model = Model(config, ModelWeights(path, config, torch.float32), config.context_length)
+        scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, fits=cache.fits)
+        return EngineCore(model, cache, scheduler, seed=seed, **options)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def sequence_of() -> Callable[..., Any]:
+    """Builds a Sequence from a prompt and sampling params."""
+
+    def build(rid: str, prompt: list[int], *, stop_ids: frozenset[int] = frozenset(), **params: Any) -> Any:
+        from rollout.embedded.sampling_params import SamplingParams
+        from rollout.embedded.sequence import Sequence
+
+        asked = {name: params.pop(name) for name in ("stream", "logprob_start") if name in params}
+        sampling = SamplingParams.read({"temperature": 0.0, "max_new_tokens": 8, **params}, SHAPE["vocab_size"])
+        return Sequence(rid, prompt, sampling, sampling.token_limit or 0, stop_ids, return_logprob=True, **asked)
+
+    return build

@@ -1,0 +1,228 @@
+"""Engines that hang, end or are left: the others go on, and nobody else's engine stays paused. Against embedded engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tiny_model import save_model
+
+from rollout.engines import pool
+from rollout.engines.client import EngineClient
+from rollout.engines.engine import Engine
+from rollout.engines.pool import Engines
+from rollout.engines.process import EngineProcess, embedded_engine
+from rollout.response import Task
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.cli.config.schema import EngineConfig
+from slimebus.weights.host.shared_version import SharedVersion
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+SHORT = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True}
+LONG = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, head_dim=16, tie_word_embeddings=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(model: Path) -> Iterator[list[EngineProcess]]:
+    """Engines that the worker did not start, with a key."""
+    engines = [embedded_engine(model, model / f"engine-{i}.log", api_key="open sesame") for i in range(2)]
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            asyncio.run(engine.wait_ready(120))
+        yield engines
+    finally:
+        for engine in engines:
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                os.kill(server_of(engine), signal.SIGCONT)
+            engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "PROBE_S", 1.0)
+    monkeypatch.setattr(pool, "SILENT_PROBES", 4)
+
+
+def task(sampling: dict[str, Any]) -> Task:
+    return Task(prompt="", prompt_ids=np.array([1, 2], np.int32), sampling=sampling)
+
+
+def server_of(engine: EngineProcess) -> int:
+    return int(psutil.Process(engine.pid).children()[0].pid)
+
+
+def version(model: Path, number: int) -> SharedVersion:
+    return SharedVersion(lineage="L", version=number, digest="", directory=model, tensors={})
+
+
+def run(model: Path, talk: Callable[[Engines], Any], **config: Any) -> Any:
+    async def session() -> Any:
+        engines = Engines(EngineConfig(**config), model, model, name="w", sglang_args={}, seed=0)
+        try:
+            await engines.start()
+            await engines.update_weights(version(model, 1))
+            return await asyncio.wait_for(talk(engines), 90)
+        finally:
+            await engines.stop()
+
+    return asyncio.run(session())
+
+
+def attached(two: list[EngineProcess]) -> dict[str, Any]:
+    return {"engine_url": [engine.url for engine in two], "engine_api_key": "open sesame"}
+
+
+async def until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_so():
+            await asyncio.sleep(0.05)
+
+
+def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on_and_comes_back(model: Path, two: list[EngineProcess]):
+    async def talk(engines: Engines) -> None:
+        first, second = engines.engines
+        begun = [asyncio.ensure_future(engines.sample([task(LONG)])) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        os.kill(server_of(two[0]), signal.SIGSTOP)
+        start = time.monotonic()
+        await engines.update_weights(version(model, 2))
+        assert time.monotonic() - start < 15, "the other one does not wait for the hanging one's deadline"
+        assert (first.weights.is_out_of_service, second.weights.tag) == (True, "L:2")
+        for _ in range(3):
+            await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
+        outcomes = await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), 30)
+        assert all(isinstance(outcome, list) or (isinstance(outcome, SlimebusError) and outcome.retryable) for outcome in outcomes)
+        os.kill(server_of(two[0]), signal.SIGCONT)
+        await until(lambda: first.weights.tag == "L:2", 30)
+
+    try:
+        run(model, talk, **attached(two))
+    finally:
+        os.kill(server_of(two[0]), signal.SIGCONT)
+
+
+def test_an_idle_engine_that_hangs_is_found_too(model: Path, two: list[EngineProcess]):
+    async def talk(engines: Engines) -> None:
+        os.kill(server_of(two[0]), signal.SIGSTOP)
+        await until(lambda: engines.engines[0].weights.is_out_of_service, 15)
+        await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
+
+    try:
+        run(model, talk, **attached(two))
+    finally:
+        os.kill(server_of(two[0]), signal.SIGCONT)
+
+
+def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pool, "PROBE_PAUSE_S", 0.1)
+    asked, lost = [], []
+
+    class Gone(EngineClient):
+        async def answers(self, timeout_s: float) -> bool:
+            asked.append(timeout_s)
+            return False
+
+    async def watch() -> None:
+        engines = Engines(EngineConfig(), model, model, name="w", sglang_args={}, seed=0)
+        engine = Engine("http://127.0.0.1:9", None, None, EngineConfig())
+        engine.client, engines.engines, engines.on_lost = Gone(engine.url), [engine], lambda: lost.append(1)
+        watching = asyncio.create_task(engines._watch(engine))
+        await asyncio.sleep(1)
+        watching.cancel()
+        assert engine.weights.is_out_of_service
+
+    asyncio.run(watch())
+    assert 4 <= len(asked) <= 11
+    assert lost == [1]
+
+
+def test_an_engine_of_ours_that_hangs_is_killed_and_replaced(model: Path):
+    async def talk(engines: Engines) -> None:
+        (engine,) = engines.engines
+        assert engine.process is not None
+        hung = server_of(engine.process)
+        os.kill(hung, signal.SIGSTOP)
+        await until(lambda: engine.is_dead, 20)
+        assert await engines.restart_dead()
+        await engines.update_weights(version(model, 2))
+        (response,) = await engines.sample([task(SHORT)])
+        assert response.versions == [(2, 3)]
+        with pytest.raises(ProcessLookupError):
+            os.kill(hung, 0)
+
+    run(model, talk)
+
+
+def test_a_worker_that_leaves_in_the_middle_of_an_update_leaves_no_attached_engine_paused(
+    model: Path, two: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
+):
+    async def talk(engines: Engines) -> None:
+        hangs = asyncio.Event()
+
+        async def hang(*_: Any, **__: Any) -> None:
+            hangs.set()
+            await asyncio.sleep(60)
+
+        for engine in engines.engines:
+            monkeypatch.setattr(engine.client, "update_weights_from_disk", hang)
+        update = asyncio.ensure_future(engines.update_weights(version(model, 3)))
+        await hangs.wait()
+        begun = time.monotonic()
+        await engines.settle()
+        update.cancel()
+        await asyncio.gather(update, return_exceptions=True)
+        await engines.unpause()
+        assert time.monotonic() - begun < 3
+        for process in two:
+            async with EngineClient(process.url, api_key="open sesame") as client:
+                assert await client.is_ready()
+
+    run(model, talk, **attached(two))
+
+
+def test_an_engine_of_ours_answers_only_who_has_its_key_and_ps_does_not_show_it(model: Path):
+    async def talk(engines: Engines) -> None:
+        (engine,) = engines.engines
+        assert engine.process is not None
+        assert len(engine.process.api_key) >= 32
+        assert engine.process.api_key not in subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout
+        for key in ("", "wrong", "é"):
+            async with EngineClient(engine.url, api_key=key, retry_s=0) as stranger:
+                with pytest.raises(UsageError, match="401"):
+                    await stranger.generate([[1]], SHORT, ["x"])
+                with pytest.raises(UsageError, match="401"):
+                    await stranger.pause()
+                assert await stranger.answers(5)
+
+    run(model, talk)
+
+
+def test_a_wrong_key_of_an_attached_engine_is_said_at_once(model: Path, two: list[EngineProcess]):
+    with pytest.raises(UsageError, match=r"asks for a key .* set engine.engine_api_key"):
+        run(model, lambda engines: asyncio.sleep(0), engine_url=[two[0].url], engine_api_key="sesame")
+
+
+def test_engine_urls_may_be_repeated_and_listed():
+    show = [sys.executable, "-m", "slimebus", "config", "show", "--engine-url", "http://a:1,http://b:2", "--engine-url", "http://c:3"]
+    shown = subprocess.run(show, capture_output=True, text=True, check=False)
+    assert all(url in shown.stdout for url in ("http://a:1", "http://b:2", "http://c:3")), shown.stdout + shown.stderr

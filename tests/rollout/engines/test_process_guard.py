@@ -1,0 +1,86 @@
+"""The guard ends all of a command, whatever ends first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import has_ended, wait_until
+
+import rollout.engines.process_guard
+from rollout.engines.process import ending
+
+pytestmark = pytest.mark.integration
+
+GUARD = str(Path(rollout.engines.process_guard.__file__))
+# A server with a child of its own that ignores SIGTERM; both say that they run.
+SERVER = """
+import signal, subprocess, sys, time
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+process.stdout.readline()
+print(process.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(7)
+"""
+# Starts the guard over the server and stays.
+WORKER = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), sys.executable, "-c", sys.argv[2], "60"])
+time.sleep(60)
+"""
+
+
+def guarded(seconds: str) -> tuple[subprocess.Popen[str], int, int]:
+    """(guard, pid of the server, pid of the server's child)"""
+    command = [sys.executable, GUARD, str(os.getpid()), sys.executable, "-c", SERVER, seconds]
+    guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert guard.stdout is not None
+    grandchild = int(guard.stdout.readline())
+    return guard, psutil.Process(guard.pid).children()[0].pid, grandchild
+
+
+def test_sigterm_ends_the_command_and_what_it_started():
+    guard, server, grandchild = guarded("60")
+    with guard:
+        guard.send_signal(signal.SIGTERM)
+        guard.wait(20)
+    wait_until("end of the command", lambda: has_ended(server) and has_ended(grandchild))
+
+
+def test_a_command_that_ends_leaves_nothing_and_gives_its_status():
+    guard, _, grandchild = guarded("0.1")
+    with guard:
+        assert guard.wait(20) == 7
+    wait_until("end of the command", lambda: has_ended(grandchild))
+
+
+def test_a_killed_guard_takes_the_command_with_it():
+    guard, server, grandchild = guarded("60")
+    with guard:
+        guard.kill()
+        guard.wait(20)
+    wait_until("end of the command", lambda: has_ended(server))
+    psutil.Process(grandchild).kill()
+
+
+def test_a_killed_worker_leaves_no_command_behind():
+    with subprocess.Popen([sys.executable, "-c", WORKER, GUARD, SERVER], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        grandchild = int(worker.stdout.readline())
+        server = psutil.Process(grandchild).ppid()
+        worker.kill()
+    wait_until("end of the command", lambda: has_ended(server) and has_ended(grandchild))
+
+
+def test_a_command_that_a_signal_killed_is_said_to_be():
+    guard, server, _ = guarded("60")
+    with guard:
+        os.kill(server, signal.SIGKILL)
+        status = guard.wait(20)
+    assert (status, ending(status), ending(2), ending(-9)) == (137, "killed by SIGKILL", "exit status 2", "killed by SIGKILL")

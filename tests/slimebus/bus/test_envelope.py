@@ -1,0 +1,192 @@
+"""Envelopes: every message has a byte-exact example, and nothing else gets through."""
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimebus.bus import envelope
+from slimebus.bus import messages as m
+from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
+
+GOLDEN = Path(__file__).parent / "golden"
+PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
+
+EXAMPLES: list[m.Message] = [
+    m.Ok(),
+    m.Error(code="busy", text="4096 lease requests wait already (max_parked)", retryable=True),
+    m.Hello(role="rollout", instance="9f3c"),
+    m.Welcome(
+        run="demo",
+        epoch=3,
+        heartbeat_s=2.0,
+        lineage="a1",
+        version=7,
+        publishers=["tcp://h:1"],
+        digest="00ff",
+        hints="tcp://h:2",
+        max_message_bytes=1024,
+    ),
+    m.Heartbeat(state="serving", lineage="a1", serving=7, num_leases=2, lease_sum=23, leases=[11, 12], metrics={"tokens_per_s": 950.0}),
+    m.HeartbeatReply(lineage="a1", version=7, publishers=["tcp://h:1"], list_leases=True, lost=[11], surplus=[12]),
+    m.Goodbye(),
+    m.Hint(lineage="a1", version=7, publishers=["tcp://h:1"]),
+    m.Lease(want=2, wait_s=30.0, lineage="a1", serving=7),
+    m.LeaseReply(
+        groups=[m.LeasedGroup(group="0/42", lease=11, num_samples=8, deadline_s=60.0, sampling={"temperature": 1.0, "stop": ["\n"]})]
+    ),
+    m.Put(group="0/42", lease=11, lineage="a1"),
+    m.PutReply(result="discarded", reason="lease 11 of group 0/42 is no longer held"),
+    m.GiveBack(group="0/42", lease=11, outcome="requeue", reason="draining"),
+    m.Resume(step=40, version=40, lineage="b2"),
+    m.Publish(lineage="b2", version=41, publishers=["tcp://h:1"], digest="00ff"),
+    m.Batch(step=41, wait_s=30.0),
+    m.BatchReply(step=41, version=41, groups=[m.BatchGroup(group="0/42", num_samples=8, num_tokens=4096, oldest_version=40)]),
+    m.Fetch(groups=["0/42", "0/43"]),
+    m.FetchReply(num_frames=[4, 4]),
+    m.Commit(step=41, checkpoint=40, unused={"0/42": "no reward spread"}, metrics={"loss": 0.25}),
+    m.Reject(step=41, groups={"0/42": "sample 1: a token id of 200000 in a vocabulary of 151936"}),
+    m.Finish(reason="all 42 steps are trained"),
+    m.Read(count=8, wait_s=30.0, after=40, needs=["teacher_logprobs"], extras=["teacher_logprobs"], shard=1, shards=2),
+    m.ReadReply(
+        groups=[m.ReadGroup(group="0/42", lease=11, position=41, num_frames=5, num_samples=8, num_tokens=4096, oldest_version=40)],
+        position=40,
+        num_skipped=0,
+    ),
+    m.PutFields(group="0/42", lease=11),
+    m.PutFieldsReply(result="gone", reason="group 0/42 is trained already"),
+    m.Status(),
+    m.StatusReply(),
+    m.Keys(have=3),
+    m.KeysReply(generation=4),
+    m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
+    m.Push(key="extra/0", front=True),
+    m.PushReply(accepted=2, first="front/0", waiting=2),
+    m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
+    m.Set(key="c3", settings={"max_staleness": 4, "rollout_batch_size": 64}),
+    m.SetReply(step=42, changed={"max_staleness": (1, 4)}, settings={"max_staleness": 4, "on_stale": "requeue"}),
+    m.Edit(action="replay", groups=["0/42", "0/43"]),
+    m.Import(group="import/0/42", lineage="a1"),
+    m.EditReply(done={"0/42": "queued"}, refused={"0/43": "it is leased; only dead and dropped groups are replayed"}),
+]
+"""One of each message. The golden file of a message is its header frame with id 7, run demo, sender w1, epoch 3."""
+
+
+def _encode(message: m.Message) -> bytes:
+    return envelope.encode(message, id=7, run="demo", sender="w1", epoch=3)
+
+
+def _golden(message: m.Message) -> Path:
+    return GOLDEN / f"{m.wire_name(type(message))}.msgpack"
+
+
+def test_every_message_has_an_example() -> None:
+    assert {m.wire_name(type(example)) for example in EXAMPLES} == set(m.TYPES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: m.wire_name(type(e)))
+def test_the_bytes_of_a_message_never_change(example: m.Message) -> None:
+    if os.environ.get("SLIMEBUS_WRITE_GOLDEN"):
+        _golden(example).write_bytes(_encode(example))
+    golden = _golden(example).read_bytes()
+    assert _encode(example) == golden
+    got = envelope.decode([golden, b"bulk"])
+    assert (got.message, got.header.id, got.header.run, got.header.sender, got.header.epoch) == (example, 7, "demo", "w1", 3)
+    assert list(got.bulk) == [b"bulk"]
+
+
+def test_the_bytes_in_the_protocol_document_are_the_golden_ones() -> None:
+    found = re.findall(r"<!-- golden: (\w+) -->\n```\n([0-9a-f\s]+)```", PROTOCOL.read_text())
+    assert found, "docs/protocol.md shows no bytes"
+    for name, shown in found:
+        assert bytes.fromhex(shown) == (GOLDEN / f"{name}.msgpack").read_bytes(), name
+
+
+def test_every_message_and_field_stands_in_the_protocol_document() -> None:
+    text = PROTOCOL.read_text()
+    for name, cls in m.TYPES.items():
+        assert f"### `{name}`" in text, f"docs/protocol.md has no section for {name}"
+        section = text.split(f"### `{name}`", 1)[1].split("\n### ", 1)[0]
+        for field in msgspec.structs.fields(cls):
+            assert f"`{field.name}`" in section, f"docs/protocol.md: {name} does not describe {field.name}"
+
+
+def test_an_unknown_field_of_a_newer_peer_is_ignored() -> None:
+    header = msgspec.msgpack.decode(_encode(m.Batch(step=3, wait_s=1.0)))
+    header["body"]["colour"] = "blue"
+    header["future"] = [1, 2]
+    assert envelope.decode([msgspec.msgpack.encode(header)]).message == m.Batch(step=3, wait_s=1.0)
+
+
+def test_an_unknown_type_is_named() -> None:
+    header = msgspec.msgpack.decode(_encode(m.Ok())) | {"type": "teleport"}
+    with pytest.raises(ProtocolError, match="teleport") as refused:
+        envelope.decode([msgspec.msgpack.encode(header)])
+    assert refused.value.code == "unknown_type"
+
+
+def test_another_protocol_version_is_named() -> None:
+    header = msgspec.msgpack.decode(_encode(m.Ok())) | {"v": 2}
+    with pytest.raises(ProtocolError, match=r"version 2, this process \(slimebus .*\) speaks 1;") as refused:
+        envelope.decode([msgspec.msgpack.encode(header)])
+    assert refused.value.code == "protocol_version"
+
+
+def test_a_header_beyond_64_kib_is_refused_on_both_sides() -> None:
+    with pytest.raises(ProtocolError, match="65536"):
+        _encode(m.Finish(reason="x" * 70000))
+    with pytest.raises(ProtocolError, match="65536"):
+        envelope.decode([b"\x00" * 70000])
+
+
+def test_a_batch_of_2048_groups_fits_one_header() -> None:
+    groups = [m.BatchGroup(group=f"12/{i + 1_000_000}", num_samples=16, num_tokens=500_000, oldest_version=70_000) for i in range(2048)]
+    assert len(_encode(m.BatchReply(step=70_000, version=70_000, groups=groups))) <= envelope.MAX_HEADER_BYTES
+
+
+def _refusal(frame: bytes) -> str:
+    try:
+        envelope.decode([frame])
+    except ProtocolError as refused:
+        return refused.code
+    return ""
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
+    assert _refusal(frame) in ("", "protocol", "protocol_version", "unknown_type")
+
+
+@given(st.integers(0, 2**63), st.sampled_from(EXAMPLES), st.data())
+def test_a_flipped_byte_is_a_message_or_a_protocol_error(seed: int, example: m.Message, draw: st.DataObject) -> None:
+    frame = bytearray(_encode(example))
+    frame[draw.draw(st.integers(0, len(frame) - 1))] ^= 1 + seed % 255
+    assert _refusal(bytes(frame)) in ("", "protocol", "protocol_version", "unknown_type")
+
+
+def test_an_error_reply_becomes_an_error_with_the_peer_and_its_code() -> None:
+    fenced = envelope.problem_of(envelope.error_reply(Fenced("a newer process")), "broker")
+    assert (type(fenced), fenced.text) == (Fenced, "broker: a newer process")
+    busy = envelope.problem_of(m.Error(code="busy", text="later", retryable=True), "broker")
+    assert (type(busy), busy.code, busy.retryable) == (SlimebusError, "busy", True)
+
+
+def test_the_document_names_the_keys_that_are_always_in_a_reply() -> None:
+    text = PROTOCOL.read_text().partition("Of a reply these keys are always there")[2].partition("\n\n")[0]
+    always = {name for kind in (*m.REPLIES, m.LeasedGroup, m.ReadGroup) for name in required(kind)}
+    named = set(re.findall(r"`(\w+)`", text.partition("The default of")[0]))
+    assert named == always
+
+
+def required(kind: type[m.Message]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind) if field.required]
+
+
+def test_numbers_that_begin_at_a_time_of_day_in_milliseconds_can_be_sent() -> None:
+    late = 10_000_000_000_000  # the year 2286
+    for message in (m.Keys(have=late), m.KeysReply(generation=late), m.Welcome(run="r", epoch=late, heartbeat_s=1.0)):
+        assert envelope.decode([envelope.encode(message, id=1, sender="w", epoch=late)]).message == message

@@ -1,0 +1,63 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from slimebus.cli import metrics
+from slimebus.cli.metrics import BusyMeter, JsonLines, MetricsWriter
+
+
+def numbers(file: Path) -> list[int]:
+    return [json.loads(line)["n"] for line in file.read_text().splitlines()]
+
+
+def test_rows_wait_in_memory_while_they_cannot_be_written_which_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = JsonLines(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").mkdir()
+    for n in range(3):
+        lines.add({"n": n})
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    (tmp_path / "rows.jsonl").rmdir()
+    lines.add({"n": 3})
+    assert numbers(tmp_path / "rows.jsonl") == [0, 1, 2, 3]
+
+
+def test_of_too_many_waiting_rows_the_oldest_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_WAITING", 2)
+    lines = JsonLines(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").mkdir()
+    for n in range(5):
+        lines.add({"n": n})
+    assert lines.num_dropped == 3
+    (tmp_path / "rows.jsonl").rmdir()
+    lines.flush()
+    assert numbers(tmp_path / "rows.jsonl") == [3, 4]
+    assert "3 rows were dropped" in caplog.text
+
+
+def test_without_a_path_nothing_is_written() -> None:
+    JsonLines(None).add({"n": 1})
+
+
+def test_metrics_are_json_lines_and_tensorboard_events(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, "trainer", tensorboard=True)
+    writer.write(3, {"loss": 0.5, "note": "text"})
+    writer.close()
+    (row,) = [json.loads(line) for line in (tmp_path / "trainer.jsonl").read_text().splitlines()]
+    assert (row["step"], row["loss"], row["note"]) == (3, 0.5, "text")
+    (events,) = (tmp_path / "tensorboard" / "trainer").iterdir()
+    assert b"loss" in events.read_bytes()
+
+
+def test_overlapping_work_is_busy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("slimebus.cli.metrics.time.monotonic", lambda: now[0])
+    meter = BusyMeter()
+    for moment, act in ((10, meter.enter), (11, meter.enter), (12, meter.leave), (14, meter.leave), (16, meter.enter)):
+        now[0] = float(moment)
+        act()
+    now[0] = 17.0
+    assert (meter.busy_s, meter.since_s) == (5.0, 7.0)

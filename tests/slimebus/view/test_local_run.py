@@ -1,0 +1,82 @@
+"""Who left a run too early, and is started again."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slimebus.cli.launch import Fleet
+from slimebus.view.local_run import BROKER_LEFT_S, LEFT_S, left_too_early
+
+HERE = ("broker", "trainer", "rollout", "rollout-2")
+
+
+def children(**gone_s: float) -> list[Any]:
+    """Processes of a run; those named ended so many seconds ago."""
+    now = time.monotonic()
+    return [SimpleNamespace(role=role, ended_at=now - gone_s[key] if (key := role.replace("-", "_")) in gone_s else 0.0) for role in HERE]
+
+
+def status(state: str = "running", **clients: str) -> dict[str, Any]:
+    return {"state": state, "clients": [{"role": role, "state": is_in} for role, is_in in clients.items()]}
+
+
+LONG = LEFT_S + 1
+
+
+def test_workers_that_left_a_run_that_goes_on_are_started_again() -> None:
+    found = left_too_early(children(rollout=LONG, rollout_2=LONG), status(trainer="training"))
+    assert found is not None
+    assert found.role == "rollout"
+
+
+@pytest.mark.parametrize("state", ["waiting for a trainer", "running", "evaluating"])
+def test_a_trainer_that_left_before_the_end_is_started_again(state: str) -> None:
+    found = left_too_early(children(trainer=LONG), status(state, rollout="serving"))
+    assert found is not None
+    assert found.role == "trainer"
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ({"rollout": LONG}, status(trainer="training")),  # another worker of ours still works
+        ({"rollout": LONG, "rollout_2": LONG}, status(rollout="serving")),  # one of another machine does
+        ({"rollout": LONG, "rollout_2": LONG}, status("finished")),
+        ({"rollout": 1.0, "rollout_2": 1.0}, status()),  # the others may be on their way out, too
+        ({"rollout": LONG, "rollout_2": LONG}, None),  # the broker does not say what the run does
+        ({"broker": LONG}, None),
+        ({"broker": 2 * BROKER_LEFT_S, "trainer": LONG, "rollout": LONG, "rollout_2": LONG}, None),
+    ],
+)
+def test_one_who_is_not_needed_stays_away(gone: dict[str, float], told: dict[str, Any] | None) -> None:
+    assert left_too_early(children(**gone), told) is None
+
+
+def test_a_broker_that_ended_while_others_work_is_started_again() -> None:
+    found = left_too_early(children(broker=BROKER_LEFT_S + 1), None)
+    assert found is not None
+    assert found.role == "broker"
+
+
+def test_another_process_takes_the_place_of_one_that_ended_and_the_first_stays_first(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        for role in ("broker", "trainer"):
+            fleet.start(role, ["--version"]).process.wait(20)
+        first, second = fleet.children
+        fleet.start_again(first)
+        assert [child.role for child in fleet.children] == ["broker", "trainer"]
+        assert fleet.children[0] is not first
+        assert fleet.children[1] is second
+
+
+def test_an_empty_line_of_a_process_is_not_shown(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with Fleet(tmp_path, sink=lambda role, line: lines.append(line)) as fleet:
+        child = fleet.start("help", ["--help"])
+        child.process.wait(20)
+        child.finish()
+    assert lines
+    assert all(line.strip() for line in lines)

@@ -1,0 +1,121 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.cli.commands.trace import trace as command
+from slimebus.view import trace
+from slimebus.view.trace import SpanRow
+from slimebus.view.trace_chart import window
+
+
+def span(name: str, begin: float, end: float, process: str = "trainer", **about: Any) -> SpanRow:
+    return SpanRow(process, name, 1000.0 + begin, end - begin, about)
+
+
+RUN = [
+    span("train", 0, 2, cpu_s=1.9),  # the first one is left out
+    span("publish", 2, 2.5, version=1),
+    span("encode", 2.5, 3),
+    span("train", 2.5, 4.5, cpu_s=1.0),
+    span("publish", 4.5, 4.5),  # nothing was published
+    span("train", 4.5, 6, cpu_s=1.1, queued_s=0.15),
+    span("publish", 6, 6.5, version=2),
+    span("pull", 3, 4, "worker-1", version=1),
+    span("load", 4, 4.5, "worker-1", version=1),
+    span("pull", 6.25, 6.5, "worker-2", version=2),
+    span("pull", 5, 5.5, "worker-2", failed="WeightsError"),
+    span("sample", 3.5, 5.5, "worker-1", group="0/1"),
+    span("sample", 3, 4, "worker-1", group="0/2"),
+]
+
+
+def write(run_dir: Path, spans: list[SpanRow]) -> Path:
+    (run_dir / "metrics").mkdir(parents=True)
+    for one in spans:
+        row = {"process": one.process, "name": one.name, "begin": one.begin, "seconds": one.seconds, **one.about}
+        with (run_dir / "metrics" / f"spans-{one.process}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return run_dir
+
+
+def test_chrome_trace_has_a_track_for_each_process_and_row() -> None:
+    made = trace.chrome_trace(sorted(RUN, key=lambda s: s.begin))
+    names = {e["pid"]: e["args"]["name"] for e in made["traceEvents"] if e["name"] == "process_name"}
+    assert names == {1: "trainer", 2: "worker-1", 3: "worker-2"}
+    groups = [e for e in made["traceEvents"] if e.get("cat") == "groups"]
+    assert len({e["tid"] for e in groups}) == 2, "groups that are sampled at once lie in two tracks"
+    (load,) = [e for e in made["traceEvents"] if e["name"] == "load"]
+    assert (load["ph"], load["ts"], load["dur"], load["args"]) == ("X", 4e6, 0.5e6, {"version": 1})
+
+
+def test_a_span_of_an_unknown_name_has_a_lane_of_its_own() -> None:
+    assert span("verify", 0, 1).lane == "verify"
+
+
+def test_runs_of_several_hosts_are_one_timeline(tmp_path: Path) -> None:
+    ours, theirs = write(tmp_path / "a", RUN[:7]), write(tmp_path / "b", RUN[7:])
+    assert trace.read([ours, theirs]) == sorted(RUN, key=lambda s: s.begin)
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    run_dir = write(tmp_path, RUN)
+    with (run_dir / "metrics" / "spans-worker-1.jsonl").open("a") as file:
+        file.write('{"process":"worker-1","na\n{"process":"worker-1","name":"pull"}\n')
+    assert len(trace.read([run_dir])) == len(RUN)
+
+
+def test_a_directory_without_spans_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no spans on record \(metrics/spans-\*.jsonl\)"):
+        trace.read([tmp_path])
+
+
+def test_the_picture_shows_four_usual_steps_from_the_middle() -> None:
+    steps = [span("train", 10 * i, 10 * i + 9) for i in range(20)]
+    assert window(steps, None, None) == (pytest.approx(99.0), pytest.approx(141.0))
+    assert window(steps, 5.0, 7.0) == (5.0, 7.0)
+    assert window(steps[:1], None, None) == (0.0, 9.0)
+
+
+def test_the_command_writes_events_and_picture(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", RUN)
+    words = [str(run_dir), "--out", str(tmp_path / "t.json"), "--plot", str(tmp_path / "new" / "t.png")]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path / 't.json'}: {len(RUN)} spans" in done.output
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_run_of_a_file_and_a_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "runs" / "mine", RUN)
+    (tmp_path / "run.yaml").write_text("name: other\n")
+    done = CliRunner().invoke(command, ["run.yaml", "--name", "mine"])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "runs" / "mine" / "trace.json").read_text())["traceEvents"]
+
+
+def test_what_cannot_be_written_or_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write(tmp_path / "run", RUN)
+    done = CliRunner().invoke(command, [str(run_dir), "--out", str(tmp_path)])
+    assert isinstance(done.exception, IsADirectoryError)
+    assert done.exception.filename == str(tmp_path)
+    done = CliRunner().invoke(command, [str(run_dir), "--plot", str(tmp_path / "x.txt")])
+    assert isinstance(done.exception, UsageError)
+    assert "x.txt: the picture is a PNG; give a name that ends in .png" in str(done.exception)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(command, [str(run_dir), "--plot", str(tmp_path / "t.png")])
+    assert isinstance(done.exception, UsageError)
+    assert "pip install 'slimebus[plot]'" in str(done.exception)
+
+
+def test_a_picture_of_no_time_is_refused(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", RUN)
+    done = CliRunner().invoke(command, [str(run_dir), "--plot", str(tmp_path / "t.png"), "--begin-s", "50"])
+    assert isinstance(done.exception, DataError)
+    assert "the run has" in str(done.exception)

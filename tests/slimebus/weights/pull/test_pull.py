@@ -1,0 +1,391 @@
+"""Pulls over real sockets end with a verified version or with an error, whatever happens on the way."""
+
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from slimebus.bus import envelope
+from slimebus.bus.errors import WeightsError
+from slimebus.bus.messages import Ok
+from slimebus.weights.codec import delta_codec
+from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest, Piece
+from slimebus.weights.pull import puller as puller_module
+from slimebus.weights.pull.puller import WeightPuller
+from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.version_store import VersionStore
+from slimebus.weights.tensors import NO_BASE, hash_bytes
+
+
+@pytest.fixture
+def store(model):
+    store = VersionStore(keep=4)
+    store.publish(model)
+    return store
+
+
+class Fault:
+    """A store that misbehaves: `on_read` sees every read and may raise, wait or return other bytes."""
+
+    def __init__(self, store, on_read=lambda reads, name, base, payload: payload, on_manifest=lambda manifest: manifest):
+        self.store, self.on_read, self.on_manifest, self.reads = store, on_read, on_manifest, 0
+
+    def manifest(self, lineage, version, want=-1):
+        return self.on_manifest(self.store.manifest(lineage, version, want))
+
+    def read(self, lineage, version, name, base):
+        self.reads += 1
+        return self.on_read(self.reads, name, base, self.store.read(lineage, version, name, base))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, closing, monkeypatch, threads):
+    monkeypatch.setattr(delta_codec, "UNIT_VALUES", 1000)
+    monkeypatch.setattr(puller_module, "MIN_POOLED_BYTES", 1)
+    store = VersionStore()
+    store.publish(model)
+    puller = closing(WeightPuller([closing(WeightServer(store)).endpoint], threads=threads))
+    first = puller.pull()
+    newer = after(model, 1)
+    store.publish(newer)
+    check(puller.pull(first), newer)
+    assert puller.counts.wrong_bytes == 0
+    assert puller.counts.delta_tensors > 0
+
+
+def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    first = puller.pull()
+    store.publish(after(model, 1))
+    started = time.perf_counter()
+    puller.pull(first)
+    took_s, stages = time.perf_counter() - started, puller.stages.seconds
+    assert set(stages) == {"wire", "verify"}
+    assert 0 < sum(stages.values()) < took_s
+
+
+def test_first_all_then_only_what_changed(store, model, after, check, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    first = puller.pull()
+    check(first, model)
+    assert (first.lineage, first.version, first.digest) == (store.lineage, 0, store.newest.digest)
+    assert puller.pull(first) is first
+    newer = after(model, 1)
+    made = store.publish(newer)
+    received = puller.counts.received_bytes
+    second = puller.pull(first)
+    check(second, newer)
+    check(first, model)
+    assert second.digest == made.digest
+    assert puller.counts.received_bytes - received == made.delta_bytes
+    assert second.tensors["fixed"].buffer is first.tensors["fixed"].buffer
+
+
+def test_a_worker_far_behind_gets_one_merged_delta_and_further_behind_a_full_copy(store, model, after, check, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    weights = puller.pull()
+    for behind in (4, 6):
+        for seed in range(behind):
+            model = after(model, 100 * behind + seed)
+            store.publish(model)
+        puller.counts.delta_tensors = puller.counts.full_tensors = 0
+        weights = puller.pull(weights)
+        check(weights, model)
+        assert (puller.counts.delta_tensors > 0) == (behind <= store.keep)
+
+
+def test_parts_of_a_model_come_from_their_publishers_and_must_be_of_one_version(model, after, check, closing):
+    names = list(model)
+    parts = [VersionStore(lineage="l") for _ in range(3)]
+    split = [names[0::3], names[1::3], names[2::3]]
+
+    def publish(values, only=range(3)):
+        for i in only:
+            parts[i].publish({name: values[name] for name in split[i]})
+
+    publish(model)
+    servers = [closing(WeightServer(part)) for part in parts]
+    puller = closing(WeightPuller([server.endpoint for server in servers]))
+    weights = puller.pull()
+    check(weights, model)
+    assert weights.digest == VersionStore().publish(model).digest
+    newer = after(model, 1)
+    publish(newer, only=[0, 1])
+    assert puller.pull(weights, deadline_s=10) is weights, "the newest that all have"
+    fresh = closing(WeightPuller([server.endpoint for server in servers]))
+    with pytest.raises(WeightsError, match=f"different versions: {servers[0].endpoint} at 1 of l, .*, {servers[2].endpoint} at 0 of l"):
+        fresh.pull(deadline_s=0.3)
+    publish(newer, only=[2])
+    check(puller.pull(weights, deadline_s=10), newer)
+    before = fresh.counts.received_bytes
+    check(fresh.pull(deadline_s=10), newer)
+    assert fresh.counts.received_bytes - before < parts[2].newest.total_bytes, "what the others had was kept"
+
+
+def test_a_server_that_dies_in_the_middle_of_a_tensor_is_resumed(model, check, closing):
+    big = {**model, "big": np.random.default_rng(0).integers(0, 65536, 3_000_000).astype(np.uint16)}
+    store = VersionStore()
+    store.publish(big)
+    died = threading.Event()
+
+    class Dying(Fault):
+        def read(self, *asked):
+            if self.reads >= 4 and not died.is_set():
+                server._closing.set()  # the loop ends without an answer, as when the process is killed
+                died.set()
+            return super().read(*asked)
+
+    server = closing(WeightServer(Dying(store)))
+    puller = closing(WeightPuller([server.endpoint], credits=2, stall_s=0.3))
+    pulled = []
+    thread = threading.Thread(target=lambda: pulled.append(puller.pull(deadline_s=20)))
+    thread.start()
+    assert died.wait(10)
+    server._thread.join(10)
+    closing(WeightServer(store, server.endpoint))
+    thread.join(20)
+    check(pulled[0], big)
+    assert puller.counts.received_bytes < pulled[0].size_bytes + 4 * (1 << 20)
+
+
+def test_a_version_collected_during_the_pull_leads_to_the_newer_one(store, model, after, check, closing):
+    """Every chunk of the first rounds is answered after another publish, so that the full copy has always moved on."""
+    versions = [model]
+
+    def publish_meanwhile(reads, name, base, payload):
+        if reads in (3, 9, 12):
+            versions.append(after(versions[-1], reads))
+            store.publish(versions[-1])
+        return payload
+
+    server = closing(WeightServer(Fault(store, publish_meanwhile)))
+    puller = closing(WeightPuller([server.endpoint], chunk_bytes=1 << 14, credits=2))
+    weights = puller.pull(deadline_s=20)
+    assert len(versions) > 1
+    check(weights, versions[weights.version])
+    assert puller.counts.rounds >= 1
+
+
+def test_a_full_pull_ends_although_versions_rush_by(model, after, check, closing):
+    """What is verified is kept and stepped on, so each round has less to fetch."""
+    store = VersionStore(keep=50)
+    wide = {**model, **{f"layer{i}": np.full(20_000, i, np.uint16) for i in range(12)}}
+    versions = [wide]
+    store.publish(wide)
+
+    def publish_often(reads, name, base, payload):
+        if base == NO_BASE and reads % 3 == 0 and len(versions) < 40:
+            newer = {n: (v + 1).astype(np.uint16) if n.startswith("layer") else v for n, v in versions[-1].items()}
+            versions.append(newer)
+            store.publish(newer)
+        return payload
+
+    server = closing(WeightServer(Fault(store, publish_often)))
+    puller = closing(WeightPuller([server.endpoint], chunk_bytes=40_000, credits=1))
+    weights = puller.pull(deadline_s=30)
+    check(weights, versions[weights.version])
+    assert puller.counts.rounds >= 3
+    assert len(versions) < 40
+    assert puller.counts.delta_tensors > 0
+
+
+def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, check, closing):
+    newer = after(model, 1)
+    wrong = {"times": 1}
+
+    def damage(reads, name, base, payload):
+        if name == "embed" and wrong["times"] > 0:
+            wrong["times"] -= 1
+            return memoryview(bytes(len(payload)))
+        return payload
+
+    server = closing(WeightServer(Fault(store, damage)))
+    puller = closing(WeightPuller([server.endpoint]))
+    with_one = puller.pull()
+    check(with_one, model)
+    assert puller.counts.wrong_bytes == 1
+    store.publish(newer)
+    wrong["times"] = 1
+    with_two = puller.pull(with_one)
+    check(with_two, newer)
+    assert (puller.counts.wrong_bytes, puller.counts.delta_tensors) == (2, 3)
+    store.publish(after(newer, 2))
+    wrong["times"] = 100
+    with pytest.raises(WeightsError, match=r"'embed' .* failed its checksum 3 times"):
+        puller.pull(with_two)
+    check(with_two, newer)
+
+
+def test_a_wrong_base_falls_back_to_a_full_copy(store, model, after, check, closing):
+    """As after a restore that gave a version number twice: same lineage and version, other bytes."""
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    have = puller.pull()
+    have.tensors["embed"].buffer[:] = 0
+    have.hashes["embed"] = "0" * 32
+    newer = after(model, 1)
+    store.publish(newer)
+    check(puller.pull(have), newer)
+
+
+def test_a_base_that_rotted_in_memory_is_noticed_after_the_apply(store, model, after, check, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    have = puller.pull()
+    have.tensors["embed"].buffer[100] ^= 1
+    newer = after(model, 1)
+    store.publish(newer)
+    check(puller.pull(have), newer)
+    assert puller.counts.wrong_bytes == 1
+
+
+def test_a_new_lineage_replaces_the_old_one_and_reuses_equal_tensors(store, model, after, check, closing):
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    old = puller.pull()
+    server.close()
+    restarted = VersionStore(lineage="restored", first_version=0)
+    newer = after(model, 5)
+    restarted.publish(newer)
+    closing(WeightServer(restarted, server.endpoint))
+    new = puller.pull(old, deadline_s=20)
+    check(new, newer)
+    assert new.lineage == "restored"
+    assert new.tensors["fixed"].buffer is old.tensors["fixed"].buffer
+
+
+def test_the_deadline_names_the_server_that_does_not_answer(closing, caplog):
+    caplog.set_level("INFO", "slimebus.weights")
+    puller = closing(WeightPuller(["tcp://127.0.0.1:9"], stall_s=0.02))
+    with pytest.raises(WeightsError, match=r"within 0 s from tcp://127.0.0.1:9.*trainer running"):
+        puller.pull(deadline_s=0.49)
+    assert "no word from the weight server at tcp://127.0.0.1:9" in caplog.text, "nor are two minutes spent in silence"
+
+
+def test_nothing_published_yet_is_waited_for(model, check, closing):
+    store = VersionStore()
+    server = closing(WeightServer(store))
+    puller = closing(WeightPuller([server.endpoint]))
+    with pytest.raises(WeightsError, match="no version has been published"):
+        puller.pull(deadline_s=0.2)
+    threading.Timer(0.1, store.publish, (model,)).start()
+    check(puller.pull(deadline_s=10), model)
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_pull_that_another_thread_ends_is_over_soon(closing, end):
+    puller = closing(WeightPuller(["tcp://127.0.0.1:9"]))
+    threading.Timer(0.1, getattr(puller, end)).start()
+    started = time.monotonic()
+    with pytest.raises(WeightsError, match="cancelled"):
+        puller.pull(deadline_s=60)
+    assert time.monotonic() - started < 5
+    with pytest.raises(WeightsError, match="cancelled"):
+        puller.pull(deadline_s=60)
+
+
+def test_the_server_survives_garbage_and_refuses_what_it_cannot_serve(store, model, check, closing):
+    server = closing(WeightServer(store))
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(server.endpoint)
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 7, 500, 100_000):
+        socket.send_multipart([rng.bytes(size), rng.bytes(10)])
+    many = [Piece("embed", NO_BASE, 0, 1)] * 257
+    refused = [
+        ChunkRequest(lineage=store.lineage, version=0, pieces=many),
+        ChunkRequest(lineage=store.lineage, version=0, pieces=[Piece("embed", NO_BASE, 0, 1 << 40)]),
+        ChunkRequest(lineage=store.lineage, version=0, pieces=[Piece("embed", NO_BASE, 89_000, 1000)]),
+        ChunkRequest(lineage=store.lineage, version=0, pieces=[Piece("embed", NO_BASE, -5, 10)]),
+        ChunkRequest(lineage="other", version=0, pieces=[Piece("embed", NO_BASE, 0, 1)]),
+        Ok(),
+    ]
+    for number, message in enumerate(refused):
+        socket.send(envelope.encode(message, id=number + 1, sender="me"))
+    codes: dict[int, str] = {}
+    while len(codes) < len(refused):
+        assert socket.poll(5000)
+        got = envelope.decode(socket.recv_multipart(), TYPES)
+        if got.header.id:
+            codes[got.header.id] = f"gone {got.message.gone}" if isinstance(got.message, ChunkReply) else got.message.code
+    assert [codes[i + 1] for i in range(len(refused))] == ["bad_chunk"] * 4 + ["gone [0]", "unexpected"]
+    socket.close()
+    context.term()
+    assert sum(server.refused.values()) >= 10
+    puller = closing(WeightPuller([server.endpoint]))
+    check(puller.pull(), model)
+
+
+def test_the_puller_survives_a_server_that_talks_garbage(closing):
+    """No answer of it is taken for a version, and nothing is allocated for what it claims."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    stop = threading.Event()
+    rng = np.random.default_rng(1)
+    entry = {"name": "x", "dtype": "bfloat16", "shape": [1 << 20, 1 << 30], "hash": "0" * 64, "kind": "full", "size": 1 << 51}
+    lines = ["x bfloat16 1048576,1073741824 " + "0" * 64 + "\n", "x bfloat16 2 " + "0" * 64 + "\n"]
+    digests = [hash_bytes(line.encode()) for line in lines]
+    manifests = [
+        rng.bytes(300),
+        msgspec.msgpack.encode({"lineage": "l", "version": 0, "digest": digests[0], "tensors": [entry]}),
+        msgspec.msgpack.encode({"lineage": "l", "version": 0, "digest": digests[1], "tensors": [{**entry, "shape": [2], "size": 4}]}),
+    ]
+
+    def serve() -> None:
+        for turn in range(10**6):
+            while not socket.poll(50):
+                if stop.is_set():
+                    return
+            peer, frame = socket.recv_multipart()[:2]
+            header = envelope.decode_header(frame)
+            reply = ManifestReply(lineage="l", version=0) if header.type == "manifest_request" else ChunkReply()
+            socket.send_multipart([peer, rng.bytes(50)])
+            socket.send_multipart([peer, envelope.encode(reply, id=header.id), manifests[turn % len(manifests)]])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    puller = closing(WeightPuller([f"tcp://127.0.0.1:{port}"], stall_s=0.2))
+    with pytest.raises(WeightsError, match="larger than"):
+        puller.pull(deadline_s=5)
+    del manifests[1]
+    with pytest.raises(WeightsError, match="within 1 s"):
+        puller.pull(deadline_s=1)
+    assert puller._connections[0].refused["protocol"] > 0
+    stop.set()
+    thread.join()
+    socket.close()
+    context.term()
+
+
+def test_two_pulls_at_once_and_slow_manifests_do_not_hold_up_chunks(store, model, check, closing):
+    gate = threading.Event()
+
+    def slow(manifest: Manifest) -> Manifest:
+        if manifest.base == 0:
+            gate.wait(10)
+        return manifest
+
+    server = closing(WeightServer(Fault(store, on_manifest=slow)))
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(server.endpoint)
+    socket.send(envelope.encode(ManifestRequest(have_lineage=store.lineage, have_version=0), id=1, sender="me"))
+    socket.send(envelope.encode(ChunkRequest(lineage=store.lineage, version=0, pieces=[Piece("norm", NO_BASE, 0, 128)]), id=2, sender="me"))
+    assert socket.poll(5000)
+    assert envelope.decode_header(socket.recv_multipart()[0]).id == 2
+    gate.set()
+    assert socket.poll(5000)
+    assert envelope.decode_header(socket.recv_multipart()[0]).id == 1
+    socket.close()
+    context.term()

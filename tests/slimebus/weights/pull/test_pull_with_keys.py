@@ -1,0 +1,98 @@
+"""The weight socket lets in whom the broker lets in, and nobody else."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.bus.security import key_folder
+from slimebus.bus.security.key_file import KeyPair, make_pair, read_key
+from slimebus.bus.security.keyring import FolderKeyring, LearntKeyring, rows_of
+from slimebus.weights.pull.connection import with_key
+from slimebus.weights.pull.puller import WeightPuller
+from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.version_store import VersionStore
+
+
+class Served:
+    """A weight server with the trainer's key, its list as the broker told it, and pullers to close."""
+
+    def __init__(self, folder: Path, model) -> None:
+        store = VersionStore(keep=4)
+        store.publish(model)
+        self.folder = folder
+        self.keyring = LearntKeyring(read_key(folder / "trainer.key").pair)
+        self.server = WeightServer(store, keyring=self.keyring)
+        self.address = with_key(self.server.endpoint, self.keyring.pair.public)
+        self.pullers: list[WeightPuller] = []
+        self.tell()
+
+    def tell(self) -> None:
+        broker = FolderKeyring(self.folder)
+        self.keyring.learn(broker.generation, rows_of(broker.grants))
+
+    def puller(self, pair: KeyPair | None, address: str = "") -> WeightPuller:
+        self.pullers.append(WeightPuller([address or self.address], pair=pair, stall_s=0.3))
+        return self.pullers[-1]
+
+    def close(self) -> None:
+        for puller in self.pullers:
+            puller.close()
+        self.server.close()
+
+
+@pytest.fixture
+def served(tmp_path, model):
+    key_folder.init(tmp_path / "keys")
+    key_folder.add(tmp_path / "keys", "viewer", "viewer")
+    served = Served(tmp_path / "keys", model)
+    yield served
+    served.close()
+
+
+def test_a_worker_key_pulls(served, model, check) -> None:
+    check(served.puller(read_key(served.folder / "rollout.key").pair).pull(), model)
+
+
+def test_an_unknown_key_is_told_that_it_is_refused(served) -> None:
+    with pytest.raises(WeightsError, match="the weight server refused our key"):
+        served.puller(make_pair()).pull(deadline_s=1.5)
+
+
+def test_without_a_key_the_address_says_that_one_is_needed(served) -> None:
+    with pytest.raises(WeightsError, match="takes nobody without a key; give the folder of keys with --keys"):
+        served.puller(None)
+    with pytest.raises(WeightsError, match="takes nobody without a key"):
+        served.puller(None, served.server.endpoint).pull(deadline_s=1.5)
+
+
+def test_a_server_with_another_key_than_announced_is_not_believed(served) -> None:
+    other = with_key(served.server.endpoint, make_pair().public)
+    with pytest.raises(WeightsError, match="has another key than"):
+        served.puller(read_key(served.folder / "rollout.key").pair, other).pull(deadline_s=1.5)
+
+
+def test_a_viewers_key_pulls_nothing(served) -> None:
+    with pytest.raises(SlimebusError, match="key 'viewer' has the role viewer, which may not send 'manifest_request'"):
+        served.puller(read_key(served.folder / "viewer.key").pair).pull(deadline_s=5)
+
+
+def test_a_key_revoked_at_the_broker_is_cut_off_at_the_weights_too(served, model, check) -> None:
+    puller = served.puller(read_key(served.folder / "rollout.key").pair)
+    check(puller.pull(), model)
+    key_folder.revoke(served.folder, "rollout")
+    served.tell()
+    with pytest.raises(SlimebusError, match="the key of this connection is revoked"):
+        puller.pull(deadline_s=5)
+
+
+def test_a_key_added_later_is_let_in_once_the_list_is_told(served, model, check) -> None:
+    late = key_folder.add(served.folder, "late", "rollout")
+    puller = served.puller(read_key(late).pair)
+    with pytest.raises(WeightsError):
+        puller.pull(deadline_s=0.7)
+    served.tell()
+    started = time.monotonic()
+    check(puller.pull(deadline_s=10), model)
+    assert time.monotonic() - started < 5

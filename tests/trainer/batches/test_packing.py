@@ -1,0 +1,70 @@
+"""Rows: every token once, within the budget, the same number on every rank."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from slimebus.bus.samples import Sample
+from slimebus.cli.config.schema import AlgorithmConfig
+from trainer.batches.batch import Group, flatten
+from trainer.batches.packing import RankLayout, pack, plan_rows
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
+
+
+def sample_of(length, first=0):
+    return Sample(
+        tokens=np.arange(length, dtype=np.int32) + first,
+        loss_mask=np.ones(length, np.uint8),
+        rollout_logprobs=np.full(length, -1.0, np.float32),
+        versions=[(0, length)],
+    )
+
+
+def batch_of(lengths):
+    return flatten([Group("g", [sample_of(n, 100 * i) for i, n in enumerate(lengths)])], AlgorithmConfig())
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 80))
+def test_every_sample_is_in_one_row_and_ranks_have_equally_many_rows(lengths, dp_size, max_tokens):
+    rows = plan_rows(np.array(lengths), dp_size, max_tokens)
+    assert len(rows) == dp_size
+    assert len({len(rank) for rank in rows}) == 1
+    assert sorted(int(i) for rank in rows for row in rank for i in row) == list(range(len(lengths)))
+    for rank in rows:
+        for row in rank:
+            assert len(row) <= 1 or sum(lengths[i] for i in row) <= max_tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.integers(1, 3))
+def test_every_target_is_predicted_once_from_the_token_before(lengths, shape, dp_size):
+    batch, seen = batch_of(lengths), []
+    for dp_rank in range(dp_size):
+        for cp_rank in range(shape[0]):
+            layout = RankLayout(dp_size=dp_size, dp_rank=dp_rank, cp_size=shape[0], cp_rank=cp_rank, sp_size=shape[1])
+            for row in pack(batch, range(len(lengths)), 50, layout):
+                assert row.tokens.shape[1] % shape[1] == 0
+                real = row.is_real[0]
+                assert torch.equal(row.targets[0][real], row.tokens[0][real] + 1)
+                assert torch.equal(row.positions[0][real], row.tokens[0][real] % 100)
+                assert not row.loss_mask[0][~real].any()
+                seen += row.source[0][real].tolist()
+    firsts = set(batch.starts.tolist())
+    assert sorted(seen) == [i for i in range(len(batch.tokens)) if i not in firsts]
+
+
+def test_a_rank_with_nothing_to_do_gets_a_masked_row():
+    rows, other = (pack(batch_of([5]), [0], 50, RankLayout(dp_size=2, dp_rank=rank)) for rank in (0, 1))
+    assert len(rows) == len(other) == 1
+    assert sorted([float(rows[0].loss_mask.sum()), float(other[0].loss_mask.sum())]) == [0.0, 4.0]
+
+
+def test_a_trajectory_of_several_samples_weighs_as_much_as_one_of_a_single_sample():
+    turns = [replace(sample_of(3), reward=reward, trajectory=trajectory) for reward, trajectory in ((1.0, 0), (1.0, 0), (1.0, 0), (0.0, 1))]
+    batch = flatten([Group("g", turns)], AlgorithmConfig())
+    assert batch.advantages[batch.starts] == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])

@@ -1,0 +1,335 @@
+"""The policy against transformers: logits' log-probabilities, the training step, and the weights it exports."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from tiny_model import save_model
+from transformers import AutoModelForCausalLM
+
+from slimebus.bus.errors import ConfigError, SlimebusError
+from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
+from trainer.batches.batch import Group
+from trainer.model import update
+from trainer.model.megatron_fields import split_megatron_options
+
+
+def hf_logprobs(model, tokens, temperature=1.0):
+    ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None]
+    logits = model(ids).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["tied_model", "untied_model"])
+def test_logprobs_equal_those_of_transformers(kind, request, build_policy, make_batch):
+    folder = request.getfixturevalue(kind)
+    batch = make_batch()
+    policy = build_policy(folder)
+    got = policy.logprobs(batch)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for sample, logprobs in zip([s for g in batch for s in g.samples], got, strict=True):
+        with torch.no_grad():
+            want = hf_logprobs(model, sample.tokens)
+        assert logprobs[0] == 0
+        np.testing.assert_allclose(logprobs[1:], want.numpy(), atol=1e-4)
+
+
+def test_rows_of_any_size_give_the_same_logprobs(tied_model, build_policy, make_batch):
+    batch = make_batch()
+    small = build_policy(tied_model, max_tokens_per_gpu=1).logprobs(batch)
+    large = build_policy(tied_model, max_tokens_per_gpu=100000).logprobs(batch)
+    for a, b in zip(small, large, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tied_model", "untied_model"])
+def test_exported_weights_are_bit_equal_to_the_files(kind, request, build_policy):
+    folder = request.getfixturevalue(kind)
+    want = load_file(folder / "model.safetensors")
+    got = dict(build_policy(folder).hf_tensors())
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_what_is_no_parameter_is_exported_too(build_policy, tmp_path):
+    """The router's correction bias of GLM-4.5 and DeepSeek-V3 is a buffer."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24, "head_dim": 8}
+    save_model(tmp_path, "Glm4Moe", dtype="float32", first_k_dense_replace=1, n_group=1, topk_group=1, attention_bias=True, **experts)
+    want, got = load_file(tmp_path / "model.safetensors"), dict(build_policy(tmp_path).hf_tensors())
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in want
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_saved_directory_reloads_with_the_trained_weights(tied_model, build_policy, make_batch, tmp_path):
+    policy = build_policy(tied_model)
+    policy.train(make_batch())
+    policy.save_hf(str(tmp_path / "out"))
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    exported = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    assert all(torch.equal(weights[name], exported[name]) for name in exported)
+    before = AutoModelForCausalLM.from_pretrained(tied_model).state_dict()
+    assert not torch.equal(before["model.embed_tokens.weight"], exported["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def naive_step(model, optimizer, batch, clip=(0.8, 1.28)):
+    """GRPO one sample at a time."""
+    samples, losses, tokens = [], [], 0
+    for group in batch:
+        rewards = np.array([s.reward for s in group.samples])
+        if rewards.min() < rewards.max():
+            samples += list(zip(group.samples, (rewards - rewards.mean()) / (rewards.std() + 1e-4), strict=True))
+    tokens = sum(int(s.loss_mask[1:].sum()) for s, _ in samples)
+    optimizer.zero_grad()
+    for sample, advantage in samples:
+        new = hf_logprobs(model, sample.tokens, sample.temperature)
+        ratio = (new - torch.from_numpy(sample.rollout_logprobs[1:])).exp()
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(*clip) * advantage)
+        loss = (loss * torch.from_numpy(sample.loss_mask[1:])).sum() / tokens
+        loss.backward()
+        losses.append(loss.item())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return sum(losses), float(norm)
+
+
+def test_three_steps_equal_a_naive_loop_over_samples(tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model, optimizer=OptimizerConfig(lr=1e-2, adam_beta2=0.99))
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(3):
+        batch = make_batch(step)
+        metrics = policy.train(batch)
+        loss, norm = naive_step(model, optimizer, batch)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+MIXED = [0.7, 1.3, 1.0, 0.25]
+
+
+def sampled_at(batch, model, temperatures):
+    """The same batch with the logprobs that an engine with this model reports at these temperatures, sample by sample in turn."""
+    turn = itertools.cycle(temperatures)
+
+    def again(s):
+        temperature = next(turn)
+        with torch.no_grad():
+            logprobs = hf_logprobs(model, s.tokens, temperature)
+        return replace(s, rollout_logprobs=np.concatenate([[0.0], logprobs.numpy()]).astype(np.float32), temperature=temperature)
+
+    return [Group(g.id, [again(s) for s in g.samples]) for g in batch]
+
+
+@pytest.mark.parametrize("temperatures", [[0.7], [1.0], [1.3], MIXED])
+def test_logprobs_are_those_of_the_temperature_that_each_sample_was_made_at(temperatures, tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model)
+    batch = sampled_at(make_batch(), AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32), temperatures)
+    for sample, logprobs in zip([s for g in batch for s in g.samples], policy.logprobs(batch), strict=True):
+        np.testing.assert_allclose(logprobs, sample.rollout_logprobs, atol=1e-4)
+    metrics = policy.train(batch)
+    assert metrics["logprob_mismatch_max"] < 1e-4
+    assert metrics["pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("algorithm", [{"kl_loss_coef": 0.1}, {"use_rollout_logprobs": False, "use_tis": True}])
+def test_old_and_reference_logprobs_are_of_the_samples_temperature_too(algorithm, tied_model, build_policy, make_batch):
+    batch = sampled_at(make_batch(), AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32), MIXED)
+    metrics = build_policy(tied_model, algorithm=AlgorithmConfig(**algorithm)).train(batch)
+    assert metrics.get("kl_loss", 0.0) == pytest.approx(0.0, abs=1e-6)
+    assert metrics.get("tis", 1.0) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_step_at_mixed_temperatures_equals_a_naive_loop(tied_model, build_policy, make_batch):
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    batch = sampled_at(make_batch(), model, MIXED)
+    metrics = build_policy(tied_model).train(batch)
+    loss, norm = naive_step(model, torch.optim.SGD(model.parameters(), lr=0.0), batch)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def with_reward(batch, reward):
+    return [Group(g.id, [replace(s, reward=reward) for s in g.samples]) for g in batch]
+
+
+def test_groups_of_equal_reward_are_left_out_and_counted(tied_model, build_policy, make_batch):
+    batch = make_batch(num_groups=4)
+    dull = with_reward(make_batch(9, num_groups=2), 1.0)
+    alone = build_policy(tied_model).train(batch)
+    mixed = build_policy(tied_model).train([*batch, *dull])
+    assert mixed["zero_variance_groups"] == alone["zero_variance_groups"] + 2
+    assert mixed["tokens_trained"] == alone["tokens_trained"]
+    assert mixed["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_a_batch_without_signal_changes_no_weight(tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model)
+    before = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    metrics = policy.train(with_reward(make_batch(), 0.0))
+    assert metrics["updated"] == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.hf_tensors())
+
+
+def state(policy):
+    """Every weight and both moments of Adam."""
+    weights = {name: tensor.detach().clone() for name, tensor in policy.hf_tensors()}
+    of_optimizer = [part.optimizer.state for part in policy.optimizer.chained_optimizers]
+    moments = [value[name].clone() for states in of_optimizer for value in states.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [*weights.values(), *moments]
+
+
+def spoiled(batch):
+    """A batch with one NaN, which the check of samples would have found."""
+    sample = batch[0].samples[0]
+    logprobs = np.where(sample.loss_mask > 0, np.float32("nan"), sample.rollout_logprobs)
+    bad = replace(sample, rollout_logprobs=logprobs, reward=1.0 - batch[0].samples[1].reward)
+    return [Group("bad", [bad, *batch[0].samples[1:]]), *batch[1:]]
+
+
+def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments(tied_model, build_policy, make_batch):
+    policy, good = build_policy(tied_model), make_batch()
+    policy.train(good)
+    before = state(policy)
+    metrics = policy.train(spoiled(make_batch(1)))
+    assert (metrics["updated"], metrics["nonfinite"]) == (0, 1)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert all(torch.equal(old, new) for old, new in zip(before, state(policy), strict=True))
+    assert policy.train(good)["updated"] == 1
+    assert all(torch.isfinite(tensor).all() for tensor in state(policy))
+
+
+@pytest.mark.parametrize(("on_nonfinite", "num_steps"), [("stop", 1), ("skip", 8)])
+def test_steps_that_are_not_finite_end_the_run_at_once_or_after_eight_in_a_row(
+    on_nonfinite, num_steps, tied_model, build_policy, make_batch
+):
+    policy, bad = build_policy(tied_model, on_nonfinite=on_nonfinite), spoiled(make_batch())
+    for _ in range(num_steps - 1):
+        policy.train(bad)
+    with pytest.raises(SlimebusError, match=f"{num_steps} optimizer steps in a row was not finite") as caught:
+        policy.train(bad)
+    assert caught.value.code == "nonfinite"
+
+
+def test_several_optimizer_steps_on_a_batch_equal_as_many_batches(tied_model, build_policy, make_batch):
+    batch, algorithm = make_batch(num_groups=6), AlgorithmConfig(use_rollout_logprobs=True)
+    policy = build_policy(tied_model, algorithm=algorithm)
+    parts = [policy.train(batch[:3]), policy.train(batch[3:])]
+    weights = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    policy = build_policy(tied_model, algorithm=algorithm)
+    whole = policy.train(batch, num_steps=2)
+    for name, tensor in policy.hf_tensors():
+        torch.testing.assert_close(tensor, weights[name])
+    assert (whole["updated"], whole["lr"]) == (2, parts[1]["lr"])
+    for name in ("samples", "tokens", "tokens_trained", "zero_variance_groups"):
+        assert whole[name] == sum(part[name] for part in parts)
+    tokens = [part["tokens_trained"] for part in parts]
+    for name in ("loss", "entropy", "pg_clipfrac", "logprob_mismatch_mean"):
+        assert whole[name] == pytest.approx(np.average([part[name] for part in parts], weights=tokens), abs=1e-6)
+    assert whole["logprob_mismatch_max"] == pytest.approx(max(part["logprob_mismatch_max"] for part in parts), rel=1e-4)
+
+
+def passes(monkeypatch):
+    """The forward-only passes that a policy makes."""
+    made, compute = [], update.compute_logprobs
+    monkeypatch.setattr(update, "compute_logprobs", lambda *args: made.append(args) or compute(*args))
+    return made
+
+
+def test_old_logprobs_are_those_of_before_the_first_of_several_steps(tied_model, build_policy, make_batch, monkeypatch):
+    made = passes(monkeypatch)
+    own, large = AlgorithmConfig(use_rollout_logprobs=False), OptimizerConfig(lr=0.05)
+    whole = build_policy(tied_model, algorithm=own, optimizer=large).train(make_batch(), num_steps=4)
+    assert len(made) == 1
+    assert whole["pg_clipfrac"] > 0  # recomputed before each step the ratio would be 1
+
+
+def test_one_step_on_a_batch_makes_no_pass_for_old_logprobs_as_the_ratio_is_one(tied_model, build_policy, make_batch, monkeypatch):
+    made = passes(monkeypatch)
+    tis = {"use_tis": True, "eps_clip": 0.2}
+    once = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, **tis)).train(make_batch())
+    same = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=True, **tis)).train(make_batch())
+    assert made == []
+    assert once == same
+
+
+def test_sft_learns_its_samples(tied_model, build_policy, make_batch):
+    batch = [Group(g.id, [replace(s, reward=None, rollout_logprobs=0 * s.rollout_logprobs) for s in g.samples]) for g in make_batch()]
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(loss_type="sft_loss"))
+    losses = [policy.train(batch)["loss"] for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_mismatch_is_zero_when_the_sampler_is_the_trainer(tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model)
+    batch = make_batch()
+    logprobs = iter(policy.logprobs(batch))
+    own = [Group(g.id, [replace(s, rollout_logprobs=next(logprobs)) for s in g.samples]) for g in batch]
+    metrics = policy.train(own)
+    assert metrics["logprob_mismatch_max"] < 1e-4
+    assert metrics["approx_kl"] < 1e-8
+    assert metrics["pg_clipfrac"] == 0
+
+
+def test_recomputed_old_logprobs_start_at_ratio_one(tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True))
+    metrics = policy.train(make_batch())
+    assert metrics["pg_clipfrac"] == 0
+    assert 0 < metrics["tis"] <= 2.0
+    assert metrics["logprob_mismatch_mean"] > 0.01
+
+
+def test_a_kl_term_keeps_the_groups_without_variance(tied_model, build_policy, make_batch, monkeypatch):
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(kl_loss_coef=0.1))
+    compute = update.compute_logprobs
+    monkeypatch.setattr(update, "compute_logprobs", lambda *args: compute(*args) - 0.5)
+    metrics = policy.train(with_reward(make_batch(), 1.0))
+    assert metrics["updated"] == 1
+    assert metrics["kl_loss"] == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
+
+
+def test_the_reference_stays_what_the_model_was(tied_model, build_policy, make_batch):
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(kl_loss_coef=0.1), optimizer=OptimizerConfig(lr=1e-2))
+    first, second = policy.train(make_batch()), policy.train(make_batch())
+    assert first["kl_loss"] == pytest.approx(0.0, abs=1e-7)
+    assert second["kl_loss"] > 1e-4
+
+
+def test_bfloat16_trains_close_to_float32(tied_model, build_policy, make_batch):
+    wide = build_policy(tied_model).train(make_batch())
+    policy = build_policy(tied_model, dtype="bfloat16")
+    narrow = policy.train(make_batch())
+    assert narrow["loss"] == pytest.approx(wide["loss"], rel=0.05, abs=0.02)
+    assert {tensor.dtype for _, tensor in policy.hf_tensors()} == {torch.bfloat16}
+
+
+def test_learning_rate_follows_the_schedule(tied_model, build_policy, make_batch):
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=2, lr_decay_iters=4, lr_decay_style="linear")
+    policy = build_policy(tied_model, optimizer=optimizer)
+    rates = [policy.train(make_batch())["lr"] for _ in range(6)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4])
+
+
+def test_unknown_megatron_option_names_the_nearest(tied_model, build_policy):
+    with pytest.raises(ConfigError, match="did you mean 'recompute_granularity'"):
+        split_megatron_options({"recompute_granularty": "full"})
+    assert split_megatron_options({"adam_eps": 1e-7})["OptimizerConfig"] == {"adam_eps": 1e-7}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("tensor_model_parallel_size", "set trainer.tensor_model_parallel_size"),
+        ("sequence_parallel", "set trainer.sequence_parallel"),
+        ("lr", "set optimizer.lr"),
+        ("virtual_pipeline_model_parallel_size", "each rank has one chunk of the model"),
+    ],
+)
+def test_what_another_section_decides_is_refused_under_megatron(name, remedy):
+    with pytest.raises(ConfigError, match=f"megatron.{name}: .*{remedy}"):
+        split_megatron_options({name: 2})

@@ -1,0 +1,239 @@
+"""Two publishers, as on two pipeline stages, and the version that a puller makes of their parts."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from slimebus.bus.errors import WeightsError
+from slimebus.bus.messages import Publish
+from slimebus.cli.config.schema import WeightsConfig
+from slimebus.weights.codec.rounding import to_bf16
+from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
+from slimebus.weights.pull.puller import WeightPuller
+from slimebus.weights.store.version_store import VersionStore
+from trainer.publish.coordinator import Coordinator
+from trainer.publish.part_exchange import Part, PartExchange
+from trainer.publish.rank_part import RankPart, bind_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Broker:
+    """Stands in for the client: remembers what the broker is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Publish] = []
+
+    def call(self, message: Publish, *, timeout_s: float) -> None:
+        self.told.append(message)
+
+    def submit(self, message: Publish) -> None:
+        self.told.append(message)
+
+
+class Stages:
+    """Two publishing ranks of one trainer, 0 and 3."""
+
+    def __init__(self) -> None:
+        shared = HashStore()
+        self.broker, self.exchanges = Broker(), [PartExchange(shared, "l") for _ in range(2)]
+        self.coordinator = Coordinator(self.broker, "l", self.exchanges[0], [3])  # type: ignore[arg-type]
+        reports: list[Callable[[int, Part], None]] = [
+            self.coordinator.announce,
+            lambda v, part: self.exchanges[1].post(v, 3, part),
+        ]
+        stores = [VersionStore(lineage="l", first_version=5) for _ in range(2)]
+        self.publishers = [RankPart(WeightsConfig(), stores[i], None, reports[i], place=i) for i in range(2)]
+
+    def publish(self, version: int, model: Tensors) -> None:
+        for publisher, part in zip(self.publishers, split(model), strict=True):
+            publisher.publish(version, part.items())
+
+    def close(self) -> None:
+        for end in (*self.exchanges, *self.publishers):
+            end.close()
+
+
+def split(model: Tensors) -> tuple[Tensors, Tensors]:
+    names = sorted(model)
+    return {n: model[n] for n in names[::2]}, {n: model[n] for n in names[1::2]}
+
+
+def random_model(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    draw = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(40, 7 + i, generator=draw).to(dtype) for i in range(5)}
+
+
+def whole(model: Tensors) -> Any:
+    """What one publisher with all of it would make."""
+    return VersionStore().publish({name: to_bf16(tensor) for name, tensor in model.items()})
+
+
+@pytest.fixture
+def stages() -> Iterator[Stages]:
+    started = Stages()
+    yield started
+    started.close()
+
+
+def test_a_version_in_two_parts_is_the_version_of_one_publisher(stages: Stages) -> None:
+    model, puller = random_model(1), None
+    weights = None
+    for version in (5, 6, 7):
+        stages.publish(version, model)
+        stages.publishers[0].wait()
+        told = stages.broker.told[-1]
+        assert (told.version, told.lineage, len(told.publishers)) == (version, "l", 2)
+        assert told.digest == whole(model).digest
+        puller = puller or WeightPuller(told.publishers)
+        weights = puller.pull(weights, deadline_s=20)
+        assert (weights.version, weights.digest) == (version, told.digest)
+        for name, tensor in model.items():
+            assert (weights.tensors[name].steps == to_bf16(tensor).reshape(-1)).all()
+        model = {name: tensor + 0.001 * torch.randn_like(tensor) for name, tensor in model.items()}
+    assert puller is not None
+    puller.close()
+
+
+def test_nothing_is_announced_before_the_last_part_is_complete(stages: Stages) -> None:
+    first, second = split(random_model(1))
+    stages.publishers[0].publish(5, first.items())
+    held = threading.Event()
+    stages.publishers[0]._thread.submit(held.set)  # behind the announcement
+    assert not held.wait(0.2)
+    assert stages.broker.told == []
+    stages.publishers[1].publish(5, second.items())
+    assert held.wait(10)
+    assert [told.version for told in stages.broker.told] == [5]
+
+
+def test_each_publisher_has_its_own_tensors_alone(stages: Stages) -> None:
+    model = random_model(1)
+    stages.publish(5, model)
+    stages.publishers[0].wait()
+    for publisher, part in zip(stages.publishers, split(model), strict=True):
+        newest = publisher.store.newest
+        assert newest is not None
+        assert {form.name for form in newest.forms} == part.keys()
+
+
+def test_metrics_are_of_the_whole_model(stages: Stages) -> None:
+    model = random_model(1)
+    stages.publish(5, model)
+    model = {**model, "layer.0": model["layer.0"] * 2}
+    stages.publish(6, model)
+    stages.publishers[0].wait()
+    metrics = stages.coordinator.metrics
+    num_values = sum(tensor.numel() for tensor in model.values())
+    assert metrics["version"] == 6
+    assert metrics["total_bytes"] == 2 * num_values
+    assert metrics["changed_fraction"] == pytest.approx(40 * 7 / num_values)
+    assert 0 < metrics["delta_bytes"] < metrics["total_bytes"]
+    assert 0 < metrics["copy_s"] < 10
+    assert 0 <= metrics["wait_s"] < 10
+
+
+def test_a_step_waits_for_the_copy_and_not_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, may_go_on = VersionStore(), list[int](), threading.Event()
+    publisher = RankPart(WeightsConfig(), store, None, lambda version, part: told.append(version))
+    model, publish = random_model(1), store.publish
+
+    def publish_later(*args: Any, **options: Any) -> Any:
+        assert may_go_on.wait(20)
+        return publish(*args, **options)
+
+    monkeypatch.setattr(store, "publish", publish_later)
+    try:
+        for version in (0, 1, 2):
+            may_go_on.clear()
+            publisher.publish(version, model.items())
+            assert told == list(range(version))
+            expected = whole(model).digest
+            for tensor in model.values():
+                tensor.mul_(1.01)  # the next step
+            may_go_on.set()
+            publisher.wait()
+            assert store.newest is not None
+            assert store.newest.digest == expected
+    finally:
+        may_go_on.set()
+        publisher.close()
+
+
+def test_a_part_that_failed_is_named_by_its_rank_at_once(stages: Stages) -> None:
+    first, _ = split(random_model(1))
+    stages.publishers[1].publish(6, first.items())  # the next version here is 5
+    stages.publishers[0].publish(5, first.items())
+    stages.exchanges[1].post(5, 3, Part(problem="OSError: gone"))
+    with pytest.raises(WeightsError, match="version 5 is not announced: rank 3 has no part of it: OSError: gone"):
+        stages.publishers[0].wait()
+    with pytest.raises(WeightsError, match="publish of version 6; the next one here is 5"):
+        stages.publishers[1].wait()
+    assert stages.broker.told == []
+
+
+def test_two_ranks_with_a_tensor_of_one_name_are_refused(stages: Stages) -> None:
+    model = random_model(1)
+    for publisher in stages.publishers:
+        publisher.publish(5, model.items())
+    with pytest.raises(WeightsError, match="two ranks publish a tensor of one name"):
+        stages.publishers[0].wait()
+    assert stages.broker.told == []
+
+
+def test_a_broker_that_forgot_the_version_is_told_again_with_all_publishers(stages: Stages) -> None:
+    stages.publish(5, random_model(1))
+    stages.publishers[0].wait()
+    stages.coordinator.on_heartbeat("l", 5)
+    stages.coordinator.on_heartbeat("other", 1)
+    assert len(stages.broker.told) == 1
+    stages.coordinator.on_heartbeat("l", 4)
+    assert stages.broker.told[0] == stages.broker.told[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_published_does_not_follow_later_updates(stages: Stages, dtype: torch.dtype) -> None:
+    model = random_model(1, dtype)
+    expected = whole({name: tensor.clone() for name, tensor in model.items()}).digest
+    stages.publish(5, model)
+    for tensor in model.values():
+        tensor.zero_()
+    stages.publishers[0].wait()
+    assert stages.broker.told[0].digest == expected
+
+
+def test_files_of_the_timeline_before_stay_until_the_broker_knows_of_the_next(tmp_path: Path) -> None:
+    class Gone(Broker):
+        def call(self, message: Publish, *, timeout_s: float) -> None:
+            raise WeightsError("superseded")
+
+    old, chain = DiskChain(tmp_path, "old"), DiskChain(tmp_path, "l")
+
+    def publish(broker: Broker) -> None:
+        announcer = Coordinator(broker, "l", PartExchange(HashStore(), "l"), [], chain)  # type: ignore[arg-type]
+        publisher = RankPart(WeightsConfig(), VersionStore(lineage="l"), None, announcer.announce, chain=chain)
+        publisher.publish(0, random_model(1).items())
+        publisher.wait()
+
+    with pytest.raises(WeightsError, match="superseded"):
+        publish(Gone())
+    assert old.folder.exists()
+    publish(broker := Broker())
+    assert not old.folder.exists()
+    assert broker.told[0].publishers == [chain.address]
+    assert DiskPuller(chain.folder).pull(None, 1.0).digest == broker.told[0].digest == whole(random_model(1)).digest
+
+
+def test_publishers_of_one_host_bind_ports_in_a_row() -> None:
+    assert [bind_of("tcp://0.0.0.0:7000", place) for place in range(3)] == [
+        "tcp://0.0.0.0:7000",
+        "tcp://0.0.0.0:7001",
+        "tcp://0.0.0.0:7002",
+    ]
+    assert bind_of("tcp://[::]:7000", 1) == "tcp://[::]:7001"
+    assert bind_of("tcp://127.0.0.1:0", 3) == "tcp://127.0.0.1:0"

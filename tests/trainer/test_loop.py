@@ -1,0 +1,51 @@
+"""How the loop waits for a batch: not longer than a broadcast may take, and not at all once it is asked to stop."""
+
+from typing import Any
+
+import pytest
+
+from trainer import loop
+from trainer.batches.step_batch import NOT_YET, StepPlan
+from trainer.loop import next_batch
+
+
+class Session:
+    """Has the batch at the given look."""
+
+    def __init__(self, ready_at: int) -> None:
+        self.ready_at, self.looks = ready_at, 0
+
+    def take(self, step: int, wait_s: float) -> Any:
+        self.looks += 1
+        return self if self.looks >= self.ready_at else None
+
+    def plan(self, max_steps: int) -> StepPlan:
+        return StepPlan(num_steps=max_steps, publishes=True)
+
+
+class Stop:
+    is_made = False
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """The plans that the other ranks hear of; a turn is 60 looks long."""
+    plans: list[StepPlan] = []
+    monkeypatch.setattr(loop, "share_plan", lambda plan: plans.append(plan) or plan)
+    clock = iter(range(10**6))
+    monkeypatch.setattr("trainer.loop.time.monotonic", lambda: float(next(clock)))
+    return plans
+
+
+def test_other_ranks_hear_every_turn_that_the_batch_is_still_waited_for(shared: list[StepPlan]) -> None:
+    session = Session(ready_at=200)
+    batch, plan = next_batch(session, 3, 2, Stop())  # type: ignore[arg-type]
+    assert (batch, plan) == (session, StepPlan(num_steps=2, publishes=True))
+    assert shared == [NOT_YET] * 3 + [plan]
+
+
+def test_a_stop_ends_the_wait_on_every_rank(shared: list[StepPlan]) -> None:
+    stop = Stop()
+    stop.is_made = True
+    assert next_batch(Session(ready_at=10**9), 3, 2, stop) == (None, StepPlan(stops=True))  # type: ignore[arg-type]
+    assert shared == [StepPlan(stops=True)]

@@ -1,0 +1,65 @@
+"""What a signal does to the trainer's loop. Signals are sent to this very process."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from trainer import stop_request
+from trainer.stop_request import StopRequest
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield StopRequest()
+    signal.alarm(0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_left_to_the_loop_and_outside_of_it_interrupts(stop: StopRequest, number: signal.Signals) -> None:
+    with stop.deferred():
+        send(number)
+        assert stop.is_made
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+
+
+def test_before_the_loop_a_signal_interrupts(stop: StopRequest) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
+    send(signal.SIGTERM)  # one for each thread of a parent that was killed
+
+
+def test_a_second_ctrl_c_interrupts_and_a_second_sigterm_does_not(stop: StopRequest) -> None:
+    with stop.deferred():
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_step_that_outlasts_the_deadline_is_interrupted(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stop.deferred():
+        send(signal.SIGTERM)
+        send(signal.SIGALRM)
+        monkeypatch.setattr(stop_request.time, "monotonic", lambda: stop._deadline)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGALRM)
+
+
+def test_a_broker_that_does_not_answer_holds_up_no_stop(stop: StopRequest) -> None:
+    stop.is_broker_silent = lambda: True
+    with stop.deferred():
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGALRM)

@@ -1,0 +1,140 @@
+"""From a batch to micro-batches of packed rows, the same number on every data-parallel rank.
+
+A row holds whole samples without their last token (nothing is predicted from it): position i reads tokens[i] and predicts tokens[i + 1].
+Samples are sorted by length before they are cut into micro-batches, so that those of one row are about equally long.
+
+    sample  p0 p1 c0 c1 c2        row      p0 p1 c0 c1   (padded to the multiple that context and sequence parallelism need)
+                                  target   p1 c0 c1 c2
+                                  source    1  2  3  4   index of the target in the batch's flat arrays
+
+With context parallelism a rank holds a zigzag part of each sequence. A rank with nothing to do gets a row of padding, mask 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.batches.batch import TokenBatch
+from trainer.batches.packed_layout import packed_parameters, zigzag_positions
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """This rank's place in the layout, and what the layout asks of a row."""
+
+    dp_size: int = 1
+    """Data-parallel ranks, each with its own rows."""
+    dp_rank: int = 0
+    """This rank's place among them."""
+    cp_size: int = 1
+    """Context-parallel ranks; each sequence is padded to a multiple of 2 * cp_size when there is more than one."""
+    cp_rank: int = 0
+    """This rank's place among them."""
+    sp_size: int = 1
+    """Tensor-parallel ranks with sequence parallelism, else 1; each rank's row is padded to a multiple of it."""
+    device: torch.device | None = None
+    """Where the rows go."""
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence's length is a multiple of this."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """A whole row's length is a multiple of this."""
+        return math.lcm(self.sequence_multiple, self.cp_size * self.sp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One packed row, this rank's part of it: t tokens."""
+
+    tokens: torch.Tensor
+    """[1, t] int64, input ids."""
+    targets: torch.Tensor
+    """[1, t] int64, the token that each position predicts."""
+    positions: torch.Tensor
+    """[1, t] int64, position within the sample."""
+    loss_mask: torch.Tensor
+    """[1, t] f32, of the target."""
+    source: torch.Tensor
+    """[1, t] int64, index of the target in the batch's flat arrays; 0 at padding."""
+    is_real: torch.Tensor
+    """[1, t] bool, false at padding."""
+    temperature: torch.Tensor | None
+    """[1, t] f32, what the logits of each position are divided by; None where all are 1."""
+    packed: Any
+    """PackedSeqParams with the layout on it."""
+
+
+def cut_even(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Cut samples, sorted by length, into `parts` runs of about equal tokens; indices into `lengths`, runs may be empty."""
+    order = np.argsort(lengths, kind="stable")
+    ordered = lengths[order]
+    middles = np.cumsum(ordered) - ordered / 2
+    part_of = np.minimum(parts - 1, (middles * parts / max(1, ordered.sum())).astype(np.int64))
+    return [order[part_of == part] for part in range(parts)]
+
+
+def plan_rows(lengths: np.ndarray, dp_size: int, max_tokens: int) -> list[list[np.ndarray]]:
+    """For each data-parallel rank its rows, each the indices of its samples; every rank has the same number of rows, at least one.
+
+    `lengths` are row lengths (padded, without the last token). A row has at most max_tokens, or one sample.
+    """
+    parts = dp_size * max(1, math.ceil(int(lengths.sum()) / (dp_size * max_tokens)))
+    while True:
+        runs = cut_even(lengths, parts)
+        if all(len(run) <= 1 or lengths[run].sum() <= max_tokens for run in runs):
+            break
+        parts += dp_size
+    # neighbours in length go to different ranks, so that all ranks do the same work at the same time
+    return [runs[rank::dp_size] for rank in range(dp_size)]
+
+
+def row_lengths(lengths: np.ndarray, layout: RankLayout) -> np.ndarray:
+    """Tokens that samples of these lengths take in a row: one less, rounded up."""
+    multiple = layout.sequence_multiple
+    return np.maximum(1, -(-(lengths - 1) // multiple)) * multiple
+
+
+def pack_row(batch: TokenBatch, samples: np.ndarray, layout: RankLayout) -> MicroBatch:
+    """The packed row of these samples (indices), this context-parallel rank's part of it."""
+    lengths = batch.lengths[samples]
+    if len(samples) == 0:  # a row of padding: sample 0 without a token that predicts another
+        samples, lengths = np.array([0]), np.array([1])
+    padded = row_lengths(lengths, layout)
+    padded[-1] += -int(padded.sum()) % layout.row_multiple
+    offset = np.arange(int(padded.sum())) - np.repeat(np.cumsum(padded) - padded, padded)
+    is_real = offset < np.repeat(lengths - 1, padded)
+    source = np.where(is_real, np.repeat(batch.starts[samples], padded) + offset, 0)
+    held = zigzag_positions(padded.tolist(), layout.cp_size, layout.cp_rank)
+    temperature = np.repeat(batch.temperatures[samples], padded)[held]
+    source, is_real, offset = source[held], is_real[held], offset[held]
+    target = np.where(is_real, source + 1, 0)
+
+    def row(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array))[None].to(layout.device)
+
+    return MicroBatch(
+        tokens=row(batch.tokens[source].astype(np.int64)),
+        targets=row(batch.tokens[target].astype(np.int64)),
+        positions=row(offset),
+        loss_mask=row(np.where(is_real, batch.loss_mask[target], np.float32(0.0))),
+        source=row(target),
+        is_real=row(is_real),
+        temperature=None if np.all(batch.temperatures == 1) else row(temperature),
+        packed=packed_parameters(padded.tolist(), cp_size=layout.cp_size, cp_rank=layout.cp_rank, device=layout.device),
+    )
+
+
+def pack(batch: TokenBatch, samples: Sequence[int] | np.ndarray, max_tokens: int, layout: RankLayout) -> list[MicroBatch]:
+    """This rank's micro-batches of the given samples of the batch (indices). Samples of one token are left out."""
+    chosen = np.asarray(samples, dtype=np.int64)
+    chosen = chosen[batch.lengths[chosen] > 1]
+    rows = plan_rows(row_lengths(batch.lengths[chosen], layout), layout.dp_size, max_tokens * layout.cp_size)[layout.dp_rank]
+    return [pack_row(batch, chosen[row], layout) for row in rows]

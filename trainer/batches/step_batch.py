@@ -1,0 +1,84 @@
+"""The batch of one training step, and what every rank must know of it before it is trained."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.samples import Sample
+from slimebus.cli.config.schema import AlgorithmConfig
+from trainer.algorithms import trains_without_advantage
+from trainer.batches.batch import Group
+from trainer.model import parallel
+
+ZERO_VARIANCE = "zero_variance"
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """How a batch is trained: in so many optimizer steps, and whether a version is published after it. stops: not at all, the run stops."""
+
+    num_steps: int = 0
+    publishes: bool = False
+    stops: bool = False
+
+
+NOT_YET = StepPlan()
+"""Rank 0 still waits for the batch; it says so often enough that no other rank's broadcast times out."""
+
+
+def share_plan(plan: StepPlan | None) -> StepPlan:
+    """Rank 0's plan on every rank; the others give None."""
+    payload = None if plan is None else msgspec.msgpack.encode(plan)
+    return msgspec.msgpack.decode(parallel.broadcast_bytes(payload), type=StepPlan)
+
+
+class StepBatch(msgspec.Struct):
+    """A step's groups; version is the one being trained, next_version that of the step after, lags the staleness of each sample.
+
+    num_rejected: groups that were handed back before this batch was whole.
+    """
+
+    step: int
+    version: int
+    next_version: int
+    groups: list[Group]
+    lags: list[int]
+    num_rejected: int = 0
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of all groups."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    def plan(self, max_steps: int) -> StepPlan:
+        """How this batch is trained, in at most so many optimizer steps; one of fewer groups has fewer of them."""
+        return StepPlan(num_steps=min(max_steps, len(self.groups)), publishes=self.next_version > self.version)
+
+    def record(self) -> dict[str, Any]:
+        """What this step is given: its groups by id, and how many trained tokens have which staleness; demonstrations have none."""
+        tokens: Counter[int] = Counter()
+        for sample in self.samples:
+            versions, lengths = np.array(sample.versions, np.int64).reshape(-1, 2).T
+            made_by = np.repeat(versions, lengths)[sample.loss_mask > 0]
+            tokens.update(np.where(made_by == NO_VERSION, 0, self.version - made_by).tolist())
+        lags = {str(lag): count for lag, count in sorted(tokens.items())}
+        return {"version": self.version, "groups": [group.id for group in self.groups], "lag_tokens": lags}
+
+    def without_gradient(self, algorithm: AlgorithmConfig) -> dict[str, str]:
+        """Groups that train nothing, by the reason: their rewards are all equal, so their advantages are zero."""
+        if trains_without_advantage(algorithm):
+            return {}
+        return {group.id: ZERO_VARIANCE for group in self.groups if len({sample.reward for sample in group.samples}) <= 1}
+
+    def metrics(self) -> dict[str, float]:
+        """Mean reward and staleness of the samples."""
+        return {
+            "reward": float(np.mean([sample.reward or 0.0 for sample in self.samples])),
+            "lag_mean": float(np.mean(self.lags)),
+            "lag_max": float(max(self.lags)),
+            "num_samples": float(len(self.samples)),
+            "num_tokens": float(sum(len(sample.tokens) for sample in self.samples)),
+            "rejected_groups": float(self.num_rejected),
+        }

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, where they lie, when they are written."""

@@ -1,0 +1,69 @@
+"""When the loop saves and where it resumes."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from slimebus.cli.config import Resolved
+from trainer.checkpoint.contents import load_checkpoint, save_checkpoint
+from trainer.checkpoint.folder import oldest_step
+from trainer.model.policy import Policy
+
+log = logging.getLogger("trainer")
+
+
+class CheckpointSchedule:
+    """The checkpoints of one run, under RUN_DIR/checkpoints.
+
+    confirm: raises Fenced, on the main rank, when another trainer has taken this one's place; a checkpoint of an abandoned timeline must
+    never be what its successor resumes from.
+    """
+
+    def __init__(self, resolved: Resolved, confirm: Callable[[], None] = lambda: None) -> None:
+        trainer = resolved.config.trainer
+        self.directory: Path = resolved.run_dir / "checkpoints"
+        self.confirm = confirm
+        self.interval, self.keep = trainer.save_interval, trainer.keep_checkpoints
+        self.num_rollout = resolved.config.rollout.num_rollout
+        self.save_hf = resolved.run_dir / trainer.save_hf if trainer.save_hf else None
+        self.saved_step = 0
+        """What the newest checkpoint goes on with."""
+
+    def resume(self, policy: Policy) -> tuple[int, int]:
+        """Load the newest checkpoint, if rank 0 has one; the step to train next and the version that it trains."""
+        found = load_checkpoint(self.directory, policy)
+        if found is None:
+            log.info("no checkpoint in %s: training begins at step 0", self.directory.absolute())
+            return 0, 0
+        self.saved_step = found[0]
+        log.info("resumed at step %d from %s", self.saved_step, self.directory)
+        return found
+
+    def save_if_due(self, policy: Policy, next_step: int, version: int) -> int:
+        """Save when the interval or the end says so, with the version that `next_step` trains.
+
+        The first step whose samples a trainer may need again: that of the oldest checkpoint kept.
+        """
+        if (self.interval and next_step % self.interval == 0) or next_step == self.num_rollout:
+            self.save(policy, next_step, version)
+        oldest = oldest_step(self.directory)
+        if oldest is None:
+            return 0 if self.interval else next_step  # without checkpoints a trainer begins anew at step 0
+        return oldest
+
+    def save_and_stop(self, policy: Policy, next_step: int, version: int) -> None:
+        """Save what no checkpoint holds yet, and log from where the run goes on."""
+        if next_step > self.saved_step:
+            self.save(policy, next_step, version)
+        log.info("stopped before step %d; all steps before it are saved, and the run goes on from there", next_step)
+
+    def save(self, policy: Policy, next_step: int, version: int) -> None:
+        """Save now."""
+        save_checkpoint(self.directory, policy, next_step, version, keep=self.keep, confirm=self.confirm)
+        self.saved_step = next_step
+
+    def close(self, policy: Policy) -> None:
+        """Write the final model in Hugging Face layout where the config asks for it."""
+        if self.save_hf is not None:
+            policy.save_hf(str(self.save_hf))
+            log.info("final model written to %s", self.save_hf)

@@ -1,0 +1,1 @@
+"""What stands in for CUDA and Transformer Engine on machines without them."""

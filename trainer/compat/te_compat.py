@@ -1,0 +1,153 @@
+"""Transformer Engine's module and parameter names on plain torch.
+
+mbridge's weight maps and Megatron's checkpoints are written for the Transformer Engine layer specs; `install()` makes those specs
+build these modules, so one map and one checkpoint layout serve machines with and without Transformer Engine. RMSNorm only.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.utils import divide
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from trainer.compat.activation import Activation
+from trainer.compat.attention import PackedAttention, rotate_packed
+from trainer.compat.norm import RMSNorm, rms_norm
+
+
+class WithoutTeOptions:
+    """Takes away the options that only Transformer Engine's modules have."""
+
+    def __init__(self, *args: Any, parallel_mode: Any = None, name: Any = None, symmetric_ar_type: Any = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class Column(WithoutTeOptions, ColumnParallelLinear):
+    """TEColumnParallelLinear."""
+
+
+class Row(WithoutTeOptions, RowParallelLinear):
+    """TERowParallelLinear."""
+
+
+class LayerNormColumn(Column):
+    """TELayerNormColumnParallelLinear: the norm lives in the linear layer, as `layer_norm_weight`."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.norm_eps = config.layernorm_epsilon
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.norm_eps), *args, **options)
+
+
+class Linear(torch.nn.Module):
+    """TELinear with parallel_mode 'duplicated' (the down projections of latent attention)."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **unused: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets)
+
+
+class Grouped(torch.nn.Module):
+    """TEColumnParallelGroupedLinear: weight0 .. weightN-1, one product for each local expert."""
+
+    axis = 0
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any, pg_collection: Any = None, **unused: Any
+    ) -> None:
+        super().__init__()
+        self.num_gemms, self.groups = num_gemms, pg_collection
+        shape = [output_size, input_size]
+        shape[self.axis] = divide(shape[self.axis], pg_collection.expt_tp.size())
+        for index in range(num_gemms):
+            weight: Any = torch.nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))
+            init_method(weight)
+            weight.allreduce = config.expert_model_parallel_size <= 1
+            # true at expert TP 1 as well: the gradient norm counts what is marked
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, self.axis, 1
+            self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
+        parts = x.split(torch.as_tensor(m_splits).tolist())
+        return torch.cat([F.linear(rows, getattr(self, f"weight{i}")) for i, rows in enumerate(parts)]), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        experts, out = self.groups.ep, {}
+        for i in range(self.num_gemms):
+            offset = (len(sharded_offsets), experts.rank() * self.num_gemms + i, experts.size() * self.num_gemms)
+            one = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": getattr(self, f"weight{i}")},
+                "",
+                {f"{i}.weight": self.axis},
+                (*sharded_offsets, offset),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=self.groups.expt_dp,
+            )
+            replace_prefix_for_sharding(one, f"{i}.", prefix)
+            out[f"{prefix}weight{i}"] = tensor = one[f"{i}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+        return out
+
+
+class GroupedRow(Grouped):
+    """TERowParallelGroupedLinear."""
+
+    axis = 1
+
+
+def part(made: Any) -> Any:
+    """A method of megatron's BackendSpecProvider that gives this, whatever it is asked with."""
+    return staticmethod(lambda *args, **options: made)
+
+
+class Provider:
+    """In place of TESpecProvider: which class builds which part of a layer."""
+
+    linear = part(Linear)
+    column_parallel_linear = part(Column)
+    row_parallel_linear = part(Row)
+    fuse_layernorm_and_linear = part(True)
+    column_parallel_layer_norm_linear = part(LayerNormColumn)
+    layer_norm = part(RMSNorm)
+    core_attention = part(PackedAttention)
+    activation_func = part(Activation)
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
+        if moe_use_grouped_gemm:
+            return TEGroupedMLP, MLPSubmodules(linear_fc1=Grouped, linear_fc2=GroupedRow)
+        return SequentialMLP, MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
+
+
+def install() -> bool:
+    """Make megatron's Transformer Engine specs build the modules of this file, unless megatron found Transformer Engine; whether it did.
+
+    Call before a spec is built.
+    """
+    if gpt_layer_specs.HAVE_TE:
+        return False
+    gpt_layer_specs.TESpecProvider = Provider
+    gpt_layer_specs.TENorm = RMSNorm
+    # None without Transformer Engine, and then isinstance() fails
+    multi_latent_attention.TELinear, multi_latent_attention.TEColumnParallelLinear = Linear, Column
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
+    return True

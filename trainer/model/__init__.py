@@ -1,0 +1,1 @@
+"""The policy: Megatron's GPT, its layout, optimizer, passes and Hugging Face form."""

@@ -1,0 +1,68 @@
+"""AdamW on Megatron's distributed optimizer, and the learning rate of each step."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from slimebus.cli.config import RunConfig, schema
+from trainer.compat import cpu_compat
+from trainer.model.gpt import Model
+from trainer.model.megatron_fields import split_megatron_options
+
+COPIED = ("lr", "min_lr", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
+
+
+def build_optimizer(config: RunConfig, model: Model) -> Any:
+    """Megatron's distributed optimizer over the model's gradient buffers, also at one rank: one checkpoint layout for all."""
+    chosen = {
+        **{name: getattr(config.optimizer, name) for name in COPIED},
+        "optimizer": "adam",
+        "bf16": config.trainer.params_dtype == "bfloat16",
+        "params_dtype": getattr(torch, config.trainer.params_dtype),
+        "use_distributed_optimizer": True,
+    }
+    options = split_megatron_options(config.megatron)["OptimizerConfig"]
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**chosen, **options}), [model.module])
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def learning_rate(settings: schema.OptimizerConfig, step: int, *, num_updates: int) -> float:
+    """Learning rate of optimizer step `step`, the first being 0: linear warm-up, then decay from lr to min_lr at lr_decay_iters, or at the
+    last of the run's num_updates steps.
+    """
+    if step < settings.lr_warmup_iters:
+        return settings.lr * (step + 1) / settings.lr_warmup_iters
+    if settings.lr_decay_style == "constant":
+        return settings.lr
+    span = max(1, (settings.lr_decay_iters or num_updates) - settings.lr_warmup_iters)
+    done = min(1.0, (step - settings.lr_warmup_iters) / span)
+    left = 1.0 - done if settings.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
+
+
+def set_learning_rate(optimizer: Any, value: float) -> None:
+    """Give every parameter group this learning rate, times its own multiplier if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group.get("lr_mult", 1.0)
+
+
+def step_if_finite(optimizer: Any, loss: float) -> tuple[bool, float]:
+    """One step, or none when the loss or the gradient is not finite: weights and Adam's moments then stay as they are.
+
+    Whether it was made, and the norm of the whole gradient before clipping; both the same on every rank, as `loss` must be.
+    """
+    has_overflow, norm = optimizer.prepare_grads(), float(optimizer.get_grad_norm() or 0.0)
+    if has_overflow or not math.isfinite(norm) or not math.isfinite(loss):
+        return False, norm
+    updated, _, _ = optimizer.step()
+    return bool(updated), norm
+
+
+def clear_gradients(model: Model, optimizer: Any) -> None:
+    """Zero the gradient buffers before a step."""
+    model.module.zero_grad_buffer()
+    with cpu_compat.library_warnings_ignored():  # each time: the optimizer asks for the .grad of its shards, which are views
+        optimizer.zero_grad()

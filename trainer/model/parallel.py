@@ -1,0 +1,105 @@
+"""torch.distributed and megatron's parallel state: start, stop, and what ranks tell each other. No pickle crosses ranks here.
+
+The same code runs under torchrun (its environment variables say who is who) and as a single process without it (no port is opened);
+gloo where there is no CUDA, NCCL where there is. This and all else that imports megatron comes after cpu_compat.import_megatron.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from slimebus.bus.errors import ConfigError
+from slimebus.cli.config import RunConfig
+from trainer.compat.gloo_device import shared_gloo_device
+
+# a rank that has died is noticed after this long
+COLLECTIVE_TIMEOUT_S = 1800
+
+
+def start(config: RunConfig) -> None:
+    """Join the other ranks and lay out tensor, pipeline, context, expert and data parallelism.
+
+    Raises ConfigError when the ranks do not divide by the layout.
+    """
+    sizes, world_size = config.trainer, int(os.environ.get("WORLD_SIZE", "1"))
+    check_layout(config, world_size)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with shared_gloo_device():
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore() if world_size == 1 else None,
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=world_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+        parallel_state.initialize_model_parallel(
+            sizes.tensor_model_parallel_size,
+            sizes.pipeline_model_parallel_size,
+            context_parallel_size=sizes.context_parallel_size,
+            expert_model_parallel_size=config.megatron.get("expert_model_parallel_size", 1),
+            expert_tensor_parallel_size=config.megatron.get("expert_tensor_parallel_size", 1),
+        )
+    seed = config.seed + 1  # megatron refuses 0
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def check_layout(config: RunConfig, world_size: int) -> None:
+    """Raise ConfigError unless the ranks divide by tensor x pipeline x context, and by tensor x pipeline x expert."""
+    tensor, pipeline = config.trainer.tensor_model_parallel_size, config.trainer.pipeline_model_parallel_size
+    inner = {"context": config.trainer.context_parallel_size, "expert": config.megatron.get("expert_model_parallel_size", 1)}
+    for kind, size in inner.items():
+        ranks = tensor * pipeline * size
+        if world_size % ranks:
+            raise ConfigError(
+                f"{world_size} trainer ranks do not divide by {ranks} = tensor {tensor} x pipeline {pipeline} x {kind} {size};"
+                f" start a multiple of {ranks} with torchrun --nproc-per-node, or lower {kind} parallelism"
+            )
+
+
+def stop() -> None:
+    """Leave the other ranks. May be called when never started."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def is_main_rank() -> bool:
+    """Whether this is rank 0, the one that talks to the broker."""
+    return dist.get_rank() == 0
+
+
+def rank() -> int:
+    """This process among all ranks."""
+    return dist.get_rank()
+
+
+def broadcast_bytes(payload: bytes | None) -> bytes:
+    """Rank 0's payload on every rank; the others give None."""
+    size = torch.tensor([len(payload or b"")], device=device())
+    dist.broadcast(size, 0)
+    body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
+    body = body.to(device())
+    dist.broadcast(body, 0)
+    return body.cpu().numpy().tobytes()
+
+
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """Every rank's payload, in rank order, on each rank."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(payload)], device=device()))
+    width = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(payload.ljust(max(1, width), b"\0")), dtype=torch.uint8).to(device())
+    bodies = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(bodies, padded)
+    return [body.cpu().numpy().tobytes()[: int(size)] for body, size in zip(bodies, sizes, strict=True)]
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,205 @@
+"""One optimizer step on a batch, and the forward-only pass, in any layout of the ranks."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import AlgorithmConfig
+from trainer.algorithms import LOSSES, trains_without_advantage
+from trainer.algorithms.aggregation import masked_sum, token_mean
+from trainer.algorithms.kl import k3
+from trainer.algorithms.terms import TokenLoss, TokenTerms
+from trainer.batches.batch import TokenBatch
+from trainer.batches.packing import MicroBatch, RankLayout, pack
+from trainer.model import parallel
+from trainer.model.gpt import Model
+from trainer.model.logprobs import logprobs_and_entropy
+from trainer.model.optimizer import clear_gradients, step_if_finite
+
+log = logging.getLogger("trainer")
+
+COUNTED = ("samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups", "updated", "nonfinite")
+
+
+def rank_layout(model: Model) -> RankLayout:
+    """This rank's place in the layout, for packing."""
+    return RankLayout(
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        sp_size=parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1,
+        device=parallel.device(),
+    )
+
+
+def run_schedule(model: Model, rows: Sequence[MicroBatch], reduce: Any, *, forward_only: bool) -> list[Any]:
+    """Run megatron's pipeline schedule; `reduce(row, logprobs, entropy)` makes of each row what the schedule wants or what is collected.
+
+    Forward only: its values come back in order, on the last stage. Otherwise it returns (loss, report) and the reports come back.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def step(iterator: Any, module: Any) -> tuple[torch.Tensor, Any]:
+        row = next(iterator)
+        logits = module(row.tokens, row.positions, None, packed_seq_params=row.packed)
+
+        def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+            return reduce(row, *logprobs_and_entropy(output, row.targets, row.temperature, vocab_size=model.vocab_size, group=group))
+
+        return logits, finish
+
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(rows),
+        model=model.module,
+        num_microbatches=len(rows),
+        seq_length=rows[0].tokens.shape[1] * rank_layout(model).cp_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def is_reporting_rank() -> bool:
+    """Whether this rank's values count in a sum over all ranks: one of each set of tensor-parallel ranks, on the last stage."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+@torch.no_grad()
+def compute_logprobs(model: Model, batch: TokenBatch, max_tokens_per_gpu: int) -> np.ndarray:
+    """log p(tokens[t] | tokens[:t]) of the current weights for the whole batch, [N] f32 on every rank; 0 at each first token."""
+    model.module.eval()
+    rows = pack(batch, np.arange(len(batch.ends)), max_tokens_per_gpu, rank_layout(model))
+    collected = run_schedule(model, rows, lambda row, logprobs, entropy: logprobs, forward_only=True)
+    flat = torch.zeros(len(batch.tokens), device=parallel.device())
+    if is_reporting_rank():
+        for row, logprobs in zip(rows, collected, strict=True):
+            flat[row.source[row.is_real]] = logprobs[row.is_real]
+    dist.all_reduce(flat)
+    return flat.cpu().numpy()
+
+
+def choose_samples(batch: TokenBatch, algorithm: AlgorithmConfig, groups: range) -> tuple[np.ndarray, dict[str, float]]:
+    """Indices of the samples of these groups that have a gradient, and counts for the metrics.
+
+    Groups whose advantages are all 0 have none, unless a KL or entropy term or SFT gives them one.
+    """
+    is_part = (batch.group_of >= groups.start) & (batch.group_of < groups.stop)
+    has_signal = np.bincount(np.repeat(batch.group_of, batch.lengths), weights=(batch.advantages * batch.loss_mask) != 0) > 0
+    trained = np.add.reduceat(batch.loss_mask, batch.starts)
+    kept = is_part & (trained > 0) & (trains_without_advantage(algorithm) | has_signal[batch.group_of])
+    counts = {
+        "samples": is_part.sum(),
+        "samples_trained": kept.sum(),
+        "tokens": batch.lengths[is_part].sum(),
+        "tokens_trained": trained[kept].sum(),
+        "zero_variance_groups": 0 if algorithm.loss_type == "sft_loss" else (~has_signal[groups.start : groups.stop]).sum(),
+    }
+    return np.flatnonzero(kept), {name: float(count) for name, count in counts.items()}
+
+
+def train_step(
+    model: Model, optimizer: Any, batch: TokenBatch, groups: range, config: RunConfig, *, is_only_step: bool
+) -> dict[str, float]:
+    """One optimizer step on these groups of the batch (the same on every rank); metrics, the same on every rank.
+
+    The loss is the mean over the trained tokens of all ranks. Without any no step is made: `updated` is 0. Nor is one where the loss or
+    the gradient is not finite: then `nonfinite` is 1, and metrics that are not finite are left out. is_only_step: of this batch.
+    """
+    samples, counts = choose_samples(batch, config.algorithm, groups)
+    num_tokens = int(counts["tokens_trained"])
+    counts |= {"updated": 0.0, "nonfinite": 0.0}
+    if num_tokens == 0:
+        return counts | {"loss": 0.0, "grad_norm": 0.0}
+    clear_gradients(model, optimizer)
+    model.module.train()
+    rows = pack(batch, samples, config.trainer.max_tokens_per_gpu, rank_layout(model))
+    compute = loss_of_row(batch, num_tokens, len(rows), config.algorithm, is_only_step)
+    reports = run_schedule(model, rows, compute, forward_only=False)
+    measures = mean_report(reports, num_tokens)
+    updated, grad_norm = step_if_finite(optimizer, measures["loss"])
+    measures |= {"grad_norm": grad_norm}
+    if updated:
+        return counts | measures | {"updated": 1.0}
+    log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, len(samples))
+    return counts | {name: value for name, value in measures.items() if math.isfinite(value)} | {"nonfinite": 1.0}
+
+
+def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a batch from those of its optimizer steps: sums of what is counted, the largest of what ends in `_max`, the last
+    learning rate, and of all else the mean, weighted by trained tokens.
+    """
+    merged = {}
+    for name in dict.fromkeys(name for metrics in steps for name in metrics):
+        values = [metrics[name] for metrics in steps if name in metrics]
+        weights = [metrics["tokens_trained"] for metrics in steps if name in metrics]
+        if name in COUNTED:
+            merged[name] = sum(values)
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        elif name == "lr":
+            merged[name] = values[-1]
+        else:
+            merged[name] = float(np.average(values, weights=weights)) if any(weights) else float(np.mean(values))
+    return merged
+
+
+def loss_of_row(batch: TokenBatch, num_tokens: int, num_rows: int, algorithm: AlgorithmConfig, is_only_step: bool) -> Any:
+    """The loss function that the schedule calls for each row; it returns the scaled loss and the row's report."""
+    sides = {
+        name: torch.from_numpy(getattr(batch, name)).to(parallel.device())
+        for name in ("old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages")
+    }
+    compute = LOSSES[algorithm.loss_type]
+    is_first_ratio = is_only_step and not algorithm.use_rollout_logprobs  # old logprobs are those of this very pass
+    # the schedule divides by the number of rows and DDP by the data-parallel ranks (it undoes context parallelism itself)
+    scale = num_rows * parallel_state.get_data_parallel_world_size()
+
+    def reduce(row: MicroBatch, new_logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        entropy = entropy if algorithm.entropy_coef != 0.0 else entropy.detach()
+        terms = TokenTerms(new_logprobs, entropy, **{name: flat[row.source] for name, flat in sides.items()})
+        if is_first_ratio:
+            terms = replace(terms, old_logprobs=new_logprobs.detach())
+        outcome = compute(terms, algorithm)
+        loss = token_mean(outcome.loss, row.loss_mask, num_tokens)
+        return loss * scale, report_of_row(row, terms, outcome, algorithm)  # the schedule divides the loss in place
+
+    return reduce
+
+
+@torch.no_grad()
+def report_of_row(row: MicroBatch, terms: TokenTerms, outcome: TokenLoss, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """Sums over the row's trained tokens by metric name; names that start with `max_` are maxima."""
+    values = {"loss": outcome.loss.detach(), "entropy": terms.entropy.detach(), **outcome.measures}
+    report = {}
+    if algorithm.loss_type != "sft_loss":
+        new = terms.new_logprobs.detach()
+        difference = torch.where(row.loss_mask > 0, (new - terms.rollout_logprobs).abs(), 0.0)
+        values |= {"approx_kl": k3(terms.rollout_logprobs, new), "logprob_mismatch_mean": difference}
+        report["logprob_mismatch_max"] = difference.max()
+    return report | {name: masked_sum(value, row.loss_mask) for name, value in values.items()}
+
+
+def mean_report(reports: Sequence[dict[str, torch.Tensor]], num_tokens: int) -> dict[str, float]:
+    """Means over the trained tokens of all ranks (maxima where the name ends in `_max`), the same on every rank."""
+    names, rows = list[str](), list[list[float]]()
+    if is_reporting_rank():
+        names, rows = list(reports[0]), torch.stack([torch.stack(list(report.values())).double() for report in reports]).tolist()
+    of_ranks = [msgspec.msgpack.decode(payload) for payload in parallel.gather_bytes(msgspec.msgpack.encode((names, rows)))]
+    names = max(theirs for theirs, _ in of_ranks)  # the same on each reporting rank, none on the others
+    columns = np.array([row for _, rows in of_ranks for row in rows]).T
+    return {
+        name: float(column.max() if name.endswith("_max") else column.sum() / num_tokens)
+        for name, column in zip(names, columns, strict=True)
+    }

@@ -1,0 +1,140 @@
+"""Publication as every rank sees it: who serves which part, when a version is whole, and when nobody pulls any more.
+
+rank 0        RankPart (its part) -> Coordinator: waits for the parts in the exchange, tells the broker
+other owners  RankPart (its part) -> PartExchange
+the rest      only help to merge tensor-parallel parts
+"""
+
+import logging
+import os
+import secrets
+from collections import deque
+
+from slimebus.bus.errors import ConfigError
+from slimebus.bus.security.exposure import is_local
+from slimebus.bus.security.pull_keyring import PullKeyring
+from slimebus.bus.transport.client import Client
+from slimebus.cli.config import Resolved
+from slimebus.cli.spans import Spans
+from slimebus.client import connect as joining
+from slimebus.weights.codec.delta_codec import codec_path
+from slimebus.weights.files.disk_chain import DiskChain
+from slimebus.weights.store.version_store import VersionStore
+from slimebus.weights.threads import num_threads
+from trainer.model import parallel
+from trainer.model.policy import Policy
+from trainer.publish.coordinator import Coordinator
+from trainer.publish.part_exchange import Part, PartExchange
+from trainer.publish.rank_part import RankPart
+
+log = logging.getLogger("trainer")
+
+LAST_VERSION_S = 900.0
+"""How long the last version may take to be announced, besides what rank 0 waits for the broker."""
+KEPT_VERSIONS = 8
+"""Versions that a direct delta can start from; older workers pull everything."""
+
+
+class Publication:
+    """This rank's side of a trainer timeline's versions. Every rank makes the same calls: begin, publish for each version, finish, close.
+
+    client: rank 0's, which talks to the broker; None elsewhere. broker: its address, where another than the config's was given.
+    """
+
+    def __init__(self, resolved: Resolved, policy: Policy, client: Client | None, spans: Spans, broker: str | None = None) -> None:
+        self.resolved, self.config, self.policy, self.spans = resolved, resolved.config, policy, spans
+        self.broker = joining.broker_address(resolved, broker)
+        self.lineage = ""
+        self.part: RankPart | None = None
+        self.coordinator: Coordinator | None = None
+        self.pullers: PullKeyring | None = None
+        self._client, self._exchange = client, PartExchange.in_process()
+        self._key_client: Client | None = None
+
+    def begin(self, version: int) -> None:
+        """A new lineage, the same on all ranks, begins at `version`. Raises SlimebusError when this rank cannot serve its part."""
+        is_main, disk = parallel.is_main_rank(), self.resolved.weights_dir
+        self.lineage = parallel.broadcast_bytes(secrets.token_hex(6).encode() if is_main else None).decode()
+        owners, rank, weights = self.policy.export.owners, parallel.rank(), self.config.weights
+        if rank not in owners:
+            return
+        place, chain = owners.index(rank), None
+        if disk is not None:
+            chain = DiskChain(disk, self.lineage, keep=KEPT_VERSIONS, part=place, parts=len(owners))
+        if len(owners) > 1:
+            self._exchange = PartExchange.among_ranks(self.lineage)
+            if chain is None:
+                check_reach(weights.weights_bind)
+        if self._client is not None:
+            self.pullers = PullKeyring(self._client)
+            self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
+        elif chain is None and self.resolved.keys_path is not None:
+            self._key_client = joining.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
+            self.pullers = PullKeyring(self._key_client)
+            self.pullers.follow(self.config.broker.heartbeat_s)
+        store = VersionStore(
+            keep=KEPT_VERSIONS,
+            lineage=self.lineage,
+            first_version=version,
+            threads=num_threads(shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
+        self.part = RankPart(weights, store, self.pullers, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
+        part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
+        log.info("weights at %s%s, codec %s", self.part.address, part, codec_path())
+
+    def publish(self, version: int) -> None:
+        """The current weights as this version. Returns when this rank's part is copied out of the model."""
+        tensors = self.policy.export.owned_tensors()
+        if self.part is not None:
+            self.part.publish(version, tensors)
+        else:
+            deque(tensors, maxlen=0)  # its part in merging what others publish
+
+    def _report(self, version: int, part: Part) -> None:
+        if self.coordinator is None:
+            self._exchange.post(version, parallel.rank(), part)
+        elif not part.problem:  # else it is raised where it is waited for
+            with self.spans("announce", version=version):
+                self.coordinator.announce(version, part)
+
+    def on_heartbeat(self, lineage: str, version: int) -> None:
+        """The broker's heartbeat, on rank 0: the newest version that it knows; a chance to ask whose keys may pull. Does not wait."""
+        if self.coordinator is not None and self.pullers is not None:
+            self.pullers.refresh()
+            self.coordinator.on_heartbeat(lineage, version)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest complete version, on rank 0; see trainer/publish/coordinator.py."""
+        return self.coordinator.metrics if self.coordinator is not None else {}
+
+    def wait(self) -> None:
+        """Until this rank's part of the last version is told of; on rank 0, until the version is announced. Raises what went wrong."""
+        if self.part is not None:
+            self.part.wait()
+
+    def finish(self) -> None:
+        """On rank 0: nobody pulls any more, all may leave. On another publishing rank: serve until it says so."""
+        self.wait()
+        if self.coordinator is not None:
+            self._exchange.end()
+        elif self.part is not None and not self._exchange.wait_for_end(self.config.rollout.generate_timeout_s + LAST_VERSION_S):
+            log.warning("left before rank 0 said that the run is finished")
+
+    def close(self) -> None:
+        """Stop serving, at any time."""
+        self._exchange.close()
+        if self.part is not None:
+            self.part.close()
+        if self.pullers is not None:
+            self.pullers.close()
+        if self._key_client is not None:
+            self._key_client.close(goodbye=False)
+
+
+def check_reach(bind: str) -> None:
+    """Raise ConfigError where a rank beyond the first host binds what only its own host reaches: no worker could have all parts."""
+    if int(os.environ.get("GROUP_RANK", "0")) and is_local(bind):
+        raise ConfigError(
+            f"weights.weights_bind {bind} can only be reached from this host, but the trainer has publishing ranks on several; "
+            "bind tcp://0.0.0.0:0 or an address of each host (docs/operations.md)"
+        )

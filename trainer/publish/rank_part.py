@@ -1,0 +1,97 @@
+"""One rank's part of every version, served to workers: copied out of the model, then diffed and told of beside the next step."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from slimebus.bus.security.pull_keyring import PullKeyring
+from slimebus.cli.config.schema import WeightsConfig
+from slimebus.cli.spans import Spans
+from slimebus.weights.files.disk_chain import DiskChain
+from slimebus.weights.pull.connection import advertised, with_key
+from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.version_store import VersionStore
+from trainer.publish.part_exchange import Part
+from trainer.publish.snapshot import HostSnapshot, Taken
+
+FANOUT = 2
+"""Workers that pull a version from the trainer; the others pull it from workers that pass it on."""
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RankPart:
+    """The weight server of a rank in one trainer timeline (`store.lineage`), or its part of the timeline's chain of files.
+
+    report: called with (version, part) in the publishing thread when the part is complete, or has failed (`part.problem`).
+    place: which publisher this is, from 0. broker: its address; a server that is bound everywhere is told by this machine's address on
+    the way there.
+    """
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        store: VersionStore,
+        pullers: PullKeyring | None,
+        report: Callable[[int, Part], None],
+        *,
+        place: int = 0,
+        broker: str = "",
+        chain: DiskChain | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        self.store, self.report, self.spans = store, report, spans or Spans()
+        self.chain = chain
+        self.server: WeightServer | None = None
+        if chain is not None:
+            self.address = chain.address
+        else:
+            keyring, public = (pullers.keyring, pullers.public) if pullers else (None, "")
+            self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=FANOUT)
+            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise, broker), public)
+        self._snapshot = HostSnapshot()
+        self._wait_s = self._copy_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._pending: Future[None] | None = None
+
+    def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Make this version, the next one, from these tensors. Returns once they are copied; the rest goes on beside training."""
+        with self.spans("wait for publisher") as wait:  # the version before must be out: its thread still reads what `take` returned
+            self.wait()
+        with self.spans("copy", version=version) as copy:
+            copied = self._snapshot.take(tensors)
+        self._wait_s, self._copy_s = wait.seconds, copy.seconds
+        self._pending = self._thread.submit(self._make, version, copied)
+
+    def _make(self, version: int, copied: Taken) -> None:
+        try:
+            with self.spans("encode", version=version) as work:
+                made = self.store.publish(copied, version=version)
+                work.about["delta_bytes"] = made.delta_bytes
+            if self.chain is not None:
+                self.chain.write(self.store)
+        except BaseException as problem:  # whatever it is: rank 0 must not wait for a part that never comes
+            self.report(version, Part(problem=f"{type(problem).__name__}: {problem}"))
+            raise
+        self.report(version, Part(address=self.address, made=made, wait_s=self._wait_s, copy_s=self._copy_s))
+
+    def wait(self) -> None:
+        """Until the last publish is told of. Raises what made it fail."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        """Stop serving. A version that is not told of yet is not waited for; `wait` does that."""
+        if self.chain is not None:
+            self.chain.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.server is not None:
+            self.server.close()
+
+
+def bind_of(bind: str, place: int) -> str:
+    """Where the publisher at `place` binds: that many ports above the one given; port 0, any free one, stays."""
+    address, _, port = bind.rpartition(":")
+    return f"{address}:{int(port) + place}" if port.isdigit() and int(port) else bind

@@ -1,0 +1,56 @@
+"""SIGTERM and Ctrl-C: the first one lets the loop save a checkpoint between two steps and leave, within a deadline."""
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+log = logging.getLogger("trainer")
+
+DEADLINE_S = 25.0
+"""Slurm kills 30 s after its SIGTERM."""
+LOOK_S = 5
+"""How often after the signal the deadline is looked at, and whether the broker, which may have been stopped too, still answers."""
+
+
+class StopRequest:
+    """Installed in the main thread of each rank. Outside of `deferred` a signal raises KeyboardInterrupt at once.
+
+    More SIGTERMs do not disturb the leaving: the kernel may send one for each thread of a parent that is killed. A second Ctrl-C, the
+    deadline, or a broker that is silent (`is_broker_silent`, on rank 0) raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self.is_broker_silent: Callable[[], bool] = lambda: False
+        self._is_deferred = False
+        self._deadline = float("inf")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, a signal sets `is_made`; whoever is inside looks at it often, and comes out when it is set."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+            signal.alarm(0)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGALRM:
+            if self.is_broker_silent() or now >= self._deadline:
+                raise KeyboardInterrupt
+        elif self.is_made and number == signal.SIGTERM:
+            return
+        elif self.is_made or not self._is_deferred:
+            self.is_made = True
+            raise KeyboardInterrupt
+        else:
+            self.is_made, self._deadline = True, now + DEADLINE_S
+            log.info("%s: saving a checkpoint when this step is done, for %.0f s at most", signal.Signals(number).name, DEADLINE_S)
+        signal.alarm(LOOK_S)
