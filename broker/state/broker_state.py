@@ -76,7 +76,7 @@ class State:
         self.swept: tuple[int, float] | None = None
         self.finish_is_announced = False
         self.finish_is_confirmed = True
-        self.members_before: set[str] = set()
+        self.members_before: set[tuple[str, str]] = set()
         self.had_members = False
         self.bound_hits: Counter[str] = Counter()
         self.max_message_bytes = 0
@@ -334,8 +334,8 @@ class State:
 
     @property
     def is_finishing(self) -> bool:
-        """True once the trainer has finished. After a restart of the broker it takes somebody who was there before to believe it:
-        nobody of a run that goes on is told to leave before its trainer has joined."""
+        """True once the trainer has finished. A broker that was restarted believes it when a worker or trainer from before speaks, or when
+        all of them stay silent and no trainer joins: nobody of a run that goes on is told to leave before its trainer has joined."""
         return self.meta.finishing and self.finish_is_confirmed
 
 

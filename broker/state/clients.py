@@ -71,9 +71,8 @@ def sender_of(state: State, event: Event) -> Client:
 
 def touch(state: State, client: Client) -> None:
     """A sign of life."""
-    if client.name in state.members_before and client.role in ("rollout", "trainer"):  # it was there when the run finished
+    if not state.finish_is_confirmed and (client.name, client.instance) in state.members_before:
         state.finish_is_confirmed = True
-        state.members_before.clear()
     client.heard_at, client.is_gone = state.now, False
     state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
 
@@ -183,7 +182,6 @@ def _take_place(state: State, old: Client, event: Event) -> Client:
     new.successors = [c for c in old.successors if c.epoch > new.epoch]
     state.note(f"{new.name} was restarted; its older process is fenced")
     leave(state, old, "its worker was restarted", cause="worker lost")
-    state.members_before.discard(old.name)
     _answer_fenced(state, old)
     _enter(state, new)
     return new

@@ -94,7 +94,8 @@ class Machine:
         state.had_members = bool(state.clients)
         for client in state.clients.values():
             clients.touch(state, client)
-        state.members_before = set(state.clients)
+        members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
+        state.members_before = {(c.name, c.instance) for c in members}
         state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)
         for worker in state.groups.by_worker:
             state.timers.set(("leases of", worker), state.now + state.rules.lease_s)

@@ -6,7 +6,7 @@ back to that moment: steps before it are trained, samples that only the abandone
 
 from broker.state import batches, fates, prompts
 from broker.state.broker_state import State
-from broker.state.clients import fence_older_trainers
+from broker.state.clients import fence_older_trainers, is_present
 from broker.state.effects import Event
 from broker.state.features import evaluation, partials
 from broker.state.groups import ASSIGNED, COMMITTED
@@ -141,10 +141,14 @@ def finish(state: State, event: Event, ask: Finish) -> None:
 
 
 def check_finish(state: State) -> None:
-    """Do not wait for an evaluation that no worker is left to make."""
-    if not state.meta.finishing or not state.is_evaluating:
+    """Wait neither for an evaluation that no worker is left to make, nor for anyone from before a restart of the broker who is gone."""
+    if not state.meta.finishing:
         return
-    if any(c.role == "rollout" and not c.is_gone for c in state.clients.values()):
-        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
-    else:
+    before, everyone = state.members_before, state.clients.values()
+    is_trainer_new = any(c.role == "trainer" and is_present(c) and (c.name, c.instance) not in before for c in everyone)
+    if before and not is_trainer_new:
+        state.finish_is_confirmed = True
+    if state.is_evaluating and not any(c.role == "rollout" and not c.is_gone for c in everyone):
         evaluation.cancel_running(state, "no worker is left to evaluate")
+    if state.is_evaluating or (before and not state.finish_is_confirmed):
+        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)

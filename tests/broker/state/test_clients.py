@@ -223,6 +223,44 @@ def test_who_was_there_when_the_run_finished_is_told_so_by_a_broker_that_was_res
     assert desk.ask("late", m.Heartbeat()).finished
 
 
+@pytest.mark.parametrize("name", ["w", "of a worker that nobody knew"])
+def test_a_restarted_broker_believes_in_the_finish_once_all_who_were_there_are_silent(new_desk: Any, name: str) -> None:
+    """The trainer has left and the last worker died while the broker was down: nobody is left who could say that the run is finished."""
+    desk = finished(new_desk)
+    desk.ask("t", m.Goodbye())
+    desk.restart()
+    desk.join(name, "rollout", instance="2")
+    desk.pass_time(19.0)
+    assert not desk.ask(name, m.Heartbeat()).finished
+    desk.pass_time(1.0)
+    assert desk.hints[-1].finished
+    assert desk.ask(name, m.Heartbeat()).finished
+    desk.ask(name, m.Goodbye())
+    assert desk.machine.is_over
+
+
+def test_a_restarted_broker_to_which_nobody_comes_back_after_the_finish_ends(new_desk: Any) -> None:
+    desk = finished(new_desk)
+    desk.restart()
+    assert not desk.machine.is_over
+    desk.pass_time(20.0)
+    assert desk.machine.is_over
+
+
+def test_a_trainer_that_joins_a_restarted_broker_after_the_finish_is_waited_for(new_desk: Any) -> None:
+    """It is of another session and loads its model: it will say whether there is more to train. Should it die, nobody waits for it."""
+    desk = finished(new_desk)
+    desk.restart()
+    desk.join("t", "trainer", instance="of the next session")
+    for _ in range(5):
+        desk.pass_time(10.0)
+        desk.ask("t", m.Heartbeat())
+    assert not desk.machine.state.is_finished
+    desk.pass_time(20.0)
+    desk.pass_time(20.0)
+    assert desk.machine.is_over
+
+
 def test_a_trainer_that_is_loading_is_not_waited_for_to_join(new_desk: Any) -> None:
     desk = new_desk()
     assert desk.status["waiting"] == ["everyone waits for a trainer to join"]
