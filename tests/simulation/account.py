@@ -26,8 +26,8 @@ class Account:
         self.may_repeat |= {key for table, key in changed if table == "groups"}
 
     def published(self, trainer: "Trainer") -> None:
-        """These weights are what the steps trained so far made of the model."""
-        self._weights[trainer.lineage, trainer.version] = dict(trainer.trained)
+        """These weights are what the steps trained so far made of the model. A version told again, steps later, is still the same."""
+        self._weights.setdefault((trainer.lineage, trainer.version), dict(trainer.trained))
 
     def is_ancestor(self, lineage: str, version: int, trainer: "Trainer") -> bool:
         """True when those weights are what this trainer's timeline has, or had on its way."""

@@ -100,8 +100,8 @@ class BrokerProcess:
 
     # --- a turn ---
 
-    def turn(self) -> None:
-        """One burst: receive, decide, commit, answer."""
+    def turn(self) -> int:
+        """One burst: receive, decide, commit, answer. Returns how many requests it had: long waits have thousands of turns without any."""
         assert self.machine is not None
         events = [self.inbox.popleft() for _ in range(min(BURST, len(self.inbox)))]
         now = self.awake.advance()
@@ -109,8 +109,9 @@ class BrokerProcess:
             self._turn(self.machine, events, now)
         except Crashed:
             self.crash(down_s=self.world.random.expovariate(1.0))
-            return
-        self._sleep(self.machine)
+        else:
+            self._sleep(self.machine)
+        return len(events)
 
     def _turn(self, machine: Machine, events: list[Event], now: float) -> None:
         watch = self.world.invariants

@@ -29,7 +29,7 @@ class Invariants:
     def __init__(self, world: "World") -> None:
         self.world = world
         self._turns = 0
-        self._in_charge = b""
+        self._in_charge = self._durably_in_charge = b""
         self._left: dict[str, str] = {}
         self._freed: set[str] = set()
         self._parked: Counter[Address] = Counter()
@@ -44,9 +44,16 @@ class Invariants:
         """The broker has read its state back."""
         self._parked.clear()
         self._heard.clear()
+        self._restore_charge(self._machine.state)
         self._note_freed(self._machine.state)
         self.deep(self._machine)
         require(_durable(self.world.broker.restored().state) == _durable(self._machine.state), "two restores of one disk differ")
+
+    def _restore_charge(self, state: State) -> None:
+        """A resume that was decided on is there with all that it did, or the trainer before is in charge still."""
+        kept, known = state.meta.trainer[1].encode(), {self._in_charge, self._durably_in_charge}
+        require(kept in known or self.world.account.lost_suffix, f"{kept!r} is in charge after a restart, not one of {known}")
+        self._in_charge = self._durably_in_charge = kept
 
     def arrived(self, event: Event) -> None:
         """A request has reached the broker, which may read it later."""
@@ -111,6 +118,7 @@ class Invariants:
     def committed(self, machine: Machine) -> None:
         """A turn is on the disk, and nobody is answered yet."""
         self._turns += 1
+        self._durably_in_charge = self._in_charge
         self._note_freed(machine.state)
         if self._turns % DEEP_EVERY == 0:
             self.deep(machine)

@@ -174,6 +174,8 @@ class Worker(Actor):
 
         def done(reply: m.PutReply, _: list[Any]) -> None:
             require(not wrong or reply.result != "accepted", f"a put of {group.group} with {wrong} was accepted")
+            if group.kind == "eval" and reply.result == "accepted" and self.world.trainer.is_done:
+                self.world.progressed()
             self._release(group.lease)
 
         self.putting.add(group.lease)

@@ -84,12 +84,12 @@ class World:
 
     def step(self) -> None:
         """One event: a turn of the broker or whatever happens next elsewhere."""
-        self.events += 1
         wake_at = self.broker.wake_at()
         if wake_at <= self.timeline.next_at():
             self.timeline.now = max(self.now, wake_at)
-            self.broker.turn()
+            self.events += self.broker.turn()
         else:
+            self.events += 1
             self.timeline.step()
         stalled_s = self.now - max(self._progress_at, self.scenario.calm_at)
         if self.broker.is_over and not self.trainer.is_done:  # someone still needs it: it is started again
@@ -104,7 +104,7 @@ class World:
         return (LONGEST_STEP_S + ends_s) * self.scenario.slowness
 
     def progressed(self) -> None:
-        """The trainer has trained a step, or finished."""
+        """The trainer has trained a step or finished, or one more held-out prompt is scored after that: the broker waits for the last."""
         self._progress_at = self.now
 
     def extend(self) -> None:
