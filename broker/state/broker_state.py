@@ -84,7 +84,7 @@ class State:
         self.store_problem = ""
         self._saved_meta = b""
         self._effects: list[Effect] = []
-        self._changed: set[tuple[Table, str | int]] = set()
+        self._changed: dict[tuple[Table, str | int], None] = {}
 
     def restore(self, records: Mapping[Table, Sequence[Any]]) -> None:
         """Take up what was stored."""
@@ -133,7 +133,7 @@ class State:
 
     def changed(self, table: Table, key: str | int) -> None:
         """Have a record written when the event is done."""
-        self._changed.add((table, key))
+        self._changed[table, key] = None
 
     def flush(self) -> list[Effect]:
         """The effects since the last flush; what was changed is written before anyone is answered."""
@@ -144,11 +144,11 @@ class State:
             writes.append(Write("meta", "meta", meta))
         if self.stateful is not None and (saved := self.stateful.saved()) is not None:
             writes.append(Write("source", "state", saved))
-        for table, key in sorted(self._changed, key=str):
+        for table, key in self._changed:
             record = self.find_ended(str(key)) if table == "ended" else self._kept[table].get(key)
             writes.append(Write(table, str(key), None if record is None else _encode(record)))
         effects = writes + self._effects
-        self._effects, self._changed = [], set()
+        self._effects, self._changed = [], {}
         return effects
 
     # --- counting ---
@@ -345,5 +345,7 @@ def _kind_prefix(group: Group) -> str:
 
 def _counted(reason: str, counter: Mapping[str, Any]) -> str:
     """The name under which a reason is counted."""
+    if reason in counter:
+        return reason
     reason = one_line(reason)[:MAX_REASON_CHARS] or "no reason given"
     return reason if reason in counter or len(counter) < MAX_REASONS else "other"

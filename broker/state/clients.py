@@ -281,8 +281,8 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     elif _are(len(leases.groups), leases.lease_sum, beat):
         _confirm(state, leases, list(leases.unconfirmed))
     else:
-        confirmed = leases.groups.keys() - leases.unconfirmed
-        reply.list_leases = not _are(len(confirmed), sum(confirmed), beat)
+        num_confirmed = len(leases.groups) - len(leases.unconfirmed)
+        reply.list_leases = not _are(num_confirmed, leases.lease_sum - sum(leases.unconfirmed), beat)
     if not reply.list_leases:
         _extend(state, client, leases)
     state.reply(event.to, reply)

@@ -215,7 +215,8 @@ class Groups:
 
     def first_queued(self, kind: str = TRAIN) -> Group | None:
         """The queued group of the earliest prompt."""
-        return next(iter(self._queues[kind]), None)
+        queue = self._queues[kind]
+        return queue[0] if queue else None
 
     def every_ready(self) -> list[Group]:
         """The ready groups, those that lack a required field too."""

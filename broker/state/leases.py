@@ -62,15 +62,18 @@ def answer_timed_out(state: State, key: tuple[str, int]) -> None:
 
 def deal(state: State) -> None:
     """Deal what capacity there is around the waiting requests."""
-    if not _has_something(state):
-        return
-    line = deque(waiting for waiting in state.waiting_leases.values() if _is_live(state, waiting))
-    granted: dict[Address, list[Group]] = {}
     refused: Refused = {}
+    kinds = _open_kinds(state, refused)
+    if not kinds:
+        return
+    line = deque(waiting for waiting in state.waiting_leases.values() if waiting.kind in kinds and _is_live(state, waiting))
+    granted: dict[Address, list[Group]] = {}
     while line:
         waiting = line.popleft()
         group = _next_for(state, waiting, refused)
         if group is None:
+            if not _open_kinds(state, refused):  # nobody behind it gets anything; thousands may wait
+                break
             continue
         _grant(state, group, waiting)
         refused.clear()
@@ -80,21 +83,22 @@ def deal(state: State) -> None:
             line.append(waiting)
         else:
             state.waiting_leases.take((waiting.client, waiting.to.request))
-        if not _has_something(state):  # nobody behind it gets anything; thousands may wait
-            break
     for to, groups in granted.items():
         state.waiting_leases.take((groups[0].lease.worker, to.request))
         _answer(state, to, groups)
 
 
-def _has_something(state: State) -> bool:
-    """True when a waiting request can be granted a group. One of each kind is looked at: thousands may wait, of a few kinds."""
+def _open_kinds(state: State, refused: Refused) -> set[Kind]:
+    """The kinds of waiting requests that can be granted a group. One of each is looked at: thousands may wait, of a few kinds."""
+    if not state.waiting_leases:
+        return set()
     has_prompt = state.groups.first_queued(TRAIN) is not None or prompts.may_draw(state)
-    return any(
-        _next_evaluated(state, waiting) is not None or (has_prompt and not _is_refused(state, waiting, {}))
+    return {
+        waiting.kind
         for waiting in state.waiting_leases.first_of_each_kind()
         if waiting.client in state.clients
-    )
+        and (_next_evaluated(state, waiting) is not None or (has_prompt and not _is_refused(state, waiting, refused)))
+    }
 
 
 def _is_live(state: State, waiting: Waiting[Lease]) -> bool:
@@ -104,9 +108,10 @@ def _is_live(state: State, waiting: Waiting[Lease]) -> bool:
 
 def _may_have_more(state: State, waiting: Waiting[Lease], groups: list[Group]) -> bool:
     """True while a request has fewer samples than it wants, and its answer fits one header."""
-    wanted = waiting.message.want * state.rules.samples_per_prompt
+    if sum(num_samples_of(state, group) for group in groups) >= waiting.message.want * state.rules.samples_per_prompt:
+        return False
     size_bytes = 256 + len(msgspec.msgpack.encode(_sampling(state, groups[-1])))
-    return sum(num_samples_of(state, group) for group in groups) < wanted and (len(groups) + 1) * size_bytes <= REPLY_BYTES
+    return (len(groups) + 1) * size_bytes <= REPLY_BYTES
 
 
 def _is_refused(state: State, waiting: Waiting[Lease], refused: Refused) -> bool:
