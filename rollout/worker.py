@@ -227,8 +227,6 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
-        if self.relay is not None:
-            self.relay.pullers.refresh()
         if reply.list_leases:
             self._lists_leases = True
             self.client.beat_now()

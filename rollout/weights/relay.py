@@ -13,10 +13,10 @@ class WeightRelay:
 
     def __init__(self, client: Client, config: WeightsConfig) -> None:
         """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
-        self.pullers = PullKeyring(client)
+        keyring = PullKeyring.of(client)
         self.payloads = RelayPayloads()
-        self.server = WeightServer(self.payloads, config.fanout_bind, keyring=self.pullers.keyring)
-        self.address = with_key(advertised(self.server.endpoint, "", client.address), self.pullers.public)
+        self.server = WeightServer(self.payloads, config.fanout_bind, keyring=keyring)
+        self.address = with_key(advertised(self.server.endpoint, "", client.address), keyring.pair.public if keyring else "")
 
     def close(self) -> None:
         """Stop serving."""

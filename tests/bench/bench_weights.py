@@ -24,9 +24,8 @@ import numpy as np
 import zstandard
 from bench_row import Row, row
 
+from slimebus.bus.security.allow_list import grant
 from slimebus.bus.security.key_file import KeyPair, make_pair
-from slimebus.bus.security.keyring import Grant, LearntKeyring, rows_of
-from slimebus.bus.security.roles import MAY
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel_numpy import NumpyKernel
 from slimebus.weights.messages import ManifestRequest
@@ -376,9 +375,8 @@ def _serve_weights(size_mib: int, worker_key: str = "") -> None:
     values = np.random.default_rng(0).integers(0, 65536, (16, size_mib << 15), np.uint16)
     store = VersionStore()
     store.publish({f"layer{i}": layer for i, layer in enumerate(values)})
-    keyring = LearntKeyring(make_pair()) if worker_key else None
-    if keyring is not None:
-        keyring.learn(1, rows_of({worker_key: Grant("worker", "rollout", "", MAY["rollout"])}))
+    grants = {worker_key: grant("worker", "rollout")}
+    keyring: Any = SimpleNamespace(pair=make_pair(), grants=grants, refresh=lambda: None) if worker_key else None
     print(with_key(WeightServer(store, keyring=keyring).endpoint, keyring.pair.public if keyring else ""), flush=True)
     time.sleep(600)
 

@@ -47,7 +47,6 @@ class Publication:
         self.lineage = ""
         self.part: RankPart | None = None
         self.coordinator: Coordinator | None = None
-        self.pullers: PullKeyring | None = None
         self._client, self._exchange = client, PartExchange.in_process()
         self._key_client: Client | None = None
 
@@ -58,7 +57,7 @@ class Publication:
         owners, rank, weights = self.policy.export.owners, parallel.rank(), self.config.weights
         if rank not in owners:
             return
-        place, chain = owners.index(rank), None
+        place, chain, keyring = owners.index(rank), None, None
         if disk is not None:
             chain = DiskChain(disk, self.lineage, keep=KEPT_VERSIONS, part=place, parts=len(owners))
         if len(owners) > 1:
@@ -66,19 +65,18 @@ class Publication:
             if chain is None:
                 check_reach(weights.weights_bind)
         if self._client is not None:
-            self.pullers = PullKeyring(self._client)
+            keyring = PullKeyring.of(self._client)
             self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
         elif chain is None and self.resolved.keys_path is not None:
             self._key_client = joining.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
-            self.pullers = PullKeyring(self._key_client)
-            self.pullers.follow(self.config.broker.heartbeat_s)
+            keyring = PullKeyring(self._key_client)
         store = VersionStore(
             keep=KEPT_VERSIONS,
             lineage=self.lineage,
             first_version=version,
             threads=num_threads(shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
-        self.part = RankPart(weights, store, self.pullers, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
+        self.part = RankPart(weights, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
         part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
         log.info("weights at %s%s, codec %s", self.part.address, part, codec_path())
 
@@ -98,9 +96,8 @@ class Publication:
                 self.coordinator.announce(version, part)
 
     def on_heartbeat(self, lineage: str, version: int) -> None:
-        """The broker's heartbeat, on rank 0: the newest version that it knows; a chance to ask whose keys may pull. Does not wait."""
-        if self.coordinator is not None and self.pullers is not None:
-            self.pullers.refresh()
+        """The broker's heartbeat, on rank 0: the newest version that it knows. Does not wait."""
+        if self.coordinator is not None:
             self.coordinator.on_heartbeat(lineage, version)
 
     def metrics(self) -> dict[str, float]:
@@ -125,8 +122,6 @@ class Publication:
         self._exchange.close()
         if self.part is not None:
             self.part.close()
-        if self.pullers is not None:
-            self.pullers.close()
         if self._key_client is not None:
             self._key_client.close(goodbye=False)
 

@@ -33,7 +33,7 @@ class RankPart:
         self,
         config: WeightsConfig,
         store: VersionStore,
-        pullers: PullKeyring | None,
+        keyring: PullKeyring | None,
         report: Callable[[int, Part], None],
         *,
         place: int = 0,
@@ -47,9 +47,10 @@ class RankPart:
         if chain is not None:
             self.address = chain.address
         else:
-            keyring, public = (pullers.keyring, pullers.public) if pullers else (None, "")
             self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=FANOUT)
-            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise, broker), public)
+            self.address = with_key(
+                advertised(self.server.endpoint, config.weights_advertise, broker), keyring.pair.public if keyring else ""
+            )
         self._snapshot = HostSnapshot()
         self._wait_s = self._copy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")

@@ -1,7 +1,7 @@
 """The keys of a process that serves: its own pair, and whom it lets in. Lists change while it runs.
 
 KEYS/broker.key, KEYS/allowed.json --read again when they change--> FolderKeyring     (broker)
-the broker's answer to `keys`      --------------------------------> LearntKeyring    (the trainer's weight server)
+the broker's answer to `keys`      --------------------------------> PullKeyring      (a weight server)
 """
 
 import logging
@@ -86,21 +86,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-class LearntKeyring:
-    """Grants that another process tells; nothing is let in before."""
-
-    def __init__(self, pair: KeyPair) -> None:
-        self.pair, self.generation, self.problem = pair, 0, ""
-        self.grants: Grants = {}
-
-    def refresh(self) -> None:
-        """Nothing to read."""
-
-    def learn(self, generation: int, rows: bytes | memoryview) -> None:
-        """Take over a list that the broker told. Raises ProtocolError for one that is not."""
-        self.grants, self.generation = grants_from(rows), generation
 
 
 def rows_of(grants: Grants) -> bytes:

@@ -1,46 +1,38 @@
 """Whose keys may pull from a weight server: the broker's allow-list, learnt over the bus."""
 
-import threading
+import time
 from concurrent.futures import Future
 
 from slimebus.bus.messages import Keys, KeysReply
-from slimebus.bus.security.keyring import LearntKeyring
+from slimebus.bus.security.allow_list import Grants
+from slimebus.bus.security.keyring import grants_from
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
 
+ASK_EVERY_S = 2.0
+
 
 class PullKeyring:
-    """The keyring of a weight server. keyring: None without keys, and then everyone may pull."""
+    """The keyring of a weight server: its own pair is the client's, whom it lets in is what the broker says."""
 
     def __init__(self, client: Client) -> None:
         """Asks the broker, and waits for the answer. Raises SlimebusError."""
-        self._client, self._closing = client, threading.Event()
-        self.keyring: LearntKeyring | None = None
-        if client.credentials is not None:
-            self.keyring = LearntKeyring(client.credentials.pair)
-            self._take_over(client.call(Keys(), timeout_s=60.0))
+        assert client.credentials is not None, "without keys everyone may pull"
+        self._client, self.pair = client, client.credentials.pair
+        self.grants: Grants = {}
+        self.generation, self.problem, self._ask_at = 0, "", 0.0
+        self._take_over(client.call(Keys(), timeout_s=60.0))
 
-    @property
-    def public(self) -> str:
-        """The key that pullers must expect of the server; empty without keys."""
-        return self.keyring.pair.public if self.keyring else ""
+    @classmethod
+    def of(cls, client: Client) -> "PullKeyring | None":
+        """None without keys, and then everyone may pull."""
+        return cls(client) if client.credentials is not None else None
 
     def refresh(self) -> None:
-        """Ask whether the list changed, and take it over when the answer comes. Does not wait."""
-        if self.keyring is not None:
-            self._client.submit(Keys(have=self.keyring.generation)).add_done_callback(self._learnt)
-
-    def follow(self, every_s: float) -> None:
-        """Refresh from a thread of its own until `close`; for who has no heartbeat to do it with."""
-        threading.Thread(target=self._follow, args=(every_s,), name="weights-keys", daemon=True).start()
-
-    def _follow(self, every_s: float) -> None:
-        while not self._closing.wait(every_s):
-            self.refresh()
-
-    def close(self) -> None:
-        """Follow no more."""
-        self._closing.set()
+        """Ask now and then whether the list changed, and take it over when the answer comes. Does not wait."""
+        if time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + ASK_EVERY_S
+            self._client.submit(Keys(have=self.generation)).add_done_callback(self._learnt)
 
     def _learnt(self, future: "Future[Reply]") -> None:
         if not future.cancelled() and future.exception() is None:
@@ -48,5 +40,5 @@ class PullKeyring:
 
     def _take_over(self, reply: Reply) -> None:
         """A reply without a list says that ours is the newest."""
-        if self.keyring is not None and isinstance(reply.message, KeysReply) and reply.bulk:
-            self.keyring.learn(reply.message.generation, reply.bulk[0])
+        if isinstance(reply.message, KeysReply) and reply.bulk:
+            self.grants, self.generation = grants_from(reply.bulk[0]), reply.message.generation

@@ -1,18 +1,44 @@
 """The weight socket lets in whom the broker lets in, and nobody else."""
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.bus.messages import Keys, KeysReply
 from slimebus.bus.security import key_folder
+from slimebus.bus.security.credentials import Credentials
 from slimebus.bus.security.key_file import KeyPair, make_pair, read_key
-from slimebus.bus.security.keyring import FolderKeyring, LearntKeyring, rows_of
+from slimebus.bus.security.keyring import FolderKeyring, rows_of
+from slimebus.bus.security.pull_keyring import PullKeyring
+from slimebus.bus.transport.request import Reply
 from slimebus.weights.pull.connection import with_key
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
+
+
+class Broker:
+    """A client whose broker tells the list that it read last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.credentials, self.folder, self.num_asked = Credentials(folder / "trainer.key"), folder, 0
+        self.read()
+
+    def read(self) -> None:
+        self.keyring = FolderKeyring(self.folder)
+
+    def call(self, message: Keys, *, timeout_s: float = 0.0) -> Reply:
+        self.num_asked += 1
+        generation = self.keyring.generation
+        return Reply(KeysReply(generation=generation), [] if message.have == generation else [rows_of(self.keyring.grants)])
+
+    def submit(self, message: Keys) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        future.set_result(self.call(message))
+        return future
 
 
 class Served:
@@ -22,15 +48,17 @@ class Served:
         store = VersionStore(keep=4)
         store.publish(model)
         self.folder = folder
-        self.keyring = LearntKeyring(read_key(folder / "trainer.key").pair)
+        self.broker = Broker(folder)
+        self.keyring = PullKeyring(self.broker)
         self.server = WeightServer(store, keyring=self.keyring)
         self.address = with_key(self.server.endpoint, self.keyring.pair.public)
         self.pullers: list[WeightPuller] = []
-        self.tell()
 
     def tell(self) -> None:
-        broker = FolderKeyring(self.folder)
-        self.keyring.learn(broker.generation, rows_of(broker.grants))
+        self.broker.read()
+        deadline = time.monotonic() + 10
+        while self.keyring.generation != self.broker.keyring.generation and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def puller(self, pair: KeyPair | None, address: str = "") -> WeightPuller:
         self.pullers.append(WeightPuller([address or self.address], pair=pair, stall_s=0.3))
@@ -96,3 +124,15 @@ def test_a_key_added_later_is_let_in_once_the_list_is_told(served, model, check)
     started = time.monotonic()
     check(puller.pull(deadline_s=10), model)
     assert time.monotonic() - started < 5
+
+
+def test_a_server_keeps_asking_whom_it_lets_in_until_it_is_closed(served, monkeypatch) -> None:
+    monkeypatch.setattr("slimebus.bus.security.pull_keyring.ASK_EVERY_S", 0.0)
+    deadline = time.monotonic() + 20
+    while served.broker.num_asked < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert served.broker.num_asked >= 4
+    served.server.close()
+    asked = served.broker.num_asked
+    time.sleep(1.2)  # longer than the server takes from one question to the next
+    assert served.broker.num_asked == asked
