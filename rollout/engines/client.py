@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.response import plain
-from slimebus.bus.errors import SlimebusError, Unreachable, UsageError, WeightsError
+from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, UsageError
 
 Sampling = dict[str, Any]
 
@@ -185,7 +185,7 @@ class EngineClient:
         try:
             await self._call("/update_weights_from_disk", body, timeout_s=timeout_s)
         except UsageError as error:
-            raise WeightsError(f"weights {version} of {path} were refused: {error.text}", retryable=False) from None
+            raise FatalWeightsError(f"weights {version} of {path} were refused: {error.text}") from None
 
     async def post_once(self, path: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> bytes:
         """The answer to a control call that must not come twice: a lost connection is Unreachable at once. UsageError for a refusal."""

@@ -72,5 +72,11 @@ class WeightsError(SlimebusError):
     retryable = True
 
 
+class FatalWeightsError(WeightsError):
+    """Weights, or what was asked of them, that another try would find as wrong."""
+
+    retryable = False
+
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.bus.messages import Error, Message, Ok, wire_name
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, TensorForm, digest_of, tensor_bytes
 
@@ -174,7 +174,7 @@ def check_names(entries: Iterable[TensorEntry]) -> None:
     """Raises WeightsError when two of the tensors have one name."""
     twice = next((name for name, count in Counter(entry.name for entry in entries).items() if count > 1), None)
     if twice is not None:
-        raise WeightsError(f"tensor {twice!r} is served by two publishers, or twice by one", retryable=False)
+        raise FatalWeightsError(f"tensor {twice!r} is served by two publishers, or twice by one")
 
 
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (ManifestRequest, ChunkRequest, ManifestReply, ChunkReply, Ok, Error)}

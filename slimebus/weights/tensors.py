@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError
 
 NO_BASE = -1
 """In place of a version: there is none."""
@@ -112,12 +112,12 @@ MAX_BYTES = 1 << 62
 def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The size of a tensor. Raises WeightsError for a name, a dtype or a shape that cannot be."""
     if not name.isprintable():  # a line break would make two models of one digest
-        raise WeightsError(f"tensor {name!r} has a name with characters that do not print", retryable=False)
+        raise FatalWeightsError(f"tensor {name!r} has a name with characters that do not print")
     if dtype not in DTYPE_BYTES:
-        raise WeightsError(f"tensor {name!r} has dtype {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}", retryable=False)
+        raise FatalWeightsError(f"tensor {name!r} has dtype {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")
     if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_BYTES for size in shape):
         text = f"{list(shape[:8])}{', ...' if len(shape) > 8 else ''}"
-        raise WeightsError(f"tensor {name!r} has shape {text}; expected at most {MAX_DIMENSIONS} sizes from 0 to 2^62", retryable=False)
+        raise FatalWeightsError(f"tensor {name!r} has shape {text}; expected at most {MAX_DIMENSIONS} sizes from 0 to 2^62")
     return math.prod(shape) * DTYPE_BYTES[dtype]
 
 
@@ -133,9 +133,8 @@ def as_tensor(name: str, value: TensorLike) -> Tensor:
     expected = tensor_bytes(name, dtype, shape)
     tensor = Tensor(dtype, shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8))
     if len(tensor.buffer) != expected:
-        raise WeightsError(
-            f"tensor {name!r}: {len(tensor.buffer)} bytes for {tensor.dtype} of shape {list(tensor.shape)}; expected {expected}",
-            retryable=False,
+        raise FatalWeightsError(
+            f"tensor {name!r}: {len(tensor.buffer)} bytes for {tensor.dtype} of shape {list(tensor.shape)}; expected {expected}"
         )
     return tensor
 

@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, Self
 
 import bench_fanout

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError
 from slimebus.bus.messages import Publish
 from slimebus.bus.transport.client import Client
 from slimebus.weights.files.disk_chain import DiskChain
@@ -34,7 +34,7 @@ class Coordinator:
         parts = [own, *self.exchange.collect(version, self.others, PARTS_TIMEOUT_S)]
         forms = [form for part in parts if part.made for form in part.made.forms]
         if len({form.name for form in forms}) != len(forms):
-            raise WeightsError(f"version {version}: two ranks publish a tensor of one name", retryable=False)
+            raise FatalWeightsError(f"version {version}: two ranks publish a tensor of one name")
         self.metrics = measured(version, parts)
         digest, publishers = digest_of(forms), [part.address for part in parts]
         if self.chain is not None:

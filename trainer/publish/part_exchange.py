@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.store.version_store import VersionInfo
 
 if TYPE_CHECKING:
@@ -107,13 +107,13 @@ class PartExchange:
                 raise WeightsError(f"version {version} is not announced; this trainer is leaving")
             if now >= deadline:
                 waited = f"rank {rank} did not complete its part in {now - started:.0f} s; see that rank's log"
-                raise WeightsError(f"version {version} is not announced: {waited}", retryable=False)
+                raise FatalWeightsError(f"version {version} is not announced: {waited}")
             if now - said > SAY_S:
                 said = now
                 log.warning("version %d waits for the part of rank %d, for %.0f s so far", version, rank, now - started)
         part = self._read(key)
         if part.problem:
-            raise WeightsError(f"version {version} is not announced: rank {rank} has no part of it: {part.problem}", retryable=False)
+            raise FatalWeightsError(f"version {version} is not announced: rank {rank} has no part of it: {part.problem}")
         return part
 
     def _read(self, key: str) -> Part:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import rice
 from slimebus.weights.codec.kernel import Bytes, Changes, Kernel, Values, load_kernel
 from slimebus.weights.codec.kernel_numpy import read_gaps, write_gaps
@@ -88,7 +88,7 @@ def encode(
     Raises WeightsError when the lengths differ, and with update when base is read-only.
     """
     if base.shape != target.shape or base.ndim != 1:
-        raise WeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length", retryable=False)
+        raise FatalWeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length")
     chosen, timed = kernel or load_kernel(), stages or Stages()
     given, base, target = base, _plain(base, is_written=update), _plain(target)
 
@@ -146,7 +146,7 @@ def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel
     2.5 times, on noise), since those are not at hand. Raises WeightsError on a bad payload.
     """
     if not payloads:
-        raise WeightsError("merge of no payloads; expected at least one", retryable=False)
+        raise FatalWeightsError("merge of no payloads; expected at least one")
     chosen = kernel or load_kernel()
     chain = [split_units(payload, num_values) for payload in payloads]
     return _join(_merge_units(units, zstd, chosen) for units in zip(*chain, strict=True))
@@ -155,9 +155,9 @@ def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel
 def _plain(values: Values, *, is_written: bool = False) -> Values:
     """The array as the kernels take it, who trust its type and its memory: a copy of one that is not aligned, native and without gaps."""
     if values.ndim != 1 or values.dtype.newbyteorder("=") != np.uint16:
-        raise WeightsError(f"{values.dtype} values of shape {values.shape}; expected a flat array of uint16", retryable=False)
+        raise FatalWeightsError(f"{values.dtype} values of shape {values.shape}; expected a flat array of uint16")
     if is_written and not values.flags.writeable:
-        raise WeightsError("values that are to be written to are read-only", retryable=False)
+        raise FatalWeightsError("values that are to be written to are read-only")
     is_plain = values.flags.c_contiguous and values.flags.aligned and values.dtype.isnative
     return values if is_plain else np.array(values, np.uint16)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slimebus.atomic_file import replacing
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files.safetensors_file import as_weights
@@ -85,10 +85,10 @@ def read(path: Path) -> DeltaFile:
     head = b"".join(file.pieces(0, min(HEAD_BYTES, file.size)))
     length = int.from_bytes(head[8:16], "little")
     if head[:8] != MAGIC or len(head) < HEAD_BYTES or length > min(MAX_MANIFEST_BYTES, file.size - HEAD_BYTES):
-        raise WeightsError(f"{path}: not a slimebus delta file, or cut off", retryable=False)
+        raise FatalWeightsError(f"{path}: not a slimebus delta file, or cut off")
     encoded = b"".join(file.pieces(HEAD_BYTES, HEAD_BYTES + length))
     if bytes.fromhex(checksum(encoded)) != head[16:]:
-        raise WeightsError(f"{path}: its manifest does not have the bytes it was written with", retryable=False)
+        raise FatalWeightsError(f"{path}: its manifest does not have the bytes it was written with")
     manifest = decode_manifest(encoded, path)
     return DeltaFile(manifest, _payloads(file, manifest, HEAD_BYTES + length))
 
@@ -101,9 +101,8 @@ def _payloads(file: _OpenFile, manifest: Manifest, start: int) -> dict[str, Iter
         found[entry.name] = _Payload(file, at, at + entry.size)
         at += entry.size
     if at != file.size:
-        raise WeightsError(
-            f"{file.path}: {file.size - start} bytes of payloads, its manifest says {at - start}; it is cut off or was written to",
-            retryable=False,
+        raise FatalWeightsError(
+            f"{file.path}: {file.size - start} bytes of payloads, its manifest says {at - start}; it is cut off or was written to"
         )
     return found
 
@@ -156,8 +155,8 @@ def apply(delta: DeltaFile, base: Weights | None, *, memory: Memory | None = Non
         if plan.has(entry):
             continue
         if entry.kind == SAME or (entry.kind == DELTA and base is None):
-            raise WeightsError(
-                f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base to make it of", retryable=False
+            raise FatalWeightsError(
+                f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base to make it of"
             )
         job = Job(entry, plan.known[entry.name] if entry.kind == DELTA else None, plan.memory)
         offset = 0
@@ -175,8 +174,8 @@ def _check_base(manifest: Manifest, base: Weights) -> None:
     changed = [entry for entry in manifest.tensors if entry.kind != SAME]
     if changed and base.digest == manifest.digest:
         hint = f", with tensor {changed[0].name!r} of hash {changed[0].base_hash}" if changed[0].base_hash else ""
-        raise WeightsError(
-            f"the base has digest {base.digest}: it is already what the delta leads to; expected what it starts from{hint}", retryable=False
+        raise FatalWeightsError(
+            f"the base has digest {base.digest}: it is already what the delta leads to; expected what it starts from{hint}"
         )
     before = {form.name: form for form in base.forms}
     for entry in manifest.tensors:
@@ -184,8 +183,7 @@ def _check_base(manifest: Manifest, base: Weights) -> None:
         found = before.get(entry.name)
         if entry.kind != FULL and found != expected:
             has = f"{found.kind}, hash {found.hash}" if found else "no such tensor"
-            raise WeightsError(
+            raise FatalWeightsError(
                 f"tensor {entry.name!r} of the base is not what the delta starts from (version {manifest.base}): "
-                f"the base has {has}; expected {expected.kind}, hash {expected.hash}",
-                retryable=False,
+                f"the base has {has}; expected {expected.kind}, hash {expected.hash}"
             )

@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from slimebus.atomic_file import replacing
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import DELTA, SAME, Manifest
@@ -84,7 +84,7 @@ def part_files(folder: Path) -> dict[Path, int]:
 def chain_dir(root: Path, lineage: str) -> Path:
     """The folder of a lineage. Raises WeightsError for a name that is no folder name."""
     if not LINEAGE.fullmatch(lineage):
-        raise WeightsError(f"lineage {lineage[:64]!r} cannot name a folder; expected letters, digits, - and _", retryable=False)
+        raise FatalWeightsError(f"lineage {lineage[:64]!r} cannot name a folder; expected letters, digits, - and _")
     return root / lineage
 
 
@@ -116,7 +116,7 @@ class DiskChain:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as bad:
-            raise WeightsError(f"weights directory {root}: {bad.strerror}; it must be writable for the trainer", retryable=False) from None
+            raise FatalWeightsError(f"weights directory {root}: {bad.strerror}; it must be writable for the trainer") from None
 
     @property
     def address(self) -> str:
@@ -155,10 +155,9 @@ class DiskChain:
         if latest is not None and (latest.version, latest.digest) == (version, digest):
             return
         if latest is not None and latest.version >= version:
-            raise WeightsError(
+            raise FatalWeightsError(
                 f"{self.folder} is at version {latest.version}, digest {latest.digest}, already; this is {version}, digest {digest}; "
-                "two trainers write there",
-                retryable=False,
+                "two trainers write there"
             )
         self._retried(version, lambda: self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest)))
 
@@ -291,9 +290,8 @@ class DiskPuller(PullLoop):
             found = delta_file.joined([delta_file.read(self.folder / name) for name in latest.files(version, kind)])
         says = found.manifest
         if (says.lineage, says.version) != (self.folder.name, version):
-            raise WeightsError(
+            raise FatalWeightsError(
                 f"{self.folder / part_file(version, 0, kind)} is of version {says.version} of lineage {says.lineage}; "
-                f"expected was {version} of {self.folder.name}",
-                retryable=False,
+                f"expected was {version} of {self.folder.name}"
             )
         return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files import delta_file, disk_chain
 from slimebus.weights.files.comparison import natural
@@ -37,10 +37,9 @@ def read(path: Path) -> Mapping[str, Tensor]:
         return read_model(path)
     found = delta_file.read(path)
     if found.manifest.base != NO_BASE:
-        raise WeightsError(
+        raise FatalWeightsError(
             f"{path} is a delta to version {found.manifest.version}: it has what changed and no model; expected a model directory, "
-            "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it",
-            retryable=False,
+            "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it"
         )
     return delta_file.apply(found, None).tensors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from slimebus.atomic_file import replacing
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError
 from slimebus.weights.host.mapped_file import Access, map_file
 from slimebus.weights.tensors import SAFETENSORS_CODES, Tensor, Weights, digest_of, forms_of, hash_bytes, tensor_bytes
 
@@ -70,12 +70,10 @@ def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:
     for file, promised in _files(path).items():
         found = dict(read_file(file, access))
         if twice := sorted(tensors.keys() & found.keys()):
-            raise WeightsError(f"{file}: tensor {twice[0]!r} is in another file of {path} too", retryable=False)
+            raise FatalWeightsError(f"{file}: tensor {twice[0]!r} is in another file of {path} too")
         tensors |= found
         if lacking := sorted(promised - found.keys()):
-            raise WeightsError(
-                f"{file}: {len(lacking)} tensors that {INDEX_FILE} says are in it are not, such as {lacking[0]!r}", retryable=False
-            )
+            raise FatalWeightsError(f"{file}: {len(lacking)} tensors that {INDEX_FILE} says are in it are not, such as {lacking[0]!r}")
     return tensors
 
 
@@ -100,7 +98,7 @@ def read_file(path: Path, access: Access = "read") -> Iterator[tuple[str, Tensor
         with safe_open(path, "numpy") as file:
             forms = [(name, file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape())) for name in file.offset_keys()]
     except SafetensorError as bad:
-        raise WeightsError(f"{path}: not a whole safetensors file: {bad}", retryable=False) from None
+        raise FatalWeightsError(f"{path}: not a whole safetensors file: {bad}") from None
     with path.open("rb") as opened:
         at = 8 + int.from_bytes(opened.read(8), "little")
         data = map_file(opened.fileno(), os.fstat(opened.fileno()).st_size, access, at_once=access == "private")
@@ -123,9 +121,9 @@ def _files(path: Path) -> dict[Path, set[str]]:
         for name, file in json.loads(index.read_text())["weight_map"].items():
             files.setdefault(path / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as bad:
-        raise WeightsError(f"{index}: expected a JSON object with a weight_map: {bad!r}", retryable=False) from None
+        raise FatalWeightsError(f"{index}: expected a JSON object with a weight_map: {bad!r}") from None
     if missing := sorted(str(file) for file in files if file.parent != path or not file.is_file()):
-        raise WeightsError(f"{index}: shards are missing or outside of {path}: {', '.join(missing)}", retryable=False)
+        raise FatalWeightsError(f"{index}: shards are missing or outside of {path}: {', '.join(missing)}")
     return files
 
 
@@ -133,9 +131,9 @@ def _without_index(path: Path) -> list[Path]:
     """Every .safetensors file of a directory. Raises WeightsError where there is none, or where their names say that some are missing."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise WeightsError(f"{path} has no .safetensors file; is it a Hugging Face model directory?", retryable=False)
+        raise FatalWeightsError(f"{path} has no .safetensors file; is it a Hugging Face model directory?")
     shards = Counter((found[1], int(found[2])) for file in files if (found := SHARD.fullmatch(file.name)))
     for (name, total), count in shards.items():
         if count != total:
-            raise WeightsError(f"{path}: {count} of the {total} shards of {name} are there, and no {INDEX_FILE}", retryable=False)
+            raise FatalWeightsError(f"{path}: {count} of the {total} shards of {name} are there, and no {INDEX_FILE}")
     return files

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError
 
 Access = Literal["read", "write", "private"]
 """private: for those who insist on memory that can be written to (torch); the file does not see it."""
@@ -33,7 +33,7 @@ def map_file(descriptor: int, size: int, access: Access, *, at_once: bool = Fals
     address = libc.mmap(None, size, first, flags, descriptor, 0)
     if address == _FAILED or libc.mprotect(address, size, _PROTECTION[access]):
         why = os.strerror(ctypes.get_errno())
-        raise WeightsError(f"a file of {size} bytes cannot be mapped: {why}; is vm.max_map_count too low?", retryable=False)
+        raise FatalWeightsError(f"a file of {size} bytes cannot be mapped: {why}; is vm.max_map_count too low?")
     owner = (ctypes.c_uint8 * size).from_address(address)
     # Not at the interpreter's end, when threads may still read: the kernel unmaps then.
     weakref.finalize(owner, libc.munmap, address, size).atexit = False

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from slimebus.bus import envelope
-from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
+from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable
 from slimebus.bus.messages import Error, Message
 from slimebus.bus.security.exposure import is_local
 from slimebus.bus.security.key_file import KeyPair
@@ -89,9 +89,7 @@ class WeightServerConnection:
     def __init__(self, endpoint: str, *, name: str, stall_s: float, pair: KeyPair | None = None) -> None:
         self.endpoint, _, self._server_key = endpoint.partition(KEY_MARK)
         if self._server_key and pair is None:
-            raise WeightsError(
-                f"the weight server at {self.endpoint} takes nobody without a key; give the folder of keys with --keys", retryable=False
-            )
+            raise FatalWeightsError(f"the weight server at {self.endpoint} takes nobody without a key; give the folder of keys with --keys")
         self._name, self.stall_s, self._pair = name, stall_s, pair
         self._open: set[int] = set()
         self._patience = 1
@@ -208,7 +206,7 @@ class WeightServerConnection:
             connect(self.socket, self.endpoint, self._pair, self._server_key)
         except (zmq.ZMQError, ValueError) as bad:
             _end(self._context, self._sockets)
-            raise WeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}", retryable=False) from None
+            raise FatalWeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}") from None
         self.listen()
         self._jitter = random.uniform(0.8, 1.2)
 

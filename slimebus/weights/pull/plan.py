@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.messages import DELTA, Manifest, TensorEntry
 from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes, new_hasher
@@ -57,7 +57,7 @@ class OwnMemory:
         try:
             return np.empty(form.size, np.uint8)
         except MemoryError:
-            raise WeightsError(f"no memory for the {form.size} bytes of tensor {form.name!r}", retryable=False) from None
+            raise FatalWeightsError(f"no memory for the {form.size} bytes of tensor {form.name!r}") from None
 
     def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None: ...
 

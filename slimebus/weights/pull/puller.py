@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 
 import msgspec
 
-from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
+from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, WeightsError
 from slimebus.bus.security.key_file import KeyPair
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
@@ -68,7 +68,7 @@ class WeightPuller(PullLoop):
         host: HostPullSharing | None = None,
     ) -> None:
         if not endpoints:
-            raise WeightsError("a puller needs the address of at least one weight server", retryable=False)
+            raise FatalWeightsError("a puller needs the address of at least one weight server")
         self._credits, self._chunk_bytes, self._max_bytes = credits, chunk_bytes, max_bytes
         self._connect_to = functools.partial(WeightServerConnection, name="puller", stall_s=stall_s, pair=pair)
         self._connections = [self._connect_to(endpoint) for endpoint in endpoints]
@@ -115,7 +115,7 @@ class WeightPuller(PullLoop):
         check_names(entries)
         if sum(entry.form.size for entry in entries) > self._max_bytes:
             version = manifests[0][0].version
-            raise WeightsError(f"version {version} is larger than the {self._max_bytes} bytes that this puller accepts", retryable=False)
+            raise FatalWeightsError(f"version {version} is larger than the {self._max_bytes} bytes that this puller accepts")
         targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
         if len(targets) > 1:
             self._bring_apart(plan, newest, deadline)

@@ -6,7 +6,7 @@ Nothing unverified leaves here, and whoever pulls verifies again by the publishe
 import threading
 from collections.abc import Iterable
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.messages import Manifest, VersionGone
 from slimebus.weights.pull.plan import Target
 from slimebus.weights.tensors import NO_BASE
@@ -51,7 +51,7 @@ class RelayPayloads:
 
     def manifest(self, have_lineage: str, have_version: int, want: int) -> Manifest:
         """Manifests, and with them hashes, come from the publisher only."""
-        raise WeightsError("a worker passes payloads on; ask the publisher for the manifest", code="no_manifest", retryable=False)
+        raise FatalWeightsError("a worker passes payloads on; ask the publisher for the manifest", code="no_manifest")
 
     def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
         """A verified payload. Raises NotYet for one that may come, VersionGone for others."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from slimebus.bus.envelope import error_reply
-from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.bus.errors import FatalWeightsError, SlimebusError, WeightsError
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import Request, Server, describe
 from slimebus.weights.messages import (
@@ -105,7 +105,7 @@ class WeightServer:
                 self.sent_bytes += sum(len(frame) for frame in frames)
                 self._server.reply(request, ChunkReply(gone=gone), frames)
             else:
-                raise WeightsError(f"a weight server answers no {type(message).__name__}", code="unexpected", retryable=False)
+                raise FatalWeightsError(f"a weight server answers no {type(message).__name__}", code="unexpected")
         except NotYet as coming:
             self._server.reply(request, ChunkReply(later=True, is_pulling=coming.is_pulling))
         except SlimebusError as problem:
@@ -115,14 +115,14 @@ class WeightServer:
         """The bytes of the pieces, and the indices of those that are gone."""
         if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
             limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
-            raise WeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK, retryable=False)
+            raise FatalWeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK)
         frames, gone = [], []
         for index, piece in enumerate(request.pieces):
             try:
                 payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
                 if min(piece.offset, piece.length) < 0 or piece.offset + piece.length > len(payload):
                     asked = f"bytes {piece.offset} to {piece.offset + piece.length} of {piece.name!r}, which has {len(payload)}"
-                    raise WeightsError(asked, code=BAD_CHUNK, retryable=False)
+                    raise FatalWeightsError(asked, code=BAD_CHUNK)
                 frames.append(payload[piece.offset : piece.offset + piece.length])
             except VersionGone:
                 frames.append(memoryview(b""))
@@ -134,7 +134,7 @@ class WeightServer:
 
     def _make_manifest(self, message: ManifestRequest) -> tuple[ManifestReply, bytes]:
         if len(message.serves) > MAX_ADDRESS_BYTES or (message.serves and not message.serves.startswith("tcp://")):
-            raise WeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address", retryable=False)
+            raise FatalWeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address")
         manifest = self._store.manifest(message.have_lineage, message.have_version, message.want)
         source = ""
         if self._fanout is not None and manifest.base != manifest.version:

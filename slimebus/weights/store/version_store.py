@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.messages import NO_VERSION_YET, Manifest, VersionGone
 from slimebus.weights.stages import Stages
@@ -92,7 +92,7 @@ class VersionStore:
 
     def __init__(self, *, keep: int = 8, lineage: str | None = None, first_version: int = 0, threads: int = 1) -> None:
         if keep < 1:
-            raise WeightsError(f"keep is {keep}; a store keeps at least the delta of 1 version", retryable=False)
+            raise FatalWeightsError(f"keep is {keep}; a store keeps at least the delta of 1 version")
         self.keep, self.lineage = keep, lineage or secrets.token_hex(8)
         self.next_version = first_version
         """The number of the version that the next publish makes."""
@@ -125,7 +125,7 @@ class VersionStore:
         with self._publishing:
             given = {name: as_tensor(name, value) for name, value in tensors.items()}
             if version is not None and version != self.next_version:
-                raise WeightsError(f"publish of version {version}; the next one here is {self.next_version}", retryable=False)
+                raise FatalWeightsError(f"publish of version {version}; the next one here is {self.next_version}")
             try:
                 return self._publish(given, self.next_version)
             except BaseException:
