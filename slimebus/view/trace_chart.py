@@ -7,12 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.errors import DataError, UsageError
-from slimebus.view.chart import ACCURACY, GREY, INK, LAG, REWARD, RULE, STYLE, beside
 from slimebus.view.trace import LANES, SpanRow, processes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+INK, GREY, RULE = "#1f2933", "#6b7785", "#dde2e7"
+ACCURACY, REWARD, LAG = "#0b6e8a", "#d9822b", "#8796a5"
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.linewidth": 0.8,
+    "axes.labelcolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+}
 BARS = {
     "train": (ACCURACY, "train"),
     "wait": (RULE, "wait for a batch"),
@@ -102,3 +113,9 @@ def _draw_groups(axes: "Axes", spans: Sequence[SpanRow], start: float, height: i
     top = max(counts)
     axes.stairs([height - 0.3 + 0.6 * n / top for n in counts], edges, baseline=height - 0.3, fill=True, color=LAG, linewidth=0)
     beside(axes, height, f"up to {top}", (6, 0), fontsize=8.5, color=GREY)
+
+
+def beside(axes: "Axes", height: float, text: str, shift: tuple[float, float], **style: Any) -> None:
+    """Text right of the axes at a height of its data, moved by `shift` points."""
+    place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+    axes.annotate(text, (1, height), xytext=shift, **place, **style)

@@ -1,29 +1,18 @@
-"""The picture of a run: accuracy, reward and lag over time, as one PNG."""
+"""The picture of the quick start: accuracy, reward and lag over time, as one PNG."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.formatting import duration
 from slimebus.view.report import Report, Rows
+from slimebus.view.trace_chart import ACCURACY, GREY, INK, LAG, REWARD, RULE, STYLE, beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, GREY, RULE = "#1f2933", "#6b7785", "#dde2e7"
-ACCURACY, REWARD, LAG = "#0b6e8a", "#d9822b", "#8796a5"
 MARGIN_LEFT, MARGIN_RIGHT = 0.06, 0.825
-STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": RULE,
-    "axes.linewidth": 0.8,
-    "axes.labelcolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-}
 REWARD_WINDOW = 9
 """Steps that the drawn reward is averaged over; each step's own is drawn faintly behind it."""
 
@@ -127,9 +116,3 @@ def _label(axes: "Axes", height: float, color: str, text: str, note: str) -> Non
     """Text right of the axes at a height of its data, a smaller note under it."""
     beside(axes, height, text, (10, 0), color=color, weight="bold", fontsize=10)
     beside(axes, height, note, (10, -13), color=GREY, weight="normal", fontsize=8.5)
-
-
-def beside(axes: "Axes", height: float, text: str, shift: tuple[float, float], **style: Any) -> None:
-    """Text right of the axes at a height of its data, moved by `shift` points."""
-    place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-    axes.annotate(text, (1, height), xytext=shift, **place, **style)
