@@ -22,8 +22,9 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
-from slimebus.weights.pull.plan import Job, Memory, Plan, Target
+from slimebus.weights.pull.plan import Job, Plan, Target
 from slimebus.weights.store.delta_cache import Delta, entry_of
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, checksum, digest_of
 
@@ -139,14 +140,14 @@ def base_for(delta: DeltaFile, tensors: Mapping[str, Tensor]) -> Weights:
     return as_weights({name: rounded(tensor) if dtypes.get(name) == "bfloat16" else tensor for name, tensor in tensors.items()})
 
 
-def apply(delta: DeltaFile, base: Weights | None, *, memory: Memory | None = None) -> Weights:
-    """The version that a file leads to, verified. base: None for a file of full tensors only. memory: where its new tensors come to be.
+def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None = None) -> Weights:
+    """The version that a file leads to, verified. base: None for a file of full tensors only. folder: where its new tensors come to be.
 
     The bytes of base decide, not its lineage and version. Raises WeightsError when it is not what the file starts from, and when any
     byte is not what its writer hashed; OSError.
     """
     manifest = delta.manifest
-    target, plan = Target(manifest.lineage, manifest.version), Plan(base, memory=memory)
+    target, plan = Target(manifest.lineage, manifest.version), Plan(base, folder=folder)
     check_names(manifest.tensors)
     if base is not None and manifest.base != NO_BASE:
         _check_base(manifest, base)
@@ -158,7 +159,7 @@ def apply(delta: DeltaFile, base: Weights | None, *, memory: Memory | None = Non
             raise FatalWeightsError(
                 f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base to make it of"
             )
-        job = Job(entry, plan.known[entry.name] if entry.kind == DELTA else None, plan.memory)
+        job = Job(entry, plan.known[entry.name] if entry.kind == DELTA else None, folder)
         offset = 0
         for piece in delta.payloads[entry.name]:
             job.put(offset, memoryview(piece))

@@ -27,7 +27,7 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import DELTA, SAME, Manifest
-from slimebus.weights.pull.plan import Memory, Plan, Target
+from slimebus.weights.pull.plan import Plan, Target
 from slimebus.weights.pull.pull_loop import Again, PullLoop
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, checksum
@@ -268,10 +268,10 @@ class DiskPuller(PullLoop):
         """File after file. Only the last version comes to be in shared memory."""
         weights = have
         for found in files:
-            memory: Memory | None = self._host.folder if self._host is not None and found is files[-1] else None
+            folder = self._host.folder if self._host is not None and found is files[-1] else None
             watched = found._replace(payloads={name: self._watched(pieces) for name, pieces in found.payloads.items()})
             with self.stages("verify"):
-                weights = delta_file.apply(watched, weights, memory=memory)
+                weights = delta_file.apply(watched, weights, folder=folder)
         assert weights is not None, "there are files, or there is nothing newer than `have`"
         return weights
 

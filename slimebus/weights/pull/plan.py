@@ -4,13 +4,14 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
+from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, Manifest, TensorEntry
 from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes, new_hasher
 from slimebus.weights.threads import Threads
@@ -37,33 +38,6 @@ class PullCounts:
     bad_sources: int = 0
 
 
-class Memory(Protocol):
-    """Where the tensors of a pull come to be, and where some may be already."""
-
-    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
-        """A place for the bytes of a tensor. Called by several threads. Raises WeightsError where there is no room."""
-
-    def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None:
-        """They are there, and verified."""
-
-    def check_room(self, size: int) -> None:
-        """Raises WeightsError when so many bytes cannot be allocated."""
-
-
-class OwnMemory:
-    """This process's own, as a Memory."""
-
-    def allocate(self, form: TensorForm) -> NDArray[np.uint8]:
-        try:
-            return np.empty(form.size, np.uint8)
-        except MemoryError:
-            raise FatalWeightsError(f"no memory for the {form.size} bytes of tensor {form.name!r}") from None
-
-    def keep(self, form: TensorForm, buffer: NDArray[np.uint8]) -> None: ...
-
-    def check_room(self, size: int) -> None: ...
-
-
 @dataclass
 class Known:
     """A verified tensor and the version it is of (the newest it is known to be the same in)."""
@@ -72,14 +46,21 @@ class Known:
     form: TensorForm
     tensor: Tensor
 
+    def starts(self, delta: TensorEntry) -> bool:
+        """Whether the entry is a delta that begins at this tensor."""
+        return delta.kind == DELTA and self.form == delta.form._replace(hash=delta.base_hash)
+
 
 @dataclass
 class Job:
-    """One payload under way: the delta from base, or without a base the tensor itself. source: the worker that it comes from, if any."""
+    """One payload under way: the delta from base, or without a base the tensor itself. source: the worker that it comes from, if any.
+
+    folder: where the tensor comes to be; None: in this process's own memory.
+    """
 
     entry: TensorEntry
     base: Known | None
-    memory: Memory
+    folder: SharedFolder | None = None
     missing_bytes: int = field(init=False)
     source: str = ""
 
@@ -90,7 +71,12 @@ class Job:
     @functools.cached_property
     def result(self) -> NDArray[np.uint8]:
         """Where the tensor comes to be. Raises WeightsError where there is no room."""
-        return self.memory.allocate(self.form)
+        if self.folder is not None:
+            return self.folder.allocate(self.form)
+        try:
+            return np.empty(self.form.size, np.uint8)
+        except MemoryError:
+            raise FatalWeightsError(f"no memory for the {self.form.size} bytes of tensor {self.form.name!r}") from None
 
     @functools.cached_property
     def payload(self) -> NDArray[np.uint8]:
@@ -135,10 +121,13 @@ class Target(NamedTuple):
 
 
 class Plan:
-    """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice."""
+    """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice.
 
-    def __init__(self, have: Weights | None, *, memory: Memory | None = None, counts: PullCounts | None = None) -> None:
-        self.have, self.memory, self.counts = have, memory or OwnMemory(), counts or PullCounts()
+    folder: where its tensors come to be; None: in this process's own memory.
+    """
+
+    def __init__(self, have: Weights | None, *, folder: SharedFolder | None = None, counts: PullCounts | None = None) -> None:
+        self.have, self.folder, self.counts = have, folder, counts or PullCounts()
         self.lineage = have.lineage if have else ""
         self.known = {form.name: Known(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
         self.num_verified = 0
@@ -167,7 +156,8 @@ class Plan:
 
     def check_room(self, entries: Iterable[TensorEntry]) -> None:
         """Raises WeightsError when there is no room for those of them that are missing."""
-        self.memory.check_room(sum(form.size for form in self.lacks(entries)))
+        if self.folder is not None:
+            self.folder.check_room(sum(form.size for form in self.lacks(entries)))
 
     def missing(self, relative: Sequence[Manifest]) -> Iterator[Job]:
         """The payloads that are still missing of a part; its manifests differ only in their base."""
@@ -176,13 +166,13 @@ class Plan:
             if self.has(entry):
                 continue
             known = self.known.get(entry.name)
-            delta = deltas.get(known.version, {}).get(entry.name) if known else None
-            is_step = known and delta and is_step_from(known, delta) and not self._wrong[entry.name]
-            yield Job(delta, known, self.memory) if is_step and delta else Job(entry, None, self.memory)
+            delta = deltas.get(known.version, {}).get(entry.name) if known and not self._wrong[entry.name] else None
+            yield Job(delta, known, self.folder) if known and delta and known.starts(delta) else Job(entry, None, self.folder)
 
     def learn(self, job: Job, target: Target) -> None:
         """A tensor is verified."""
-        self.memory.keep(job.form, job.result)
+        if self.folder is not None:
+            self.folder.keep(job.form, job.result)
         self.adopt(job.form, job.result, target)
 
     def adopt(self, form: TensorForm, buffer: NDArray[np.uint8], target: Target) -> None:
@@ -215,8 +205,3 @@ class Plan:
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
         return Weights(target.lineage, target.version, digest_of(entry.form for entry in entries), tensors, hashes)
-
-
-def is_step_from(known: Known, entry: TensorEntry) -> bool:
-    """Whether the entry's delta begins at this tensor."""
-    return entry.kind == DELTA and known.form == entry.form._replace(hash=entry.base_hash)

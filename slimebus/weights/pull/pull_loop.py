@@ -58,7 +58,7 @@ class PullLoop(ABC):
             self.stages = Stages()
             plan, self._unfinished = self._unfinished, None
             if plan is None or plan.have is not have:
-                plan = Plan(have, memory=self._host.folder if self._host else None, counts=self.counts)
+                plan = Plan(have, folder=self._host.folder if self._host else None, counts=self.counts)
             if self._host is not None:
                 self._host.begin()
             try:
