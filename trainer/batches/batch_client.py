@@ -7,6 +7,7 @@ commit(s): frees the groups of every step before the oldest checkpoint kept
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,8 +40,10 @@ MAX_CHOICES = 256
 class BatchClient:
     """The trainer's side of the broker's batches; used by rank 0 alone. vocab_size: token ids are below it."""
 
-    def __init__(self, client: Client, config: RunConfig, vocab_size: int, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.client, self.config, self.vocab_size, self.sleep = client, config, vocab_size, sleep
+    def __init__(self, client: Client, config: RunConfig, vocab_size: int, *, sleep: Callable[[float], object] | None = None) -> None:
+        self.client, self.config, self.vocab_size = client, config, vocab_size
+        self._leaving = threading.Event()
+        self._sleep = sleep or self._leaving.wait
         self._trained = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._next: Future[StepBatch] | None = None
@@ -74,7 +77,7 @@ class BatchClient:
                 num_rejected += self._reject(step, problems)
             except SlimebusError as bad:
                 num_chosen += 1
-                if bad.code != "not_assigned":
+                if bad.code != "not_assigned" or self._leaving.is_set():
                     raise
                 if num_chosen == MAX_CHOICES:
                     raise SlimebusError(
@@ -83,7 +86,7 @@ class BatchClient:
                         code="not_assigned",
                     ) from None
                 log.warning("the batch of step %d is chosen again: %s", step, bad.text)
-                self.sleep(min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_chosen - 1, 16)))
+                self._sleep(min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_chosen - 1, 16)))
 
     def _load_once(self, step: int) -> tuple[StepBatch, dict[str, str]]:
         """The batch, and why each group of it that cannot be trained cannot."""
@@ -141,11 +144,13 @@ class BatchClient:
         return [reply.bulk[end - n : end] for n, end in zip(num_frames, ends, strict=True)]
 
     def _ask(self, message: Message) -> Reply:
-        """The answer, however long the broker is away: the client's log says since when."""
+        """The answer, however long the broker is away: the client's log says since when. Raises Unreachable once `close` was called."""
         while True:
             try:
                 return self.client.call(message, timeout_s=CALL_TIMEOUT_S)
             except Unreachable as away:
+                if self._leaving.is_set():
+                    raise
                 log.debug("%s; asked again", away.text)
 
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
@@ -154,7 +159,8 @@ class BatchClient:
         self._trained = step + 1
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop asking, also a broker that does not answer."""
+        self._leaving.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -204,6 +204,28 @@ def test_a_broker_that_is_away_longer_than_any_timeout_is_waited_for() -> None:
     batch_client.close()
 
 
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+class SilentBroker:
+    """Never answers."""
+
+    def call(self, message: Any, *, timeout_s: float) -> Any:
+        raise Unreachable("no answer from the broker")
+
+
+@pytest.mark.parametrize("broker", [SilentBroker(), ForgetfulBroker(gone=10**9)], ids=["away", "forgetful"])
+def test_a_trainer_that_leaves_waits_for_no_broker(broker: Any) -> None:
+    before = prefetching()
+    batch_client = BatchClient(broker, RunConfig(), 9)
+    assert batch_client.take(0, 0.05) is None
+    batch_client.close()
+    for thread in set(prefetching()) - set(before):
+        thread.join(2.0)
+        assert not thread.is_alive()
+
+
 def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
     class SlowBroker(RefillingBroker):
         may_answer = threading.Event()
