@@ -6,7 +6,6 @@ import signal
 
 import uvloop
 
-from rollout.engines.pool import vocab_size
 from rollout.tokenizer import Tokenizer
 from rollout.worker import Worker
 from slimebus.bus.messages import Welcome
@@ -29,7 +28,6 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     logs.set_up("rollout", debug=debug)
     interrupt_on_sigterm()
     raise_all(worker_problems(resolved))
-    model_dir = resolved.model_dir
     check_bind(
         *(resolved.config.weights.fanout_bind or LOOPBACK, "weights.fanout_bind"),
         has_keys=resolved.keys_path is not None,
@@ -41,8 +39,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
         welcome = joining.join(client, "rollout", resolved.config.broker.connect_timeout_s)
         joining.say_starting(client, welcome, "loads its tokenizer")
-        apply_chat_template = resolved.config.data.apply_chat_template
-        tokenizer = Tokenizer(model_dir, apply_chat_template=apply_chat_template, vocab_size=vocab_size(model_dir))
+        tokenizer = Tokenizer(resolved.model_dir, apply_chat_template=resolved.config.data.apply_chat_template)
         uvloop.run(_run(resolved, client, welcome, tokenizer))
     except KeyboardInterrupt:
         log.info("interrupted")

@@ -25,23 +25,10 @@ def _load(model_dir: Path) -> Any:
 class Tokenizer:
     """The model's tokenizer. Special tokens are never added silently: a prompt is encoded as it stands."""
 
-    def __init__(self, model_dir: Path, *, apply_chat_template: bool, vocab_size: int | None = None) -> None:
-        """vocab_size: the model's. Raises UsageError for a directory without a tokenizer, or with one that has ids beyond it."""
-        if not (model_dir / "tokenizer.json").is_file() and not (model_dir / "tokenizer_config.json").is_file():
-            raise UsageError(f"{model_dir}: no tokenizer (tokenizer.json); model.hf_checkpoint must be a Hugging Face directory with one")
+    def __init__(self, model_dir: Path, *, apply_chat_template: bool) -> None:
         self._tokenizer = _load(model_dir)
-        self._check_vocabulary(model_dir, vocab_size)
         self.apply_chat_template = apply_chat_template
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
-
-    def _check_vocabulary(self, model_dir: Path, vocab_size: int | None) -> None:
-        tokens: dict[str, int] = self._tokenizer.get_vocab()
-        token = max(tokens, key=tokens.__getitem__, default=None)
-        if vocab_size is not None and token is not None and tokens[token] >= vocab_size:
-            raise UsageError(
-                f"{model_dir}: the tokenizer gives token {token!r} id {tokens[token]}, but the model's vocab_size is {vocab_size}; "
-                "model and tokenizer do not match, use the tokenizer that the model was made with"
-            )
 
     def encode_prompt(self, prompt: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 [P]. A list of messages goes through the chat template, with the tools, ending where the assistant starts."""

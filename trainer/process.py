@@ -11,6 +11,8 @@ from slimebus.bus.security.exposure import check_bind
 from slimebus.bus.transport.silence import SILENT_S
 from slimebus.cli import logs
 from slimebus.cli.config import Resolved
+from slimebus.cli.config.file_checks import trainer_problems
+from slimebus.cli.config.load import raise_all
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
 from trainer.broker_session import BrokerSession
@@ -40,6 +42,7 @@ def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
     bind, insecure = resolved.config.weights.weights_bind, resolved.config.security.insecure
     check_bind(bind, "weights.weights_bind", has_keys=resolved.keys_path is not None, insecure=insecure)
+    raise_all(trainer_problems(resolved))
     session, model_dir = None, str(resolved.model_dir)
     try:
         if int(os.environ.get("RANK", "0")) == 0:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import ConfigError
+from slimebus.model_folder import CONFIG, read_json
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -42,7 +43,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, rename=RENAMED):
     @classmethod
     def read(cls, model_path: Path) -> ModelConfig:
         """The config of the model in `model_path`; ConfigError names what is missing or not served."""
-        path = model_path / "config.json"
+        path = model_path / CONFIG
         raw = {name: value for name, value in read_json(path).items() if value is not None}
         _refuse_unserved(raw, path)
         derived = {"rope": _rope(raw), "eos_token_ids": _eos_token_ids(raw, model_path)}
@@ -73,16 +74,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, rename=RENAMED):
     def output_bias(self) -> bool:
         """Whether attention's output projection has a bias."""
         return self.attention_bias and self.architecture != "Qwen2ForCausalLM"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError names the file and what is wrong with it."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; --model-path must name a Hugging Face model directory") from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} could not be read as a JSON object: {error}") from None
 
 
 def _refuse_unserved(raw: dict[str, Any], path: Path) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rollout import partials
 from rollout.engines.claim import claim
 from rollout.engines.client import Completion, EngineError
@@ -24,8 +22,9 @@ from rollout.engines.process import embedded_engine
 from rollout.engines.sglang import option_list, sglang_server
 from rollout.response import Response, Task
 from rollout.weights.model_shapes import check_shapes, shapes_of
-from slimebus.bus.errors import SlimebusError, Unreachable, UsageError, WeightsError
+from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.cli.config.schema import EngineConfig
+from slimebus.model_folder import read_config, vocab_size
 from slimebus.weights.host.shared_version import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -129,7 +128,7 @@ class Engines:
             dtype = str((await engine.client.server_info()).get("dtype"))
         except SlimebusError:  # an update asks it again, and says what is wrong
             return
-        config = _config_of(self.model_dir)
+        config = read_config(self.model_dir)
         if dtype in HALF or (dtype == "auto" and (config.get("dtype") or config.get("torch_dtype")) in HALF_IF_AUTO):
             log.warning(
                 "engine at %s computes in float16, and what the trainer publishes is bfloat16: large values become infinite, small ones 0; "
@@ -293,17 +292,3 @@ class Engines:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def vocab_size(model_dir: Path) -> int | None:
-    """Of the model's config; None when it does not say."""
-    config = _config_of(model_dir)
-    found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return int(found) if found else None
-
-
-def _config_of(model_dir: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        raise UsageError(f"{model_dir}: no config.json; model.hf_checkpoint must be a Hugging Face directory") from None

@@ -15,7 +15,6 @@ from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import TrainerConfig
 from trainer.compat import cpu_compat, te_compat
 from trainer.model import parallel
-from trainer.model.hf_folder import check_vocabulary, read_config
 from trainer.model.megatron_fields import split_megatron_options
 
 
@@ -43,15 +42,12 @@ class Model:
 def build_model(config: RunConfig, folder: str, *, is_trained: bool = True) -> Model:
     """Build this rank's part, load its weights and wrap it for training, or leave it frozen. `parallel.start` comes first.
 
-    Raises DataError when the directory is not a model or its tokenizer does not match, ConfigError for an unknown family or option.
+    Raises ConfigError for an unknown family or option.
     """
     cpu_compat.repair_megatron()
-    check_vocabulary(folder)
-    check_division(config.trainer, folder)
-    vocab_size = int(read_config(folder)["vocab_size"])
     options = split_megatron_options(config.megatron)
     bridge = make_bridge(config.trainer, folder, options["TransformerConfig"])
-    gpt = make_gpt(bridge)
+    gpt, vocab_size = make_gpt(bridge), int(bridge.hf_config.vocab_size)
     bridge.load_weights([gpt], folder)
     clear_padding(gpt, vocab_size)
     module = Float16Module(bridge.config, gpt) if bridge.config.bf16 else gpt
@@ -63,15 +59,6 @@ def build_model(config: RunConfig, folder: str, *, is_trained: bool = True) -> M
     else:
         module.requires_grad_(False)
     return Model(module, gpt, bridge, folder, vocab_size)
-
-
-def check_division(sizes: TrainerConfig, folder: str) -> None:
-    """Raise ConfigError unless layers and heads divide by the ranks that share them."""
-    model = read_config(folder)
-    for name, field in (("num_hidden_layers", "pipeline_model_parallel_size"), ("num_attention_heads", "tensor_model_parallel_size")):
-        count, size = model.get(name, 0), getattr(sizes, field)
-        if count % size:
-            raise ConfigError(f"{folder}: {name} {count} does not divide by {field} {size}; choose a divisor of {count}")
 
 
 def make_bridge(settings: TrainerConfig, folder: str, options: dict[str, Any]) -> Any:

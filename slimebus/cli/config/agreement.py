@@ -7,6 +7,7 @@ import xxhash
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config.load import Resolved
+from slimebus.model_folder import TOKENIZER, read_config
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "stop", "stop_token_ids")
 REWARD = ("rollout.rm_type", "rollout.custom_rm_path", "rollout.custom_generate_function_path", "data.apply_chat_template")
@@ -39,10 +40,9 @@ def model_hash(resolved: Resolved) -> str:
     """Of what samples mean: the model's shape and its tokenizer; empty where there is no model to read."""
     try:
         folder = resolved.model_dir
-        tree = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
-        tokenizer = folder / "tokenizer.json"
+        tree, tokenizer = read_config(folder), folder / TOKENIZER
         digest = xxhash.xxh3_64(msgspec.json.encode({k: tree[k] for k in sorted(tree) if k not in WITHOUT}))
         digest.update(tokenizer.read_bytes() if tokenizer.is_file() else b"")
-    except (SlimebusError, OSError, msgspec.MsgspecError):
+    except (SlimebusError, OSError):
         return ""
     return digest.hexdigest()[:8]

@@ -9,10 +9,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import click
-import msgspec
 
 from slimebus.bus.errors import ConfigError, DataError, HookError
 from slimebus.bus.prompt_files import FileSpec, parse
@@ -21,6 +20,7 @@ from slimebus.cli import hooks
 from slimebus.cli.config.convert import nearest
 from slimebus.cli.config.load import Resolved
 from slimebus.cli.dynamic_filter import is_reward_spread
+from slimebus.model_folder import read_config, vocabulary_problems
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 JSONL = (".jsonl", ".jsonl.gz")
@@ -37,6 +37,11 @@ def file_problems(resolved: Resolved) -> list[str]:
     looks = (_keys, _prompt_files, label_problems, _layout, _megatron_fields)
     wanted = [("data.source_path", data.source_path, ""), ("broker.buffer_filter_path", broker.buffer_filter_path, "groups batch")]
     return [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
+
+
+def trainer_problems(resolved: Resolved) -> list[str]:
+    """What the trainer lacks."""
+    return [*vocabulary_problems(resolved.model_dir), *_layout(resolved)]
 
 
 def worker_problems(resolved: Resolved) -> list[str]:
@@ -141,13 +146,14 @@ def _model(resolved: Resolved) -> Iterator[str]:
         yield f"model.hf_checkpoint: {model}: no tokenizer ({' or '.join(TOKENIZERS)}); expected a Hugging Face directory with one"
     if not any(model.glob("*.safetensors")):
         yield f"model.hf_checkpoint: {model}: no weights (*.safetensors); expected a Hugging Face directory with them"
+    yield from vocabulary_problems(model)
 
 
 def _layout(resolved: Resolved) -> Iterator[str]:
     """Ranks that cannot share the model's heads or layers as Megatron would."""
     try:
-        tree = msgspec.json.decode((resolved.model_dir / "config.json").read_bytes(), type=dict[str, Any])
-    except (ConfigError, OSError, msgspec.MsgspecError):
+        tree = read_config(resolved.model_dir)
+    except ConfigError:
         return
     shape, t = tree.get("text_config") or tree, resolved.config.trainer
     tensor, pipeline = t.tensor_model_parallel_size, t.pipeline_model_parallel_size

@@ -57,7 +57,7 @@ def test_a_missing_model_is_one_line_and_exit_2(tmp_path: Path):
     result = run_command("--model-path", str(tmp_path), "--port", "0")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert f"{tmp_path}/config.json does not exist" in result.stderr
+    assert f"No such file or directory: '{tmp_path}/config.json'" in result.stderr
 
 
 def test_a_taken_port_is_one_line_and_exit_2(qwen3):

@@ -1,0 +1,57 @@
+"""A Hugging Face model directory without torch or transformers: its config, and whether its tokenizer is the model's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slimebus.bus.errors import ConfigError
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in one of its JSON files. Raises ConfigError, which names the file and what is wrong with it."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file}: {error}; expected a Hugging Face model directory") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Its config.json. Raises ConfigError."""
+    return read_json(folder / CONFIG)
+
+
+def vocab_size(folder: Path) -> int | None:
+    """Rows of the model's embedding; None where its config does not say."""
+    config = read_config(folder)
+    found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return int(found) if found else None
+
+
+def vocabulary_problems(folder: Path) -> Iterator[str]:
+    """A sentence when one of them cannot be read, or the tokenizer has ids that the model has no embedding for.
+
+    A model may have more rows than the tokenizer has tokens (padding). A directory without tokenizer.json is not checked.
+    """
+    try:
+        size = vocab_size(folder)
+        tokens = _vocabulary(read_json(folder / TOKENIZER)) if size and (folder / TOKENIZER).is_file() else {}
+    except ConfigError as bad:
+        yield bad.text
+        return
+    token = max(tokens, key=tokens.__getitem__, default=None)
+    if size and token is not None and tokens[token] >= size:
+        yield (
+            f"model.hf_checkpoint: {folder}: the tokenizer gives token {token!r} id {tokens[token]}, but the model's vocab_size is {size}; "
+            "model and tokenizer do not match, use the tokenizer that the model was made with"
+        )
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Token to id, from tokenizer.json (a dictionary or, for Unigram, a list of pairs) with its added tokens."""
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    tokens = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+    return tokens | {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
