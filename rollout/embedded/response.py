@@ -1,8 +1,7 @@
-"""Finished (or growing) sequences as SGLang's JSON."""
+"""Finished sequences as SGLang's JSON."""
 
 from __future__ import annotations
 
-import time
 from itertools import repeat
 from typing import Any
 
@@ -12,7 +11,7 @@ from rollout.embedded.sequence import Sequence
 
 
 def answer(sequence: Sequence, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """`{text, output_ids, meta_info}` of one sequence; mid-stream its finish_reason is null."""
+    """`{text, output_ids, meta_info}` of one sequence."""
     return {"text": output_text(sequence, tokenizer), "output_ids": list(sequence.output_ids), "meta_info": meta_info(sequence)}
 
 
@@ -36,10 +35,7 @@ def meta_info(sequence: Sequence) -> dict[str, Any]:
         "prompt_tokens": len(sequence.prompt),
         "weight_version": spans[-1]["version"] if spans else "default",
         "weight_versions": spans,
-        "num_retractions": sequence.num_retractions,
         "completion_tokens": len(sequence.output_ids),
-        "cached_tokens": sequence.num_cached_tokens,
-        "e2e_latency": (sequence.finished_s or time.monotonic()) - sequence.created_s,
     }
     if sequence.return_logprob:
         info |= _logprobs(sequence)
