@@ -11,7 +11,7 @@ from pathlib import Path
 
 from broker.buffer_filter import buffer_filter, load_plugin
 from broker.service import Broker
-from broker.source import FileRows, FileSource, HookSource, NoPrompts, load_source
+from broker.source import FileRows, FileSource, HookSource, load_source
 from broker.source.interface import PromptSource
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.store import open_store
@@ -140,7 +140,7 @@ def _source(resolved: Resolved) -> PromptSource:
     if rows is not None:
         return FileSource(rows, shuffle=data.rollout_shuffle, seed=resolved.config.seed, num_epochs=data.num_epoch or None)
     if data.wait_for_push:
-        return NoPrompts()
+        return PromptSource()
     raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, a data.source_path, or set data.wait_for_push")
 
 

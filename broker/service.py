@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -25,7 +25,7 @@ from broker.state.machine import Machine
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
-from broker.store.lmdb_store import damaged_store
+from broker.store.lmdb_store import VALUE_TABLES, damaged_store
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
 from slimebus.bus.clock import Clock, SystemClock
@@ -40,7 +40,7 @@ log = logging.getLogger("slimebus.broker")
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES: tuple[Table, ...] = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "source", "groups", "ended")
+RESTORED_TABLES: tuple[Table, ...] = tuple(table for table in get_args(Table) if table not in VALUE_TABLES)
 
 
 class Broker:
@@ -315,7 +315,6 @@ def event_of(request: Request) -> Event:
         epoch=header.epoch,
         run=header.run,
         message=request.message,
-        body=bytes(header.body),
         bulk=request.bulk,
         key=request.key,
     )

@@ -3,7 +3,6 @@
 from typing import Any, TypeVar
 
 from broker.observe import waits, watchdog
-from broker.source.interface import ReportingSource
 from broker.state import prompts
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import is_present, is_starting
@@ -43,7 +42,7 @@ def status(state: State) -> dict[str, Any]:
             "limit": state.rules.max_filtered,
         },
         "source": _source(state),
-        "skipped_prompts": state.source.skipped if isinstance(state.source, ReportingSource) else [],
+        "skipped_prompts": state.source.skipped,
         "clients": [_client(state, c) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state),
         "evaluations": [
@@ -77,7 +76,7 @@ def _source(state: State) -> dict[str, Any]:
         "ended": state.meta.source_ended,
         "pushed": sum(end for _, end in state.meta.pushed.values()),
         "waiting": prompts.num_waiting(state),
-        **(state.source.report() if isinstance(state.source, ReportingSource) else {}),
+        **state.source.report(),
         **({"problem": state.source_problem} if state.source_problem else {}),
     }
 

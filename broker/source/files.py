@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from broker.source.interface import Prompt
+from broker.source.interface import Prompt, PromptSource
 from broker.source.mixture import Mixture
 from broker.source.rows import FileRows
 
@@ -22,21 +22,7 @@ KEPT_ORDERS = 2
 """Orders of each stream that are kept, 8 bytes a row; a million rows take 0.1 s to put in a new order."""
 
 
-class NoPrompts:
-    """A source of nothing, for a run whose prompts are all pushed."""
-
-    fingerprint = "no prompt data"
-
-    def take(self, position: int) -> Prompt | None:
-        """None."""
-        return None
-
-    def find(self, prompt_id: str) -> Prompt | None:
-        """None."""
-        return None
-
-
-class FileSource:
+class FileSource(PromptSource):
     """Prompts of files by position. `num_epochs`: None repeats for ever. Raises DataError when a file changed."""
 
     def __init__(self, rows: FileRows, *, shuffle: bool = True, seed: int = 0, num_epochs: int | None = None) -> None:
@@ -77,11 +63,7 @@ class FileSource:
 
     def report(self) -> dict[str, Any]:
         """Size of the data and of an epoch, and how many malformed rows were left out, for the status."""
-        return {
-            "prompts": len(self.rows),
-            "epoch_size": self.epoch_size,
-            "skipped": self.rows.num_skipped,
-        }
+        return {"prompts": len(self.rows), "epoch_size": self.epoch_size, "skipped": self.rows.num_skipped}
 
     def _new_order(self, stream: int, epoch: int) -> np.ndarray:
         """Rows of a stream, [its size], in the order of an epoch; RandomState gives the same numbers in every release of NumPy."""

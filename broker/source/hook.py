@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from broker.plugins import call_plugin
-from broker.source.interface import GroupResult, Prompt
+from broker.source.interface import GroupResult, Prompt, PromptSource
 from broker.source.rows import FileRows
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.bus.prompt_record import PromptKeys, record_of
@@ -45,14 +45,12 @@ class PromptMaps(Sequence[dict[str, Any]]):
         return [self[i] for i in chosen] if isinstance(chosen, range) else msgspec.msgpack.decode(self._rows.record(chosen))
 
 
-class HookSource:
+class HookSource(PromptSource):
     """Prompts `hook/0`, `hook/1`, ... of a hook. `record_of` finds the record of a prompt that was given before this process began.
 
     A take that fails is counted, and the hook goes back to the state it last saved: the run waits and asks again. A feedback that
     fails is counted and logged, and the run goes on. Raises HookError when the hook is not one.
     """
-
-    skipped: Sequence[str] = ()
 
     def __init__(self, path: str, hook: Any, *, fingerprint: str = "") -> None:
         self.path, self._hook = path, hook
@@ -89,10 +87,6 @@ class HookSource:
         prompt = Prompt(id=f"hook/{position}", position=position, record=record)
         self._metadata[prompt.id] = made.get("metadata") or {}
         return prompt
-
-    def find(self, prompt_id: str) -> Prompt | None:
-        """None: the records of these prompts are in the store."""
-        return None
 
     def _record(self, made: Any) -> bytes:
         if not isinstance(made, dict):

@@ -1,5 +1,6 @@
 """What the state machine asks of a source of prompts."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -13,20 +14,28 @@ class Prompt(msgspec.Struct, frozen=True):
     record: bytes
 
 
-class PromptSource(Protocol):
-    """Prompts by position: the same position gives the same prompt, always."""
+class PromptSource:
+    """Prompts by position: the same position gives the same prompt, always. This one has none: the prompts of its run are all pushed."""
 
-    fingerprint: str
+    fingerprint = "no prompt data"
+    skipped: Sequence[str] = ()
+    """Malformed prompts left out, the first ones with place and reason."""
 
     def take(self, position: int) -> Prompt | None:
         """The prompt at a position, or None when the source has ended."""
+        return None
 
     def find(self, prompt_id: str) -> Prompt | None:
-        """The prompt of an id, or None when this source never had it."""
+        """The prompt of an id, or None when this source never had it, or when it is found again in the store only."""
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """What to show in the status: names to numbers or text."""
+        return {}
 
 
 @runtime_checkable
-class StatefulSource(PromptSource, Protocol):
+class StatefulSource(Protocol):
     """A source that changes with what is drawn from it and with what became of that. Its prompts are found again in the store only."""
 
     def restore(self, state: bytes) -> None:
@@ -37,16 +46,6 @@ class StatefulSource(PromptSource, Protocol):
 
     def feedback(self, result: "GroupResult") -> None:
         """What became of a group. Raises nothing."""
-
-
-@runtime_checkable
-class ReportingSource(PromptSource, Protocol):
-    """A source that has something to say in the status. skipped: malformed prompts left out, the first ones with place and reason."""
-
-    skipped: list[str]
-
-    def report(self) -> dict[str, Any]:
-        """What to show under `source`: names to numbers or text."""
 
 
 class GroupResult(msgspec.Struct, kw_only=True):

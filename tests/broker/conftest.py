@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from made_samples import frames, made
 
-from broker.source.interface import Prompt
+from broker.service import RESTORED_TABLES
+from broker.source.interface import Prompt, PromptSource
 from broker.state.effects import Address, Event, Note, Notify, Record, Reply, Write
 from broker.state.machine import Machine
 from broker.state.records import BufferFilter
@@ -15,10 +16,8 @@ from slimebus.bus import envelope
 from slimebus.bus import messages as m
 from slimebus.bus.errors import ProtocolError
 
-TABLES = ("meta", "clients", "steps", "evaluations", "consumers", "pushes", "changes", "source", "groups", "ended")
 
-
-class Numbers:
+class Numbers(PromptSource):
     """A source of `size` numbered prompts."""
 
     fingerprint = "numbers"
@@ -51,7 +50,7 @@ class Desk:
 
     def _boot(self) -> Machine:
         machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, buffer_filter=self.buffer_filter)
-        machine.restore([(t, k, v) for t in TABLES for k, v in self.store.scan(t)], self.now)
+        machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 
     def restart(self) -> None:

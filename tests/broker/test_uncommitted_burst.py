@@ -9,7 +9,7 @@ from made_samples import frames, made
 from manual_clock import ManualClock
 
 from broker.service import Broker
-from broker.source.interface import Prompt
+from broker.source.interface import Prompt, PromptSource
 from broker.state.rules import Rules
 from broker.store import MemoryStore, StoreError, StoreRefusal, Write
 from slimebus.bus import envelope
@@ -36,7 +36,7 @@ class FailingStore(MemoryStore):
         return self.full
 
 
-class Numbers:
+class Numbers(PromptSource):
     fingerprint = "numbers"
 
     def take(self, position: int) -> Prompt | None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from broker.source.interface import Prompt
+from broker.source.interface import Prompt, PromptSource
 from broker.state.rules import EvalDataset, Rules
 
 Durability = Literal["fsync", "os"]
@@ -15,8 +15,8 @@ WIDE = "\U0001f422"
 """A character of four bytes: names are bounded in characters here and in bytes there."""
 
 
-class Numbers:
-    """A prompt source (broker.state.broker_state.PromptSource) of numbered prompts: `size` of them, `epochs` times over."""
+class Numbers(PromptSource):
+    """Numbered prompts: `size` of them, `epochs` times over."""
 
     fingerprint = "numbers"
 
