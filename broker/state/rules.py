@@ -2,25 +2,42 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from slimebus.bus.errors import ConfigError
-from slimebus.bus.messages import MAX_BATCH_SIZE, Scalar
+from slimebus.bus.messages import MAX_BATCH_SIZE, Count, Positive, Scalar
+from slimebus.cli.config.convert import describe
+from slimebus.cli.config.schema import NonNegative
 
 Sampling = dict[str, Scalar | list[str | int]]
+Seconds = Annotated[float, Meta(gt=0, le=7 * 86400.0)]
+"""At most a week."""
 
 
-class EvalDataset(msgspec.Struct, kw_only=True, frozen=True):
+class Checked(msgspec.Struct, kw_only=True, frozen=True):
+    """Raises ConfigError for a value that the type of its field does not take."""
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError:
+                raise ConfigError(f"{field.name} is {value!r}; expected {describe(field.type)}") from None
+
+
+class EvalDataset(Checked, frozen=True):
     """A held-out set: how many prompts it has, samples drawn per prompt and the sampling parameters."""
 
-    num_prompts: int
-    num_samples: int = 1
+    num_prompts: Positive
+    num_samples: Positive = 1
     sampling: Sampling = {}
 
 
-class Rules(msgspec.Struct, kw_only=True, frozen=True):
+class Rules(Checked, frozen=True):
     """What the state machine obeys. Times in seconds, sizes in groups, staleness in versions.
 
     batch_size: groups a step (B). samples_per_prompt: samples a group (n). max_staleness: eta; inf is unbounded.
@@ -40,32 +57,32 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
     eval_interval: versions between evaluations, 0 for none.
     """
 
-    batch_size: int
-    samples_per_prompt: int = 1
-    max_staleness: float = 1
-    publish_interval: int = 1
-    num_steps: int | None = None
+    batch_size: Annotated[int, Meta(ge=1, le=MAX_BATCH_SIZE)]
+    samples_per_prompt: Positive = 1
+    max_staleness: NonNegative = 1
+    publish_interval: Positive = 1
+    num_steps: Count | None = None
     on_stale: Literal["requeue", "drop"] = "requeue"
-    lease_s: float = 60.0
-    heartbeat_s: float = 2.0
-    client_timeout_s: float = 30.0
-    max_attempts: int = 5
-    buffer_capacity: int = 4096
-    batch_tokens: int = 0
-    over_sampling: int = 0
+    lease_s: Seconds = 60.0
+    heartbeat_s: Seconds = 2.0
+    client_timeout_s: Seconds = 30.0
+    max_attempts: Positive = 5
+    buffer_capacity: Count = 4096
+    batch_tokens: Count = 0
+    over_sampling: Count = 0
     needs_spread: bool = False
-    max_filtered: int = 1024
-    max_parked: int = 4096
-    max_parked_per_client: int = 64
-    max_clients: int = 4096
-    max_pushed: int = 1_000_000
+    max_filtered: Positive = 1024
+    max_parked: Positive = 4096
+    max_parked_per_client: Positive = 64
+    max_clients: Positive = 4096
+    max_pushed: Positive = 1_000_000
     waits_for_push: bool = False
-    stall_min_s: float = 30.0
+    stall_min_s: Seconds = 30.0
     required_fields: list[str] = []
     sampling: Sampling = {}
     agreed: dict[str, str] = {}
     eval_datasets: dict[str, EvalDataset] = {}
-    eval_interval: int = 0
+    eval_interval: Count = 0
     eval_first: bool = True
 
     @property
@@ -91,13 +108,7 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         return self.over_sampling / self.batch_size if self.over_sampling else 1.0
 
     def __post_init__(self) -> None:
-        sizes = [(f"eval_datasets.{name}.{size}", getattr(d, size)) for name, d in self.eval_datasets.items() for size in DATASET_SIZES]
-        for name, got, least in [*((n, getattr(self, n) or 0, least) for n, least in LEAST.items()), *((n, got, 1) for n, got in sizes)]:
-            if not got >= least:
-                raise ConfigError(f"{name} is {got}; expected at least {least}")
-        for name in ("lease_s", "heartbeat_s", "client_timeout_s", "stall_min_s"):
-            if not 0 < getattr(self, name) <= LONGEST_S:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected seconds above 0, at most {LONGEST_S:.0f} (a week)")
+        super().__post_init__()
         for name in self.eval_datasets:
             if not name or len(name) > 64 or "/" in name:
                 raise ConfigError(f"eval dataset name {name!r}; expected 1 to 64 characters without '/'")
@@ -105,10 +116,9 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
             raise ConfigError(problem)
 
     def _contradictions(self) -> Iterator[str]:
+        """Each names settings as the config does."""
         if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
             yield f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound"
-        if self.on_stale not in ON_STALE:
-            yield f"on_stale is {self.on_stale!r}; expected one of {', '.join(ON_STALE)}"
         if self.over_sampling and self.over_sampling < self.batch_size:
             yield f"over_sampling_batch_size {self.over_sampling} is below the batch of {self.batch_size} groups; expected more, or 0"
         if self.needs_spread and self.samples_per_prompt < 2:
@@ -116,20 +126,10 @@ class Rules(msgspec.Struct, kw_only=True, frozen=True):
         if self.lease_s <= self.heartbeat_s:
             yield f"lease_s {self.lease_s} must exceed heartbeat_s {self.heartbeat_s}, or every lease expires"
         if self.capacity < self.batch_size:
-            yield f"buffer_capacity {self.buffer_capacity} is below batch_size {self.batch_size}; no batch would ever fill"
-        if self.batch_size > MAX_BATCH_SIZE:
-            yield f"batch_size is {self.batch_size} groups; at most {MAX_BATCH_SIZE} fit one batch reply"
+            yield f"buffer_capacity {self.buffer_capacity} is below rollout_batch_size {self.batch_size}; no batch would ever fill"
 
 
-DATASET_SIZES = ("num_prompts", "num_samples")
-COUNTED_FROM_1 = ("batch_size", "samples_per_prompt", "publish_interval", "max_attempts", "max_filtered", "max_pushed")
-LEAST = {
-    **dict.fromkeys((*COUNTED_FROM_1, "max_parked", "max_parked_per_client", "max_clients"), 1),
-    **dict.fromkeys(("max_staleness", "eval_interval", "batch_tokens", "num_steps"), 0),
-}
-ON_STALE = ("requeue", "drop")
 UNBOUNDED_BATCHES = 4
 """Batches of room when no staleness bound limits how far ahead workers may run."""
-LONGEST_S = 7 * 86400.0
 MAX_STALENESS = 1 << 40
 """Versions; more is no bound, and then inf says so."""

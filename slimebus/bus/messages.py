@@ -44,6 +44,7 @@ Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
 Lineage = Annotated[str, Meta(max_length=128)]
 Digest = Annotated[str, Meta(max_length=128)]
 Publishers = Annotated[list[str], Meta(max_length=1024)]
+FieldNames = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)]
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -253,7 +254,7 @@ class GiveBack(Message):
 
     group: str
     lease: Id
-    outcome: str
+    outcome: Annotated[str, Meta(pattern="^(requeue|drop|fail|partial)$")]
     reason: str
     num_tokens: Count = 0
     rewards: list[float | None] = []
@@ -378,8 +379,8 @@ class Read(Message):
     count: Positive
     wait_s: Wait
     after: Count = 0
-    needs: list[str] = []
-    extras: list[str] | None = None
+    needs: FieldNames = []
+    extras: FieldNames | None = None
     shard: Count = 0
     shards: Positive = 1
 
@@ -488,7 +489,7 @@ class SetReply(Message):
 class Edit(Message):
     """Change groups by hand. action: drop (take out of the run) | replay (try a dead or dropped group again, failures forgotten)."""
 
-    action: str
+    action: Annotated[str, Meta(pattern="^(drop|replay)$")]
     groups: list[str]
     reason: str = ""
 

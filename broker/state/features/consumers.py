@@ -21,7 +21,7 @@ from broker.state.groups import ASSIGNED, COMMITTED, READY, Group, LateField, fi
 from broker.state.records import Consumer
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import Field, PutFields, PutFieldsReply, Read, ReadGroup, ReadReply
-from slimebus.bus.sample_table import MAX_FIELD_NAME, MAX_FIELDS, MAX_LATE_FIELDS, TOKEN_FIELDS, BadSamples, decode_fields, field_bytes
+from slimebus.bus.sample_table import MAX_FIELDS, MAX_LATE_FIELDS, TOKEN_FIELDS, BadSamples, decode_fields, field_bytes
 
 MAX_CONSUMERS = 64
 MAX_READ_GROUPS = 64
@@ -35,11 +35,8 @@ MAX_NAMES = 32
 
 def read(state: State, event: Event, ask: Read) -> None:
     """Answer with the next groups behind the cursor, now or when there are some. The same until they are acknowledged."""
-    names = [*ask.needs, *(ask.extras or ())]
     if ask.shard >= ask.shards:
         raise ProtocolError(f"read: shard {ask.shard} of {ask.shards}; expected 0 <= shard < shards")
-    if len(names) > 2 * MAX_NAMES or any(len(name) > MAX_FIELD_NAME for name in names):
-        raise ProtocolError(f"read: at most {MAX_NAMES} names of at most {MAX_FIELD_NAME} characters in needs and extras")
     consumer, name = consumer_of(state, event.sender), event.sender
     _acknowledge(state, consumer, ask.after)
     older = state.waiting_reads.get(name)

@@ -22,8 +22,6 @@ REPLAYED = "replayed"
 
 def edit(state: State, event: Event, ask: Edit) -> None:
     """Drop or replay groups; those for which that cannot be are answered with the reason and left alone."""
-    if ask.action not in ("drop", "replay"):
-        raise ProtocolError(f"edit: action {ask.action[:64]!r}; expected drop or replay")
     reply = EditReply()
     for name in dict.fromkeys(ask.groups):
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from broker.state import admission
 from broker.state.broker_state import State
-from broker.state.effects import StoredPartial
+from broker.state.effects import StoredPayload
 from broker.state.groups import Group, Partial
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.sample_table import CheckedGroup, SampleFacts
@@ -38,9 +38,9 @@ def offer(state: State, group: Group, *, is_wanted: bool) -> None:
         state.waste_partial(group, "partial grew too stale")
 
 
-def frames(group: Group) -> list[StoredPartial]:
+def frames(group: Group) -> list[StoredPayload]:
     """The bulk part of a lease reply that carries the partial of a group; empty when it has none."""
-    return [StoredPartial(group.id, group.partial.num_frames)] if group.partial.num_frames else []
+    return [StoredPayload(group.id, group.partial.num_frames, table="partials")] if group.partial.num_frames else []
 
 
 def used(state: State, group: Group) -> None:

@@ -8,8 +8,6 @@ itself says something else than it said when the change was made.
 import contextlib
 import difflib
 import math
-import re
-from typing import Annotated
 
 import msgspec
 
@@ -21,9 +19,8 @@ from broker.state.rules import Rules
 from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.messages import Scalar, Set, SetReply
+from slimebus.cli.config.convert import describe
 
-LARGEST = 1 << 40
-"""Of a whole number; far beyond any size, and what every store and wire can hold."""
 MAX_CHANGES = 4096
 """Changes kept, by which a repeat of a request is known."""
 UNBOUNDED = "unbounded"
@@ -31,11 +28,10 @@ UNBOUNDED = "unbounded"
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One setting: its name in the config, its name in Rules, and its type."""
+    """One setting: its name in the config, and its name in Rules."""
 
     config: str
     rule: str
-    kind: type[int] | type[float] | type[str]
 
     @property
     def name(self) -> str:
@@ -46,20 +42,21 @@ class Setting(msgspec.Struct, frozen=True):
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("broker.max_staleness", "max_staleness", float),
-        Setting("broker.on_stale", "on_stale", str),
-        Setting("rollout.rollout_batch_size", "batch_size", int),
-        Setting("rollout.n_samples_per_prompt", "samples_per_prompt", int),
-        Setting("weights.update_weights_interval", "publish_interval", int),
-        Setting("rollout.over_sampling_batch_size", "over_sampling", int),
-        Setting("rollout.dynamic_sampling_limit", "max_filtered", int),
-        Setting("broker.batch_tokens", "batch_tokens", int),
-        Setting("broker.buffer_capacity", "buffer_capacity", int),
-        Setting("broker.lease_s", "lease_s", float),
-        Setting("broker.max_attempts", "max_attempts", int),
-        Setting("eval.eval_interval", "eval_interval", int),
+        Setting("broker.max_staleness", "max_staleness"),
+        Setting("broker.on_stale", "on_stale"),
+        Setting("rollout.rollout_batch_size", "batch_size"),
+        Setting("rollout.n_samples_per_prompt", "samples_per_prompt"),
+        Setting("weights.update_weights_interval", "publish_interval"),
+        Setting("rollout.over_sampling_batch_size", "over_sampling"),
+        Setting("rollout.dynamic_sampling_limit", "max_filtered"),
+        Setting("broker.batch_tokens", "batch_tokens"),
+        Setting("broker.buffer_capacity", "buffer_capacity"),
+        Setting("broker.lease_s", "lease_s"),
+        Setting("broker.max_attempts", "max_attempts"),
+        Setting("eval.eval_interval", "eval_interval"),
     )
 }
+TYPES = {field.name: field.type for field in msgspec.structs.fields(Rules)}
 
 
 def values(rules: Rules) -> dict[str, Scalar]:
@@ -128,13 +125,12 @@ def setting_of(name: str) -> Setting:
 
 def typed(name: str, value: Scalar) -> Scalar:
     """The value in the setting's own type. Raises ConfigError."""
-    kind = setting_of(name).kind
-    if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(value, Annotated[kind, msgspec.Meta(ge=-LARGEST, le=LARGEST)] if kind is int else kind)
-    expected = {str: "a word", float: "a number", int: f"a whole number up to {LARGEST}"}[kind]
-    raise ConfigError(f"set: {name[:64]} is {str(value)[:64]!r}; expected {expected}")
+    kind = TYPES[setting_of(name).rule]
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    for given in (value, whole):
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(given, kind)
+    raise ConfigError(f"set: {name[:64]} is {value!r:.64}; expected {describe(kind)}")
 
 
 def with_values(rules: Rules, wanted: dict[str, Scalar]) -> Rules:
@@ -142,13 +138,7 @@ def with_values(rules: Rules, wanted: dict[str, Scalar]) -> Rules:
     try:
         return msgspec.structs.replace(rules, **{SETTINGS[name].rule: value for name, value in wanted.items()})
     except ConfigError as bad:
-        raise ConfigError(f"set: {_in_config_names(bad.text)}") from None
-
-
-def _in_config_names(text: str) -> str:
-    for setting in SETTINGS.values():
-        text = re.sub(rf"\b{setting.rule}\b", setting.name, text)
-    return text
+        raise ConfigError(f"set: {bad.text}") from None
 
 
 def put_in_force(state: State, rules: Rules) -> None:

@@ -87,7 +87,7 @@ def describe(of: Any) -> str:
     if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
         word = "a whole number" if isinstance(kind, msgspec.inspect.IntType) else "a number"
         bounds = {">=": kind.ge, ">": kind.gt, "<=": kind.le, "<": kind.lt}
-        return f"{word} {' and '.join(f'{sign} {bound:g}' for sign, bound in bounds.items() if bound is not None)}".strip()
+        return f"{word} {' and '.join(f'{sign} {bound}' for sign, bound in bounds.items() if bound is not None)}".strip()
     if isinstance(kind, msgspec.inspect.ListType):
         is_of_numbers = isinstance(kind.item_type, msgspec.inspect.IntType)
         return "a list of whole numbers, such as [1, 2]" if is_of_numbers else "a list of texts, such as [a, b]"

@@ -28,7 +28,11 @@ def _refusal(cls: type[m.Message], body: dict[str, Any]) -> str:
 
 
 FULL: dict[type[m.Message], dict[str, Any]] = {
-    cls: {field.name: {"role": "client"}.get(field.name, "x") for field in msgspec.structs.fields(cls) if field.required}
+    cls: {
+        field.name: {"role": "client", "outcome": "drop", "action": "drop"}.get(field.name, "x")
+        for field in msgspec.structs.fields(cls)
+        if field.required
+    }
     | {name: 1 for c, name in _integers() if c is cls}
     | {name: 0.0 for name in ("wait_s",) if name in get_type_hints(cls)}
     | {name: ["x"] for name in ("publishers", "groups") if name in get_type_hints(cls)}
