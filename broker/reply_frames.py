@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker.source import FileRows
-from broker.state.effects import Bulk, EvalPrompt, Inline, StatusDocument, StoredPartial, StoredPayload, StoredPrompt, Write
+from broker.state.effects import Bulk, EvalPrompt, Inline, StatusDocument, StoredPayload, StoredPrompt, Write
 from broker.state.groups import field_key
 from broker.store import Damaged, Store
 from slimebus.bus.messages import Field
@@ -42,10 +42,8 @@ class ReplyFrames:
             case StoredPrompt(group):
                 written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
                 return [_present(written.value if written else self.store.get("prompts", group), "prompts", group)]
-            case StoredPartial(group, num_frames):
-                return self._whole("partials", group, num_frames)
-            case StoredPayload(group, num_frames, late, only):
-                frames = self._whole("payloads", group, num_frames)
+            case StoredPayload(group, num_frames, late, only, table):
+                frames = self._whole(table, group, num_frames)
                 if not late and only is None:
                     return frames
                 late_frames = [(field, self._whole("fields", field_key(group, field.name), 1)[0]) for field in late]

@@ -37,14 +37,13 @@ class Address(msgspec.Struct, frozen=True, gc=False):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request. `body` is the message as it was encoded, `bulk` its opaque frames, `key` the name of the key it came under."""
+    """One request. `bulk`: its opaque frames; `key`: the name of the key it came under."""
 
     to: Address
     sender: str
     epoch: int
     run: str
     message: Message
-    body: Any = b""
     bulk: Sequence[Any] = ()
     key: str = ""
 
@@ -71,7 +70,7 @@ class EvalPrompt(msgspec.Struct, frozen=True):
 
 
 class StoredPayload(msgspec.Struct, frozen=True):
-    """Bulk frames of a reply: the record header of a group's samples, then its fields.
+    """Bulk frames of a reply: the record header of a group's samples, finished ones or a partial, then its fields.
 
     num_frames: of the record, late fields not counted; late: fields that were put after the samples; only: of all fields beyond the
     usual three, just these.
@@ -81,13 +80,7 @@ class StoredPayload(msgspec.Struct, frozen=True):
     num_frames: int
     late: tuple[Field, ...] = ()
     only: tuple[str, ...] | None = None
-
-
-class StoredPartial(msgspec.Struct, frozen=True):
-    """Bulk frames of a reply: the record header of a group's unfinished samples, then its fields."""
-
-    group: str
-    num_frames: int
+    table: Table = "payloads"
 
 
 class Inline(msgspec.Struct, frozen=True):
@@ -102,7 +95,7 @@ class StatusDocument(msgspec.Struct, frozen=True):
     status: dict[str, Any]
 
 
-Bulk = StoredPrompt | EvalPrompt | StoredPayload | StoredPartial | Inline | StatusDocument
+Bulk = StoredPrompt | EvalPrompt | StoredPayload | Inline | StatusDocument
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):

@@ -169,7 +169,6 @@ class Groups:
         self.by_id: dict[str, Group] = {}
         self.by_lease: dict[int, Group] = {}
         self.by_worker: dict[str, WorkerLeases] = {}
-        self._by_request: dict[tuple[str, int], dict[str, Group]] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
         self.ready, self.arrivals = Sorted(lambda group: group.lease.id), Sorted(lambda group: group.arrival)
         self.arrival_changes = 0
@@ -207,7 +206,7 @@ class Groups:
 
     def leased_at(self, worker: str, request: int) -> list[Group]:
         """The groups that a worker still holds of those that one request of it was granted."""
-        return list(self._by_request.get((worker, request), {}).values())
+        return [group for group in self.leased_by(worker) if group.lease.request == request]
 
     def leased_for_training(self) -> list[Group]:
         """The leased training groups, oldest lease first."""
@@ -254,7 +253,6 @@ class Groups:
             leases = self.by_worker.setdefault(group.lease.worker, WorkerLeases())
             leases.groups[group.lease.id] = group
             leases.lease_sum += group.lease.id
-            self._by_request.setdefault((group.lease.worker, group.lease.request), {})[group.id] = group
         elif group.phase == READY and self._lacks_field(group):
             self.awaiting_fields[group.id] = group
         elif group.phase == READY:
@@ -271,9 +269,5 @@ class Groups:
             leases.lease_sum -= group.lease.id
             if not leases.groups:
                 del self.by_worker[group.lease.worker]
-            request = (group.lease.worker, group.lease.request)
-            del self._by_request[request][group.id]
-            if not self._by_request[request]:
-                del self._by_request[request]
         elif group.phase == READY and self.awaiting_fields.pop(group.id, None) is None:
             self.ready.discard(group)

@@ -18,7 +18,6 @@ from broker.state.features import evaluation, partials
 from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting
-from slimebus.bus.errors import ProtocolError
 from slimebus.bus.messages import NO_VERSION, GiveBack, Lease, LeasedGroup, LeaseReply, Ok, Put, PutReply
 from slimebus.bus.sample_table import BadSamples, CheckedGroup, check_group
 
@@ -347,8 +346,6 @@ def _drop_filtered(state: State, group: Group, reason: str) -> None:
 
 def give_back(state: State, event: Event, back: GiveBack) -> None:
     """End a lease without samples; one that is no longer held is acknowledged."""
-    if back.outcome not in ("requeue", "drop", "fail", "partial"):
-        raise ProtocolError(f"give_back: outcome {back.outcome[:64]!r}; expected requeue, drop, fail or partial")
     group = state.groups.by_lease.get(back.lease)
     if group is not None and group.id == back.group and group.lease.worker == event.sender:
         outcome, reason = back.outcome, f"returned: {back.reason}"

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from simulation.clock import Act
 
 from broker.state.effects import Address, Event
@@ -40,12 +39,11 @@ def require(holds: bool, text: str) -> None:
 class Request:
     """One request that waits for its answer."""
 
-    __slots__ = ("asked_at", "body", "bulk", "deadline", "done", "id", "message", "sends", "timeout_s")
+    __slots__ = ("asked_at", "bulk", "deadline", "done", "id", "message", "sends", "timeout_s")
 
     def __init__(self, id: int, message: m.Message, done: Done, bulk: Sequence[bytes], now: float, timeout_s: float) -> None:
         self.id, self.message, self.done, self.bulk, self.sends = id, message, done, bulk, 0
         self.asked_at, self.timeout_s, self.deadline = now, timeout_s, now + timeout_s
-        self.body = msgspec.msgpack.encode(message) if bulk else b""
 
 
 class Actor:
@@ -118,7 +116,6 @@ class Actor:
             epoch=self.epoch,
             run=self.run,
             message=request.message,
-            body=request.body,
             bulk=request.bulk,
         )
         self.world.network.carry(self.name, lambda: self.world.broker.deliver(event), self.reconnect)

@@ -12,7 +12,7 @@ from simulation.clock import MachineClock
 from simulation.disk import Disk
 
 from broker.service import RESTORED_TABLES
-from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPartial, StoredPayload, StoredPrompt, Write
+from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPayload, StoredPrompt, Write
 from broker.state.machine import Machine
 from broker.store import Damaged, StoreError
 from broker.suspend_tolerant_clock import SuspendTolerantClock
@@ -224,10 +224,8 @@ class BrokerProcess:
                 return [value]
             case StoredPrompt(group):
                 return [self._stored("prompts", group)]
-            case StoredPayload(group):
-                return list(self._stored("payloads", group))
-            case StoredPartial(group):
-                return list(self._stored("partials", group))
+            case StoredPayload(group, table=table):
+                return list(self._stored(table, group))
         return [b"a held-out prompt"]
 
     def _stored(self, table: str, key: str) -> Any:
