@@ -1,22 +1,36 @@
-"""The prompts of some files as one numbered list, checked before the run starts."""
+"""The prompts of some files as one numbered list: each row is checked once at the start, and read by its offset when its turn comes.
+
+What has no lines to look up (.gz, parquet) is written as lines of JSON to a nameless temporary file first.
+"""
 
 import logging
+import os
+import tempfile
+import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
+from typing import IO, BinaryIO, cast
 
-from broker.source.row_file import RowFile
+import xxhash
+
+from broker.source.parquet import write_lines
 from slimebus.bus.errors import DataError
 from slimebus.bus.prompt_files import FileSpec, parse
-from slimebus.bus.prompt_record import PromptKeys
+from slimebus.bus.prompt_record import BYTE_ORDER_MARK, MAX_RECORD_BYTES, LineReader, PromptKeys
 
 log = logging.getLogger("broker")
 
 MAX_LISTED = 100
 """Skipped rows that are kept by name; all are counted and logged."""
+COPY_BYTES = 4 * 1024 * 1024
+PARQUET = (".parquet", ".pq")
+PACKED = (".zst", ".bz2", ".xz", ".zip")
+OnBad = Callable[[DataError], None]
+"""Told of each malformed row; raises it, or takes note and lets the row be skipped."""
 
 
 class FileRows:
@@ -31,14 +45,8 @@ class FileRows:
     ) -> None:
         self.num_skipped, self.skipped = 0, list[str]()
         self._skips_bad, self._keys, self._spill_dir = skip_bad, keys or PromptKeys(), spill_dir
-        self._files: list[RowFile] = []
         parsed = [parse(spec) for spec in specs]
-        try:
-            for spec in parsed:
-                self._files.append(self._open(spec))
-        except DataError:
-            self.close()
-            raise
+        self._files = [self._open(spec) for spec in parsed]
         self.sizes = [len(file) for file in self._files]
         self.weights: list[Fraction] | None = None
         if any(spec.weight is not None for spec in parsed):
@@ -59,13 +67,7 @@ class FileRows:
         file = bisect_right(self._starts, row) - 1
         return self._files[file].record(row - self._starts[file])
 
-    def close(self) -> None:
-        """Release the files."""
-        for file in self._files:
-            file.close()
-        self._files = []
-
-    def _open(self, spec: FileSpec) -> RowFile:
+    def _open(self, spec: FileSpec) -> "RowFile":
         path = spec.path
         if not path.exists():
             raise DataError(f"prompt data {path} does not exist (looked in {Path.cwd()}); check prompt_data")
@@ -88,6 +90,134 @@ class FileRows:
             for spec in empty:
                 log.warning("no prompts in %s", spec)
             return
-        self.close()
         skipped = f" ({self.num_skipped} were skipped as malformed)" if self.num_skipped else ""
         raise DataError(f"no prompts in {', '.join(empty) or 'an empty list of files'}{skipped}; expected at least one line of JSON")
+
+
+class RowFile:
+    """The rows of one file or of its slice. `spill_dir`: where the temporary file goes; the system's place when None.
+
+    `digest` is of the bytes from the first row to the last. 12 bytes of memory a row. The file is closed with the last use of its rows.
+    Raises DataError naming file, row and reason.
+    """
+
+    def __init__(self, spec: FileSpec, keys: PromptKeys, on_bad: OnBad, *, spill_dir: Path | None = None) -> None:
+        self.path, self._reader = spec.path, LineReader(keys)
+        self._file = _open(spec.path, keys, spill_dir)
+        weakref.finalize(self, self._file.close)
+        self._seen, self._refused = self._state(), (-1, -1)
+        offsets, sizes = self._scan(on_bad)
+        chosen = spec.rows_of(len(offsets))
+        self._offsets, self._sizes = offsets[chosen.start : chosen.stop], sizes[chosen.start : chosen.stop]
+        self.digest = self._hashed()
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def record(self, row: int) -> bytes:
+        """The record of a row. Raises DataError when the file changed since it was checked."""
+        self._check_unchanged()
+        line = os.pread(self._file.fileno(), self._sizes[row], self._offsets[row])
+        try:
+            return self._reader.record(line)
+        except DataError as bad:
+            raise DataError(f"{self.path}: row {row} can be read no more: {bad.text}") from None
+
+    # --- checking ---
+
+    def _scan(self, on_bad: OnBad) -> tuple["array[int]", "array[int]"]:
+        offsets, sizes = array("q"), array("i")
+        mark = ": row " if self.path.suffix in PARQUET else ":"
+        for number, begin, line in _lines(self._file):
+            try:
+                self._reader.record(line)
+            except DataError as bad:
+                if not line.isspace():
+                    on_bad(DataError(f"{self.path}{mark}{number}: {bad.text}"))
+                continue
+            offsets.append(begin)
+            sizes.append(len(line))
+        return offsets, sizes
+
+    def _hashed(self) -> str:
+        digest, begin = xxhash.xxh3_64(), self._offsets[0] if self._offsets else 0
+        end = self._offsets[-1] + self._sizes[-1] if self._offsets else 0
+        while begin < end:
+            piece = os.pread(self._file.fileno(), min(COPY_BYTES, end - begin), begin)
+            if not piece:
+                raise DataError(f"prompt data {self.path} became shorter while it was read; is something writing to it?")
+            digest.update(piece)
+            begin += len(piece)
+        return digest.hexdigest()
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        now = self._state()
+        if now == self._seen:
+            return
+        if now == self._refused or not self._is_same():
+            self._refused = now
+            raise DataError(f"prompt data {self.path} changed while the run goes on; put back what it was, or start in a new run directory")
+        self._seen = now
+
+    def _is_same(self) -> bool:
+        try:
+            return self._hashed() == self.digest
+        except DataError:
+            return False
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, offset, line) of each line; of one that is too long only its beginning."""
+    end, limit = 0, MAX_RECORD_BYTES + 1
+    file.seek(0)
+    if file.read(3) == BYTE_ORDER_MARK:
+        end = 3
+    file.seek(end)
+    number = 0
+    while line := file.readline(limit):
+        number += 1
+        begin, end = end, end + len(line)
+        yield number, begin, line
+        while len(line) >= limit and not line.endswith(b"\n") and (line := file.readline(limit)):
+            end += len(line)
+
+
+def _open(path: Path, keys: PromptKeys, spill_dir: Path | None) -> BinaryIO:
+    if path.suffix in PACKED:
+        raise DataError(f"prompt data {path}: lines cannot be looked up in a {path.suffix} file; unpack it first, or pack it with gzip")
+    try:
+        file = path.open("rb")
+        if path.suffix != ".gz" and path.suffix not in PARQUET:
+            return file
+        if spill_dir is not None:
+            spill_dir.mkdir(parents=True, exist_ok=True)
+        target = cast(BinaryIO, tempfile.TemporaryFile(dir=spill_dir))  # noqa: SIM115 - open as long as the rows are
+    except OSError as bad:
+        raise DataError(f"prompt data {path} cannot be read: {bad.strerror or bad}") from None
+    try:
+        with file:
+            if path.suffix == ".gz":
+                _unpack(path, file, target)
+            else:
+                write_lines(path, keys, target)
+            target.flush()
+    except BaseException:
+        target.close()
+        raise
+    return target
+
+
+def _unpack(path: Path, file: IO[bytes], target: BinaryIO) -> None:
+    import gzip
+    import zlib
+
+    try:
+        with gzip.GzipFile(fileobj=file) as reader:
+            while piece := reader.read(COPY_BYTES):
+                target.write(piece)
+    except (EOFError, OSError, zlib.error) as bad:
+        raise DataError(f"prompt data {path} cannot be unpacked: {bad}") from None
