@@ -129,7 +129,8 @@ def typed(name: str, value: Scalar) -> Scalar:
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
     for given in (value, whole):
         with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.convert(given, kind)
+            made: Scalar = msgspec.convert(given, kind)
+            return made
     raise ConfigError(f"set: {name[:64]} is {value!r:.64}; expected {describe(kind)}")
 
 
