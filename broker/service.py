@@ -5,6 +5,7 @@
 Nobody is answered before what the answer rests on is as durable as the store promises.
 """
 
+import contextlib
 import functools
 import gc
 import logging
@@ -30,7 +31,7 @@ from broker.suspend_tolerant_clock import SuspendTolerantClock
 from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
 from slimebus.bus.clock import Clock, SystemClock
 from slimebus.bus.envelope import error_reply
-from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Error, Hint
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Limits, Request, Server
@@ -73,30 +74,26 @@ class Broker:
         self._uncommitted: UncommittedBurst | None = None
         self._store_problem = ""
         self._last_report: dict[str, Any] = {}
-        self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
-        self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
-        self.endpoint = self.server.endpoint
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(store.close)
+            self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
+            opened.callback(self.server.close)
+            self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
+            self.endpoint = self.server.endpoint
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints if isinstance(store, LmdbStore) else "")
-        except UsageError:
-            self.server.close()
-            self.store.close()
-            raise
-        self._new_machine = functools.partial(
-            Machine,
-            rules,
-            source,
-            run=run,
-            hints=self.hints.endpoint,
-            max_message_bytes=max_message_bytes,
-            buffer_filter=buffer_filter,
-            first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
-        )
-        try:
+            opened.callback(self.hints.close)
+            self._new_machine = functools.partial(
+                Machine,
+                rules,
+                source,
+                run=run,
+                hints=self.hints.endpoint,
+                max_message_bytes=max_message_bytes,
+                buffer_filter=buffer_filter,
+                first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
+            )
             self.machine = self._restored()
-        except UsageError:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
         if isinstance(store, LmdbStore):
             store.announce(self.endpoint, self.hints.endpoint)
         meta = self.machine.state.meta
@@ -156,9 +153,7 @@ class Broker:
             log.error("stopped with a store that cannot be written: what was not acknowledged will be asked again")
         self._last_report = self.store.report()
         self.metrics.flush()
-        self.hints.close()
-        self.server.close()
-        self.store.close()
+        self._opened.close()
 
     def last_status(self) -> dict[str, Any]:
         """The status as it is now; also after close."""
