@@ -37,18 +37,17 @@ Plugin = Callable[[Sequence[ReadyGroup], BatchWanted], Sequence[str]]
 
 def load_plugin(path: str, base: Path) -> Plugin:
     """The plug-in at `path`. Raises HookError when it cannot be loaded or does not take (groups, batch)."""
-    plugin = hooks.load(path, base=base, arguments=("groups", "batch"))
+    return hooks.load(path, base=base, arguments=("groups", "batch"))
 
-    def choose(groups: Sequence[ReadyGroup], batch: BatchWanted) -> Sequence[str]:
-        chosen: Sequence[str] = call_plugin(f"buffer filter {path}", plugin, groups, batch)
-        return chosen
+
+def buffer_filter(plugin: Plugin, path: str = "") -> BufferFilter:
+    """What the state machine asks: it raises HookError for a plug-in that fails, or whose answer is not the batch wanted."""
+
+    def choose(groups: Sequence[Group], wanted: BatchWanted) -> list[Group]:
+        offered = [describe(group, wanted.version) for group in groups]
+        return checked(call_plugin(f"buffer filter {path}", plugin, offered, wanted), groups, wanted)
 
     return choose
-
-
-def buffer_filter(plugin: Plugin) -> BufferFilter:
-    """What the state machine asks: it raises HookError for an answer of the plug-in that is not the batch wanted."""
-    return lambda groups, wanted: checked(plugin([describe(group, wanted.version) for group in groups], wanted), groups, wanted)
 
 
 def describe(group: Group, version: int) -> ReadyGroup:

@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import logging
+import operator
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from broker.buffer_filter import buffer_filter, load_plugin
 from broker.service import Broker
 from broker.source import FileRows, FileSource, HookSource, load_source
 from broker.source.interface import PromptSource
+from broker.state.features import settings
 from broker.state.rules import EvalDataset, Rules, Sampling
 from broker.store import open_store
 from slimebus.bus.errors import ConfigError, UsageError
@@ -109,7 +111,7 @@ def build(resolved: Resolved) -> Broker:
         keyring=keyring,
         max_message_bytes=config.broker.max_message_mib << 20,
         limits=limits(config),
-        buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base)) if filter_path else None,
+        buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base), filter_path) if filter_path else None,
     )
 
 
@@ -154,28 +156,17 @@ def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
     )
 
 
-SAME_IN_RULES = (
-    *("max_staleness", "on_stale", "lease_s", "heartbeat_s", "max_attempts", "max_clients"),
-    *("buffer_capacity", "batch_tokens", "stall_min_s", "required_fields"),
-)
-"""Fields of the broker's config that the rules have under the same name."""
-
-
 def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, str] | None = None) -> Rules:
     """What the state machine obeys in this run. eval_sizes: prompts of each dataset; agreed: settings that all must have."""
     r = config.rollout
     return Rules(
-        **{name: getattr(config.broker, name) for name in SAME_IN_RULES},
-        batch_size=r.rollout_batch_size,
-        samples_per_prompt=r.n_samples_per_prompt,
-        publish_interval=config.weights.update_weights_interval,
+        **{rule: operator.attrgetter(name)(config) for name, rule in settings.RULES.items()},
+        **{name: getattr(config.broker, name) for name in ("heartbeat_s", "max_clients", "stall_min_s", "required_fields")},
         num_steps=r.num_rollout,
         max_parked=max(4096, config.broker.max_clients),
         max_pushed=MAX_PUSHED,
         waits_for_push=config.data.wait_for_push,
-        over_sampling=r.over_sampling_batch_size,
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
-        max_filtered=r.dynamic_sampling_limit,
         sampling=sampling(config),
         agreed=agreed or {},
         eval_datasets={
@@ -187,7 +178,6 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
             )
             for name, d in config.eval.datasets.items()
         },
-        eval_interval=config.eval.eval_interval,
         eval_first=not config.eval.skip_eval_before_train,
     )
 

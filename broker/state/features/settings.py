@@ -27,41 +27,29 @@ UNBOUNDED = "unbounded"
 """What an infinite max_staleness is called where infinity cannot be written (JSON)."""
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """One setting: its name in the config, and its name in Rules."""
-
-    config: str
-    rule: str
-
-    @property
-    def name(self) -> str:
-        """The last part of its config name."""
-        return self.config.rpartition(".")[2]
-
-
-SETTINGS = {
-    setting.name: setting
-    for setting in (
-        Setting("broker.max_staleness", "max_staleness"),
-        Setting("broker.on_stale", "on_stale"),
-        Setting("rollout.rollout_batch_size", "batch_size"),
-        Setting("rollout.n_samples_per_prompt", "samples_per_prompt"),
-        Setting("weights.update_weights_interval", "publish_interval"),
-        Setting("rollout.over_sampling_batch_size", "over_sampling"),
-        Setting("rollout.dynamic_sampling_limit", "max_filtered"),
-        Setting("broker.batch_tokens", "batch_tokens"),
-        Setting("broker.buffer_capacity", "buffer_capacity"),
-        Setting("broker.lease_s", "lease_s"),
-        Setting("broker.max_attempts", "max_attempts"),
-        Setting("eval.eval_interval", "eval_interval"),
-    )
+RULES = {
+    "broker.max_staleness": "max_staleness",
+    "broker.on_stale": "on_stale",
+    "rollout.rollout_batch_size": "batch_size",
+    "rollout.n_samples_per_prompt": "samples_per_prompt",
+    "weights.update_weights_interval": "publish_interval",
+    "rollout.over_sampling_batch_size": "over_sampling",
+    "rollout.dynamic_sampling_limit": "max_filtered",
+    "broker.batch_tokens": "batch_tokens",
+    "broker.buffer_capacity": "buffer_capacity",
+    "broker.lease_s": "lease_s",
+    "broker.max_attempts": "max_attempts",
+    "eval.eval_interval": "eval_interval",
 }
+"""Name of each setting in the config -> its name in Rules."""
+SETTINGS = {config.rpartition(".")[2]: rule for config, rule in RULES.items()}
+"""The same by the last part of the config's name, by which they are known here."""
 TYPES = {field.name: field.type for field in msgspec.structs.fields(Rules)}
 
 
 def values(rules: Rules) -> dict[str, Scalar]:
     """Every setting by name, as it is in force."""
-    return {name: getattr(rules, setting.rule) for name, setting in SETTINGS.items()}
+    return {name: getattr(rules, rule) for name, rule in SETTINGS.items()}
 
 
 def described(rules: Rules) -> dict[str, Scalar]:
@@ -80,7 +68,7 @@ def change(state: State, event: Event, ask: Set) -> None:
 
 
 def _make(state: State, by: str, ask: Set) -> Change:
-    wanted = {setting_of(name).name: typed(name, value) for name, value in ask.settings.items()}
+    wanted = {setting_of(name): typed(name, value) for name, value in ask.settings.items()}
     if len(wanted) < len(ask.settings):
         raise ConfigError("set: a setting is given twice, with and without its section")
     old = values(state.rules)
@@ -113,19 +101,19 @@ def _word(value: Scalar) -> str:
     return UNBOUNDED if value == math.inf else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def setting_of(name: str) -> Setting:
+def setting_of(name: str) -> str:
     """The setting of a name, with or without its section. Raises ConfigError for one that cannot be changed."""
-    setting = SETTINGS.get(name.rpartition(".")[2])
-    if setting is None or name not in (setting.name, setting.config):
-        near = difflib.get_close_matches(name.rpartition(".")[2], SETTINGS, 1)
+    last = name.rpartition(".")[2]
+    if name not in RULES and name not in SETTINGS:
+        near = difflib.get_close_matches(last, SETTINGS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"set: {name[:64]!r} cannot be changed while the run goes on; {hint}what can: {', '.join(SETTINGS)}")
-    return setting
+    return last
 
 
 def typed(name: str, value: Scalar) -> Scalar:
     """The value in the setting's own type. Raises ConfigError."""
-    kind = TYPES[setting_of(name).rule]
+    kind = TYPES[SETTINGS[setting_of(name)]]
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
     for given in (value, whole):
         with contextlib.suppress(msgspec.ValidationError):
@@ -137,7 +125,7 @@ def typed(name: str, value: Scalar) -> Scalar:
 def with_values(rules: Rules, wanted: dict[str, Scalar]) -> Rules:
     """The rules with other settings. Raises ConfigError when they contradict each other."""
     try:
-        return msgspec.structs.replace(rules, **{SETTINGS[name].rule: value for name, value in wanted.items()})
+        return msgspec.structs.replace(rules, **{SETTINGS[name]: value for name, value in wanted.items()})
     except ConfigError as bad:
         raise ConfigError(f"set: {bad.text}") from None
 
