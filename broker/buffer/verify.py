@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from broker.buffer.reader import StoreSnapshot, open_snapshot, store_folder
+from broker.state.damage import decoded
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
 from broker.state.records import ROWS, Meta, StepRecord
 from broker.store.interface import Damaged
@@ -45,7 +46,7 @@ def verify_run(run_dir: Path) -> Report:
 def verify(snapshot: StoreSnapshot) -> Report:
     """Read every record: its checksum, its form, its samples, and that groups, prompts, samples and steps fit together."""
     report = Report()
-    rows: dict[str, dict[str, Any]] = {table: dict(_rows(snapshot, table, kind, report)) for table, kind in ROWS.items()}
+    rows: dict[str, dict[str, Any]] = {table: dict(_rows(snapshot, table, report)) for table in ROWS}
     groups: dict[str, Group] = rows["groups"]
     ended: dict[str, Group] = rows["ended"]
     report.states = dict(Counter(g.phase for g in [*groups.values(), *ended.values()]))
@@ -95,12 +96,12 @@ def _check_values(snapshot: StoreSnapshot, check: _Values, report: Report) -> No
     report.problems += [f"{check.table} {key}: it is missing, and its group needs it" for key in sorted(missing)]
 
 
-def _rows(snapshot: StoreSnapshot, table: str, kind: Any, report: Report) -> Iterator[tuple[str, Any]]:
+def _rows(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tuple[str, Any]]:
     for key, value in _records(snapshot, table, report):
         try:
-            yield key, msgspec.msgpack.decode(value, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as bad:
-            report.problems.append(f"{table} {key}: does not decode: {bad}")
+            yield key, decoded(table, key, value)
+        except (msgspec.DecodeError, UnicodeDecodeError, SlimebusError) as bad:
+            report.problems.append(f"{table} {key}: cannot be used: {bad}")
 
 
 def _records(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tuple[str, bytes]]:
@@ -129,8 +130,6 @@ def _keys(snapshot: StoreSnapshot, table: str, report: Report) -> list[str]:
 def _group_problems(groups: dict[str, Group], ended: dict[str, Group]) -> Iterator[str]:
     for table, rows in (("in play", groups), ("ended", ended)):
         for key, group in rows.items():
-            if group.id != key:
-                yield f"group {key}: its record says it is {group.id}"
             if (group.phase in (DROPPED, DEAD)) != (table == "ended"):
                 yield f"group {key}: {group.phase}, but listed as {table}"
     yield from (f"group {key}: in play and ended" for key in groups.keys() & ended.keys())

@@ -1,6 +1,6 @@
 """The whole picture as one JSON object."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 from broker.observe import waits, watchdog
 from broker.state import prompts
@@ -11,8 +11,6 @@ from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED
 from broker.state.pace import quantile
 from broker.state.records import Client
 
-T = TypeVar("T")
-
 MAX_CHANGES = 32
 MAX_ROWS = 256
 """Clients and waits listed by name; beyond that they are only counted."""
@@ -20,7 +18,7 @@ MAX_ROWS = 256
 
 def status(state: State) -> dict[str, Any]:
     """Everything a person or a tool may want to know. docs/protocol.md describes each key."""
-    meta, shown_changes = state.meta, [c for c in _last(state.changes, MAX_CHANGES) if c.changed]
+    meta, changes, evaluations = state.meta, list(state.changes.values())[-MAX_CHANGES:], list(state.evaluations.values())[-MAX_ROWS:]
     return {
         "run": meta.run,
         "lineage": meta.lineage,
@@ -30,7 +28,7 @@ def status(state: State) -> dict[str, Any]:
         "num_steps": state.rules.num_steps,
         "state": _state(state),
         "settings": settings.described(state.rules),
-        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in shown_changes],
+        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in changes if c.changed],
         "groups": _groups(state),
         "moves": meta.moves,
         "lag": lag(meta.lags),
@@ -45,9 +43,7 @@ def status(state: State) -> dict[str, Any]:
         "skipped_prompts": state.source.skipped,
         "clients": [_client(state, c) for c in list(state.clients.values())[:MAX_ROWS]],
         "parked": _parked(state),
-        "evaluations": [
-            {"key": e.key, "done": e.is_done, **row} for e in _last(state.evaluations, MAX_ROWS) for row in evaluation.results(e)
-        ],
+        "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),
         "consumers": consumers.rows(state),
         "waiting": waits.waiting(state),
@@ -56,10 +52,6 @@ def status(state: State) -> dict[str, Any]:
         "pace": _pace(state),
         "stall_limit_s": round(watchdog.limit_s(state), 3),
     }
-
-
-def _last(records: dict[str, T], count: int) -> list[T]:
-    return list(records.values())[-count:]
 
 
 def _state(state: State) -> str:

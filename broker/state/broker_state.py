@@ -49,15 +49,8 @@ class State:
         self.consumers: dict[str, Consumer] = {}
         self.pushes: dict[str, PushRecord] = {}
         self.changes: dict[str, Change] = {}
-        self._kept: dict[Table, dict[Any, Any]] = {
-            "groups": self.groups.by_id,
-            "clients": self.clients,
-            "steps": self.steps,
-            "evaluations": self.evaluations,
-            "consumers": self.consumers,
-            "pushes": self.pushes,
-            "changes": self.changes,
-        }
+        self._kept: dict[str, dict[Any, Any]] = {"groups": self.groups.by_id}
+        self._kept |= {table: getattr(self, table) for table in KEYS if table not in ("groups", "ended")}
         self.timers = Timers()
         self.waiting_leases: WaitingRequests[tuple[str, int], Lease] = WaitingRequests("lease", self.timers)
         self.waiting_batches: WaitingRequests[int, Batch] = WaitingRequests("batch", self.timers)
@@ -86,7 +79,7 @@ class State:
         self._effects: list[Effect] = []
         self._changed: dict[tuple[Table, str | int], None] = {}
 
-    def restore(self, records: Mapping[Table, Sequence[Any]]) -> None:
+    def restore(self, records: Mapping[str, Sequence[Any]]) -> None:
         """Take up what was stored."""
         for group in records["groups"]:
             self.groups.add(group)
@@ -177,6 +170,13 @@ class State:
             raise self.busy("max_parked_per_client", f"{count} {waiting.name} requests of {client} wait already")
 
     # --- moving groups ---
+
+    def enter(self, group: Group, origin: str) -> Group:
+        """Take in a group in the state it is in, counted by where it comes from."""
+        self.groups.add(group)
+        self.tally(self.meta.moves, origin)
+        self.changed("groups", group.id)
+        return group
 
     def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change a group's state, counted by reason."""

@@ -90,9 +90,7 @@ def _lose_group(state: State, group_id: str) -> None:
         else:
             state.delete("payloads", group_id)
         state.delete("partials", group_id)
-        state.groups.add(group)
-        state.tally(state.meta.moves, f"lost>{group.phase} {LOST_ROW}")
-        state.changed("groups", group_id)
+        state.enter(group, f"lost>{group.phase} {LOST_ROW}")
 
 
 def lose_record(state: State, table: str, key: str) -> None:

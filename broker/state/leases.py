@@ -293,18 +293,13 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     partials.used(state, group)
     fates.become(state, group, "put")
     group.losses = 0
-    arrive(state, group)
+    state.groups.arrive(group, state.meta.next_arrival)
+    state.meta.next_arrival += 1
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:
         state.save("payloads", group.id, made.frames)
     return ""
-
-
-def arrive(state: State, group: Group) -> None:
-    """Samples of a group are taken in: it has the next position for consumers."""
-    state.groups.arrive(group, state.meta.next_arrival)
-    state.meta.next_arrival += 1
 
 
 def describe(group: Group, made: CheckedGroup) -> None:

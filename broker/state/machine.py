@@ -57,7 +57,7 @@ class Machine:
         """
         state, lost = self.state, []
         state.now = now
-        records: defaultdict[Table, list[Any]] = defaultdict(list)
+        records: defaultdict[str, list[Any]] = defaultdict(list)
         for table, key, value in rows:
             try:
                 records[table].append(damage.decoded(table, key, value))

@@ -33,7 +33,7 @@ def _draw_pushed(state: State) -> Group | None:
         first, end = state.meta.pushed[lane]
         if first < end:
             state.meta.pushed[lane] = (first + 1, end)
-            return _queue(state, Group(id=f"{lane}/{first}", position=FIRST_POSITION[lane] + first), "pushed")
+            return state.enter(Group(id=f"{lane}/{first}", position=FIRST_POSITION[lane] + first), "source>queued pushed")
     return None
 
 
@@ -43,14 +43,7 @@ def _draw_from_source(state: State) -> Group | None:
         return None
     state.meta.cursor += 1
     state.save("prompts", prompt.id, prompt.record)
-    return _queue(state, Group(id=prompt.id, position=prompt.position), "drawn")
-
-
-def _queue(state: State, group: Group, reason: str) -> Group:
-    state.groups.add(group)
-    state.changed("groups", group.id)
-    state.tally(state.meta.moves, f"source>queued {reason}")
-    return group
+    return state.enter(Group(id=prompt.id, position=prompt.position), "source>queued drawn")
 
 
 def _take(state: State) -> Prompt | None:

@@ -23,7 +23,9 @@ class Timers:
         """Have `key` fall due at `deadline`, whatever was set before."""
         self._deadline[key] = deadline
         if deadline < self._queued.get(key, math.inf):
-            self._push(key, deadline)
+            self._serial += 1
+            self._queued[key] = deadline
+            heapq.heappush(self._heap, (deadline, self._serial, key))
 
     def cancel(self, key: Key) -> None:
         """Forget `key`; unknown keys are fine."""
@@ -63,8 +65,3 @@ class Timers:
         self._queued = {key: queued for queued, _, key in live}
         self._heap = live
         heapq.heapify(self._heap)
-
-    def _push(self, key: Key, deadline: float) -> None:
-        self._serial += 1
-        self._queued[key] = deadline
-        heapq.heappush(self._heap, (deadline, self._serial, key))

@@ -83,9 +83,7 @@ def _replay(state: State, name: str) -> str:
             raise _CannotBe("its prompt was not kept, and the source does not give it")
         state.save("prompts", name, prompt.record)
     state.meta.ended[ended.phase] -= 1
-    state.tally(state.meta.moves, f"{ended.phase}>queued replayed")
-    state.groups.add(Group(id=name, position=ended.position, reason=REPLAYED))
-    state.changed("groups", name)
+    state.enter(Group(id=name, position=ended.position, reason=REPLAYED), f"{ended.phase}>queued replayed")
     state.forget_ended(ended)
     return "queued"
 
@@ -104,11 +102,8 @@ def take_in(state: State, event: Event, ask: Import) -> None:
     state.save("prompts", group.id, bytes(event.bulk[0]))
     why = _why_without(state, ask, made) if made else ""
     if made and not why:
-        _add_ready(state, group, ask, made)
-    else:
-        state.groups.add(group)
-    state.changed("groups", group.id)
-    state.tally(state.meta.moves, f"import>{group.phase}")
+        _make_ready(state, group, ask, made)
+    state.enter(group, f"import>{group.phase}")
     state.reply(event.to, EditReply(done={ask.group: f"{group.phase}{f': {why}' if why else ''}"}))
 
 
@@ -138,12 +133,11 @@ def _why_without(state: State, ask: Import, made: CheckedGroup) -> str:
     return ""
 
 
-def _add_ready(state: State, group: Group, ask: Import, made: CheckedGroup) -> None:
+def _make_ready(state: State, group: Group, ask: Import, made: CheckedGroup) -> None:
     group.lease = LeaseRecord(state.meta.next_lease, lineage=ask.lineage)
     group.put_lease = group.lease.id
     state.meta.next_lease += 1
     leases.describe(group, made)
-    group.phase = READY
-    state.groups.add(group)
-    leases.arrive(state, group)
+    group.phase, group.arrival = READY, state.meta.next_arrival
+    state.meta.next_arrival += 1
     state.save("payloads", group.id, made.frames)

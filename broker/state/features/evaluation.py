@@ -70,9 +70,7 @@ def start(state: State, key: str, datasets: list[str]) -> Evaluation:
     for name, tally in tallies.items():
         for row in range(tally.num_prompts):
             group = Group(id=f"eval/{evaluation.serial}/{name}/{row}", position=position, kind=EVAL, evaluation=key, dataset=name, row=row)
-            state.groups.add(group)
-            state.tally(state.meta.moves, "eval source>queued started")
-            state.changed("groups", group.id)
+            state.enter(group, "eval source>queued started")
             position += 1
     return evaluation
 
