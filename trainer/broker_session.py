@@ -14,6 +14,7 @@ from slimebus.client import connect
 if TYPE_CHECKING:
     from trainer.batches.batch_client import BatchClient
     from trainer.batches.step_batch import StepBatch
+    from trainer.checkpoint.contents import Progress
     from trainer.publish.publication import Publication
 
 log = logging.getLogger("trainer")
@@ -47,15 +48,15 @@ class BrokerSession:
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
 
-    def begin(self, step: int, version: int, publication: "Publication", vocab_size: int) -> None:
-        """A new lineage begins at `version`; the broker takes back what this timeline has not trained."""
+    def begin(self, start: "Progress", publication: "Publication", vocab_size: int) -> None:
+        """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained."""
         from trainer.batches.batch_client import BatchClient
 
         self._started = time.monotonic()
         self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size)
         self.client.keep_alive(self._beat_every_s, self._beat, self._on_beat, self._on_lost)
-        self.batch_client.resume(step, version, publication.lineage)
-        log.info("training from step %d of %d", step, self.config.rollout.num_rollout)
+        self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)
+        log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
 
     def take(self, step: int, wait_s: float) -> "StepBatch | None":
         """The batch of `step`, or None when it is not here after wait_s seconds. Raises Fenced when another trainer took over.

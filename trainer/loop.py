@@ -35,13 +35,17 @@ def train(
     stop: StopRequest,
 ) -> None:
     """Train from where the newest checkpoint ends to the last step, or until `stop` is made."""
-    first, version = checkpoints.resume(policy)
+    start = checkpoints.resume(policy)
+    version = start.version
     publication.begin(version)
+    checkpoints.lineage = publication.lineage
     if session:
-        session.begin(first, version, publication, policy.model.vocab_size)
+        checkpoints.check_newest()
+        session.begin(start, publication, policy.model.vocab_size)
+        checkpoints.check_newest()
     publication.publish(version)
     with stop.deferred():
-        for step in range(first, config.rollout.num_rollout):
+        for step in range(start.step, config.rollout.num_rollout):
             with spans("wait", step=step) as wait:
                 batch, plan = next_batch(session, step, config.rollout.num_steps_per_rollout, stop)
             if plan.stops:

@@ -94,6 +94,6 @@ def export_checkpoint(resolved: Resolved, out: Path) -> int | None:
         if found is None:
             raise UsageError(f"{resolved.run_dir / 'checkpoints'}: no checkpoint; has the run saved one (trainer.save_interval)?")
         policy.save_hf(str(out))
-        return found[0] if is_main_rank() else None
+        return found.step if is_main_rank() else None
     finally:
         policy.close()

@@ -10,6 +10,7 @@ from broker.state.clients import fence_older_trainers, is_present
 from broker.state.effects import Event
 from broker.state.features import evaluation, partials
 from broker.state.groups import ASSIGNED, COMMITTED
+from broker.state.records import Meta
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
 
@@ -38,25 +39,34 @@ def resume(state: State, event: Event, ask: Resume) -> None:
             code="step",
         )
     fence_older_trainers(state, trainer)
-    _begin(state, ask)
+    shared = _num_shared(state.meta, ask)
+    _begin(state, ask, shared)
     meta.trainer = (trainer.name, trainer.instance)
-    meta.lineages = [*meta.lineages, ask.lineage][-MAX_LINEAGES:]
+    meta.lineages, meta.forks = [*meta.lineages, ask.lineage][-MAX_LINEAGES:], [*meta.forks, shared][-MAX_LINEAGES:]
     state.reply(event.to, Ok())
 
 
-def _begin(state: State, ask: Resume) -> None:
+def _num_shared(meta: Meta, ask: Resume) -> int:
+    """How many steps the trainer's checkpoint and the broker have in common: others may have gone back behind it and trained on since."""
+    if ask.parent not in meta.lineages:
+        return ask.step
+    num_since = len(meta.lineages) - 1 - meta.lineages.index(ask.parent)
+    return min([ask.step, *meta.forks[max(0, len(meta.forks) - num_since) :]])
+
+
+def _begin(state: State, ask: Resume, shared: int) -> None:
     meta = state.meta
     was_at, had_lineage = meta.next_step, bool(meta.lineage)
     for step in list(state.waiting_batches):
         state.answer(state.waiting_batches, step, BatchReply(step=step, reason="the trainer resumed from another step"))
-    _accept_trained(state, ask.step)
-    if ask.step < meta.floor:
+    _accept_trained(state, ask.step, shared)
+    if shared < meta.floor:
         state.note(f"the samples of the {meta.floor} steps that a checkpoint held are freed; every prompt is trained anew", is_warning=True)
         prompts.begin_anew(state)
     state.fetched_steps.clear()
-    _rewind(state, ask)
+    _rewind(state, shared, ask.version)
     _revoke_leases(state)
-    partials.rewind(state, ask.step, ask.version)
+    partials.rewind(state, shared, ask.version)
     evaluation.cancel_running(state, "the trainer resumed from an earlier step")
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
@@ -69,15 +79,15 @@ def _begin(state: State, ask: Resume) -> None:
         state.note(f"{text}; if it has one, start the trainer with the run directory that holds it (--run-dir)", is_warning=True)
 
 
-def _accept_trained(state: State, step: int) -> None:
-    """Steps that the trainer has behind it and the broker not yet committed are trained; some it may have no record of."""
-    known = [record for s, record in state.steps.items() if state.meta.next_step <= s < step]
+def _accept_trained(state: State, step: int, shared: int) -> None:
+    """Shared steps that the trainer has behind it and the broker not yet committed are trained; of some it may have no record."""
+    known = [record for s, record in state.steps.items() if state.meta.next_step <= s < shared]
     for record in known:
         record.is_committed = True
         state.changed("steps", record.step)
         for group in state.groups_of(record, ASSIGNED):
             fates.become(state, group, "trained", "trained, says the resumed trainer")
-    num_unknown = step - state.meta.next_step - len(known)
+    num_unknown = step - min(state.meta.next_step, shared) - len(known)
     num_groups = num_unknown * state.rules.batch_size
     if num_unknown > 0 and state.meta.cursor == 0:
         state.meta.cursor = num_groups
@@ -88,10 +98,10 @@ def _accept_trained(state: State, step: int) -> None:
         state.note(text, is_warning=True)
 
 
-def _rewind(state: State, ask: Resume) -> None:
-    batches.reopen(state, ask.step, "", ASSIGNED, COMMITTED)
+def _rewind(state: State, step: int, version: int) -> None:
+    batches.reopen(state, step, "", ASSIGNED, COMMITTED)
     for group in state.groups.every_ready():
-        if group.newest_version > ask.version or group.steps_behind > ask.step:
+        if group.newest_version > version or group.steps_behind > step:
             fates.become(state, group, "abandoned", "made by a version of the abandoned timeline")
 
 

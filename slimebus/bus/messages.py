@@ -268,12 +268,14 @@ class Resume(Message):
     """The trainer's timeline: it will train `step` next, in a new `lineage` whose first publish is `version`.
 
     Batches of later steps are ready again; samples made by versions that this timeline never had are queued as prompts. A step
-    before the oldest checkpoint kept is refused, but for 0, which begins the run anew.
+    before the oldest checkpoint kept is refused, but for 0, which begins the run anew. parent: the lineage that saved the checkpoint;
+    steps that another one trained in their place are not taken for its own. "": the newest lineage.
     """
 
     step: Count
     version: Count
     lineage: Annotated[str, Meta(min_length=1, max_length=128)]
+    parent: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Publish(Message):

@@ -64,7 +64,9 @@ def main() -> None:
     folder = str(out.with_suffix(".checkpoint"))
     save_checkpoint(folder, policy, 3, 7)
     after = policy.train(batch(3))
-    assert load_checkpoint(folder, policy) == (3, 7)
+    found = load_checkpoint(folder, policy)
+    assert found is not None
+    assert (found.step, found.version) == (3, 7)
     seen["after_save"], seen["after_load"] = after, policy.train(batch(3))
     policy.save_hf(str(out.with_suffix(".hf")))
     if parallel.is_main_rank():

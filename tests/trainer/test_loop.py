@@ -1,12 +1,15 @@
 """How the loop waits for a batch: not longer than a broadcast may take, and not at all once it is asked to stop."""
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from trainer import loop
 from trainer.batches.step_batch import NOT_YET, StepPlan
-from trainer.loop import next_batch
+from trainer.checkpoint.contents import Progress
+from trainer.loop import next_batch, train
 
 
 class Session:
@@ -25,6 +28,7 @@ class Session:
 
 class Stop:
     is_made = False
+    deferred = staticmethod(nullcontext)
 
 
 @pytest.fixture
@@ -49,3 +53,13 @@ def test_a_stop_ends_the_wait_on_every_rank(shared: list[StepPlan]) -> None:
     stop.is_made = True
     assert next_batch(Session(ready_at=10**9), 3, 2, stop) == (None, StepPlan(stops=True))  # type: ignore[arg-type]
     assert shared == [StepPlan(stops=True)]
+
+
+def test_a_trainer_tells_the_broker_whose_checkpoint_it_goes_on_from_and_saves_under_its_own_lineage() -> None:
+    start, checkpoints, session, config = Progress(step=3, version=3, num_updates=6, lineage="L"), Mock(lineage=""), Mock(), Mock()
+    checkpoints.resume.return_value, config.rollout.num_rollout = start, 3
+    publication = Mock(lineage="M")
+    train(Mock(), session, publication, checkpoints, config, Mock(), Stop())  # type: ignore[arg-type]
+    assert session.begin.call_args.args[:2] == (start, publication)
+    assert checkpoints.check_newest.call_count == 2, "before and after the broker was told"
+    assert checkpoints.lineage == "M"

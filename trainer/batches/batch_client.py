@@ -48,9 +48,9 @@ class BatchClient:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._next: Future[StepBatch] | None = None
 
-    def resume(self, step: int, version: int, lineage: str) -> None:
-        """Tell the broker which timeline goes on: `step` is trained next, `version` is published first."""
-        self.client.call(Resume(step=step, version=version, lineage=lineage), timeout_s=60.0)
+    def resume(self, step: int, version: int, lineage: str, parent: str) -> None:
+        """Tell the broker which timeline goes on: that of `parent`'s checkpoint. `step` is trained next, `version` published first."""
+        self.client.call(Resume(step=step, version=version, lineage=lineage, parent=parent), timeout_s=60.0)
         self._trained = step
 
     def take(self, step: int, wait_s: float | None = None) -> StepBatch | None:

@@ -24,15 +24,23 @@ from trainer.model.policy import Policy
 
 
 class Progress(msgspec.Struct):
-    """state.json: the step that is trained next and its version, and the steps of the learning-rate schedule done so far."""
+    """state.json: the step that is trained next and its version, the steps of the learning-rate schedule, and the lineage that saved it."""
 
     step: int
     version: int
     num_updates: int
+    lineage: str = ""
 
 
 def save_checkpoint(
-    folder: str | Path, policy: Policy, step: int, version: int = 0, *, keep: int = 2, confirm: Callable[[], None] = lambda: None
+    folder: str | Path,
+    policy: Policy,
+    step: int,
+    version: int = 0,
+    lineage: str = "",
+    *,
+    keep: int = 2,
+    confirm: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `folder`/step_N and point `folder`/latest at it once it is whole; the newest `keep` remain. Every rank calls it.
 
@@ -52,16 +60,16 @@ def save_checkpoint(
     save_file(random_state(), building / f"random_{dist.get_rank():05d}.safetensors")
     dist.barrier()
     if parallel.is_main_rank():
-        (building / "state.json").write_bytes(msgspec.json.encode(Progress(step, version, policy.num_updates)))
+        (building / "state.json").write_bytes(msgspec.json.encode(Progress(step, version, policy.num_updates, lineage)))
         confirm()
         complete_and_prune(building, target, keep)
     dist.barrier()
 
 
-def load_checkpoint(folder: str | Path, policy: Policy) -> tuple[int, int] | None:
+def load_checkpoint(folder: str | Path, policy: Policy) -> Progress | None:
     """Continue from the newest checkpoint under rank 0's `folder` exactly as if there had been no stop; every rank calls it.
 
-    The step to train next and its version; None, on every rank, when there is no checkpoint.
+    None, on every rank, when there is no checkpoint.
     """
     found = latest_checkpoint(folder) if parallel.is_main_rank() else None
     name = parallel.broadcast_bytes(found.name.encode() if found else None).decode()
@@ -78,7 +86,7 @@ def load_checkpoint(folder: str | Path, policy: Policy) -> tuple[int, int] | Non
         restore_random_state(load_file(files[dist.get_rank()]))
     progress = msgspec.json.decode((path / "state.json").read_bytes(), type=Progress)
     policy.num_updates = progress.num_updates
-    return progress.step, progress.version
+    return progress
 
 
 def sharded_state(policy: Policy, *, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,7 @@
 DIR/
   latest                 name of the newest complete checkpoint, replaced atomically after everything else is on disk
   step_00000012/         Megatron's torch_dist files (any tensor, pipeline or data-parallel layout can read them)
-    state.json           step, version, num_updates
+    state.json           step, version, num_updates, lineage
     random_00000.safetensors   one a rank; read only by as many ranks as wrote it
   step_00000013.part/    being written, or left by a process that died: never read, removed by the next save
 """

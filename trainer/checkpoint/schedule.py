@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from slimebus.bus.errors import Fenced
 from slimebus.cli.config import Resolved
-from trainer.checkpoint.contents import load_checkpoint, save_checkpoint
-from trainer.checkpoint.folder import oldest_step
+from trainer.checkpoint.contents import Progress, load_checkpoint, save_checkpoint
+from trainer.checkpoint.folder import oldest_step, saved_step
 from trainer.model.policy import Policy
 
 log = logging.getLogger("trainer")
@@ -28,16 +29,25 @@ class CheckpointSchedule:
         self.save_hf = resolved.run_dir / trainer.save_hf if trainer.save_hf else None
         self.saved_step = 0
         """What the newest checkpoint goes on with."""
+        self.lineage = ""
+        """Of this trainer; whoever goes on from its checkpoints says so to the broker."""
 
-    def resume(self, policy: Policy) -> tuple[int, int]:
-        """Load the newest checkpoint, if rank 0 has one; the step to train next and the version that it trains."""
+    def resume(self, policy: Policy) -> Progress:
+        """Load the newest checkpoint, if rank 0 has one; how far it is."""
         found = load_checkpoint(self.directory, policy)
         if found is None:
             log.info("no checkpoint in %s: training begins at step 0", self.directory.absolute())
-            return 0, 0
-        self.saved_step = found[0]
+            return Progress(step=0, version=0, num_updates=0)
+        self.saved_step = found.step
         log.info("resumed at step %d from %s", self.saved_step, self.directory)
         return found
+
+    def check_newest(self) -> None:
+        """Raise Fenced, on the main rank, when another trainer has saved since this one has loaded its checkpoint: the run is further."""
+        newest = saved_step(self.directory) or 0
+        if newest != self.saved_step:
+            text = f"another trainer has saved step {newest} since this one has loaded step {self.saved_step}; start this one again"
+            raise Fenced(f"{self.directory}: {text}")
 
     def save_if_due(self, policy: Policy, next_step: int, version: int) -> int:
         """Save when the interval or the end says so, with the version that `next_step` trains.
@@ -59,7 +69,7 @@ class CheckpointSchedule:
 
     def save(self, policy: Policy, next_step: int, version: int) -> None:
         """Save now."""
-        save_checkpoint(self.directory, policy, next_step, version, keep=self.keep, confirm=self.confirm)
+        save_checkpoint(self.directory, policy, next_step, version, self.lineage, keep=self.keep, confirm=self.confirm)
         self.saved_step = next_step
 
     def close(self, policy: Policy) -> None:

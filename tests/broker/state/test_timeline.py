@@ -181,6 +181,38 @@ def test_samples_of_a_version_that_was_trained_further_than_the_checkpoint_are_r
     assert {g.id for g in desk.state.groups.by_id.values() if g.phase == "queued"} == ready
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_steps_that_another_trainer_trained_in_its_place_are_not_taken_for_those_of_a_checkpoint(
+    desk: Any, is_committed: bool, restarts: bool
+) -> None:
+    """One trainer saved step 2; another had read step 1 before that, resumed later, and is gone; the first goes on from its checkpoint."""
+    mine = _three_steps(desk, checkpoint=0)[:2]
+    desk.begin(step=1, version=1, lineage="M")
+    theirs = desk.batch(1)
+    desk.ask("t", m.Reject(step=1, groups={theirs[0]: "luck"}))
+    (other,) = desk.fill(1, version=1, lineage="M")
+    assert set(desk.batch(1)) == {theirs[1], other}
+    if is_committed:
+        desk.train(1, lineage="M")
+        desk.fill(1, version=2, lineage="M")
+    if restarts:
+        desk.restart()
+    assert desk.ask("t", m.Resume(step=2, version=2, lineage="N", parent="L")) == m.Ok()
+    phases = {group.id: (group.phase, group.newest_version) for group in desk.state.groups.by_id.values() if group.phase != "queued"}
+    assert phases == {**dict.fromkeys(mine[0], ("committed", 0)), theirs[1]: ("ready", 1), other: ("ready", 1)}, "nothing of theirs is lost"
+    assert "no record of 1 of the trained steps; up to 2 prompts may be trained twice" in desk.notes[-2]
+
+
+def test_a_checkpoint_of_an_older_lineage_is_taken_as_it_is_where_nobody_went_back_behind_it(desk: Any) -> None:
+    trained = _three_steps(desk, checkpoint=0)
+    desk.begin(step=3, version=3, lineage="M")
+    assert desk.ask("t", m.Resume(step=2, version=2, lineage="N", parent="L")) == m.Ok()
+    committed = {group.id for group in desk.state.groups.by_id.values() if group.phase == "committed"}
+    assert committed == {*trained[0], *trained[1]}
+    assert not any("no record" in note for note in desk.notes)
+
+
 def test_a_late_repetition_of_an_older_publish_is_acknowledged_and_changes_nothing(desk: Any) -> None:
     desk.fill(2)
     desk.train(0)

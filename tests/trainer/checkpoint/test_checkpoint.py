@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slimebus.bus.errors import DataError, Fenced
-from trainer.checkpoint.contents import load_checkpoint, save_checkpoint
+from trainer.checkpoint.contents import Progress, load_checkpoint, save_checkpoint
 from trainer.checkpoint.folder import latest_checkpoint
 
 
@@ -19,12 +19,12 @@ def test_three_steps_then_resume_for_three_equals_six_steps_bitwise(dtype, tied_
     policy = build_policy(tied_model, dtype=dtype)
     for step in range(3):
         policy.train(make_batch(step))
-    save_checkpoint(tmp_path, policy, 3, 7)
+    save_checkpoint(tmp_path, policy, 3, 7, "L")
     straight = [policy.train(make_batch(step)) for step in range(3, 6)]
     want = weights(policy)
 
     resumed = build_policy(tied_model, dtype=dtype)
-    assert load_checkpoint(tmp_path, resumed) == (3, 7)
+    assert load_checkpoint(tmp_path, resumed) == Progress(step=3, version=7, num_updates=3, lineage="L")
     assert [resumed.train(make_batch(step)) for step in range(3, 6)] == straight
     got = weights(resumed)
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -35,7 +35,7 @@ def test_a_policy_that_never_stepped_can_be_saved_and_resumed(tied_model, build_
     save_checkpoint(tmp_path, policy, 0)
     want = policy.train(make_batch())
     resumed = build_policy(tied_model)
-    assert load_checkpoint(tmp_path, resumed) == (0, 0)
+    assert load_checkpoint(tmp_path, resumed) == Progress(step=0, version=0, num_updates=0)
     assert resumed.train(make_batch()) == want
 
 
