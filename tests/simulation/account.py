@@ -18,6 +18,8 @@ class Account:
     def __init__(self) -> None:
         self.lost_suffix = False
         self.may_repeat: set[str] = set()
+        self.finished_steps: int | None = None
+        """How many steps a trainer had trained when it said that it has finished; the most that any did."""
         self._weights: dict[tuple[str, int], Steps] = {}
 
     def tore_off(self, changed: set[tuple[str, str]]) -> None:
@@ -28,6 +30,10 @@ class Account:
     def published(self, trainer: "Trainer") -> None:
         """These weights are what the steps trained so far made of the model. A version told again, steps later, is still the same."""
         self._weights.setdefault((trainer.lineage, trainer.version), dict(trainer.trained))
+
+    def finished(self, trainer: "Trainer") -> None:
+        """This trainer has no step left to train."""
+        self.finished_steps = max(self.finished_steps or 0, trainer.step)
 
     def is_ancestor(self, lineage: str, version: int, trainer: "Trainer") -> bool:
         """True when those weights are what this trainer's timeline has, or had on its way."""

@@ -41,7 +41,6 @@ class BrokerProcess:
         self.world, self.disk = world, Disk(world.scenario.durability)
         self.machine: Machine | None = None
         self.held: UncommittedBurst | None = None
-        self._last_hint = m.Hint()
         self.inbox: deque[Event] = deque()
         self.crash_at: CrashPoint | None = None
         self.stopped_until = self._wake_at = self.wall_ahead_s = 0.0
@@ -57,6 +56,8 @@ class BrokerProcess:
         self.clock = MachineClock(world.timeline, monotonic_ahead_s=monotonic_s, wall_ahead_s=1e6 + self.wall_ahead_s)
         self.awake = SuspendTolerantClock(self.clock)
         self.machine = self.restored()
+        meta = self.machine.state.meta
+        self._last_hint = m.Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest)
         self.num_boots += 1
         self.is_over = False
         self._wake_at = world.now
@@ -72,8 +73,11 @@ class BrokerProcess:
         return machine
 
     def crash(self, *, down_s: float, torn: int = 0) -> None:
-        """kill -9, or with `torn` a power cut that takes the last transactions along. It is started again `down_s` later."""
-        if self.machine is None:
+        """kill -9, or with `torn` a power cut that takes the last transactions along. It is started again `down_s` later.
+
+        One that has ended is there no more.
+        """
+        if self.machine is None or self.is_over:
             return
         self.machine, self.crash_at, self.held = None, None, None
         self.inbox.clear()

@@ -6,6 +6,7 @@ from multiprocessing import Pool
 
 import msgspec
 from simulation import mutations
+from simulation.actor import Broken
 from simulation.world import World
 
 SEEDS_PER_MUTATION = 200
@@ -46,12 +47,15 @@ def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
 
 
 def seeds_to_catch(name: str, limit: int = SEEDS_PER_MUTATION) -> tuple[int, str]:
-    """How many seeds it takes to catch a mutation, and what was broken; 0 when `limit` seeds do not."""
+    """How many seeds it takes to catch a mutation, and the promise that was broken; 0 when `limit` seeds do not.
+
+    An exception that is none of ours catches nothing: it may be the mutation's own, which no longer fits what it replaces.
+    """
     with mutations.applied(name):
         for seed in range(limit):
-            outcome = run_seed(seed)
-            if outcome.broken:
-                return seed + 1, outcome.broken
+            broken = run_seed(seed).broken
+            if broken:
+                return (seed + 1 if broken.startswith(Broken.__name__) else 0), broken
     return 0, ""
 
 

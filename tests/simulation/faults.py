@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from simulation.broker_process import CRASH_POINTS
 from simulation.operator_client import Operator
 from simulation.rude import WideName
-from simulation.trainer import Trainer
+from simulation.trainer import Checkpoint, Trainer
 
 from slimebus.bus import messages as m
 
@@ -76,7 +76,8 @@ def kill_trainer(world: "World") -> None:
 
 def rewind_trainer(world: "World") -> None:
     """It goes on from an older checkpoint that it kept, or all are lost and it begins anew, before steps whose samples are freed."""
-    world.trainer.crash(keep=world.random.randint(0, len(world.trainer.checkpoints)))
+    world.checkpoints = world.checkpoints[: world.random.randint(0, len(world.checkpoints))] or [Checkpoint()]
+    world.trainer.crash()
 
 
 def stop_trainer(world: "World") -> None:
@@ -88,7 +89,14 @@ def second_trainer(world: "World") -> None:
     """Another trainer comes, of another name or of the same, while the first one lives on."""
     old = world.trainer
     if not old.is_done:
-        world.trainer = Trainer(world, world.random.choice(["t2", old.name]), old.checkpoints)
+        world.trainer = Trainer(world, world.random.choice(["t2", old.name]))
+
+
+def restart_everything(world: "World") -> None:
+    """The whole site loses its power, and what was written is kept: everyone starts again, in any order."""
+    world.broker.crash(down_s=world.random.uniform(0, 10))
+    for process in [world.trainer, *world.workers]:
+        process.crash()
 
 
 def cut_network(world: "World") -> None:
@@ -156,6 +164,7 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
         (rewind_trainer, 2),
         (stop_trainer, 1),
         (second_trainer, 2),
+        (restart_everything, 1),
         (cut_network, 2),
         (fill_disk, 1),
         (jump_broker_clocks, 1),

@@ -7,7 +7,7 @@ import msgspec
 from simulation.actor import require
 
 from broker.state.broker_state import State
-from broker.state.effects import Address, Effect, Event, Reply
+from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.machine import Machine
 from broker.state.records import Client
@@ -37,6 +37,8 @@ class Invariants:
         self._held: dict[int, Group] = {}
         self._granted: dict[Address, set[int]] = {}
         self._asked: list[tuple[m.Put, bool]] = []
+        self._diverged = False
+        self._forks: dict[str, int] = {}
 
     # --- hooks of the broker process ---
 
@@ -81,7 +83,7 @@ class Invariants:
         self._answered([], machine, effects)
 
     def before(self, machine: Machine, events: list[Event]) -> None:
-        self._asked = []
+        self._asked, self._diverged = [], False
         for event in events:
             self._note_divergence(machine.state, event)
         if len(events) == 1 and isinstance(put := events[0].message, m.Put):
@@ -92,8 +94,17 @@ class Invariants:
         process = self.world.processes.get(event.to.peer)
         if isinstance(event.message, m.Resume) and process is not None and event.message.lineage != state.meta.lineage:
             trained: dict[int, tuple[str, ...]] = getattr(process, "trained", {})
-            unknown = [step for step in trained if step >= state.meta.next_step and step not in state.steps]
+            fork = self._note_fork(state, event.message)
+            unknown = [step for step in trained if step >= fork or not _has_trained(state, step, trained[step])]
             self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
+            self._diverged |= bool(unknown)
+
+    def _note_fork(self, state: State, resume: m.Resume) -> int:
+        """The step behind which no other trainer went back since the lineage began that this one goes on with."""
+        lineages = state.meta.lineages
+        since = lineages[lineages.index(resume.parent) + 1 :] if resume.parent in lineages else []
+        self._forks[resume.lineage] = min([resume.step, *(self._forks[lineage] for lineage in since)])
+        return self._forks[resume.lineage]
 
     def applied(self, machine: Machine, events: list[Event], effects: list[Effect]) -> None:
         """Requests were decided on."""
@@ -107,6 +118,10 @@ class Invariants:
                 self._note_rejected(machine.state.meta.lineage, event.message)
             if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
                 self._in_charge = event.to.peer
+        if self._diverged:
+            is_refused = all(isinstance(replies.get(e.to), m.Error) for e in events if isinstance(e.message, m.Resume))
+            is_told = any(isinstance(effect, Note) and effect.is_warning for effect in effects)
+            require(is_refused or is_told, "a trainer goes on from steps that the broker has not, and nobody is told")
         if len(events) == 1:
             self._check_trainer(machine, events[0], replies.get(events[0].to))
         for message in replies.values():
@@ -142,6 +157,7 @@ class Invariants:
 
     def _answered(self, events: list[Event], machine: Machine, effects: list[Effect]) -> None:
         """Each request is answered once or parked; what was parked is answered when it no longer is."""
+        self._check_finish(effects)
         state = machine.state
         parked = Counter(waiting.to for table in _parked(state) for waiting in table.values())
         replies = Counter(e.to for e in effects if isinstance(e, Reply))
@@ -157,6 +173,13 @@ class Invariants:
             if not parked[to] and not replies[to]:
                 require(self._is_gone(state, to), f"the parked request {to} is forgotten without an answer")
         self._parked = parked
+
+    def _check_finish(self, effects: list[Effect]) -> None:
+        """Nobody is sent home before a trainer has trained the last step that the run has by now."""
+        told = [e.message if isinstance(e, Reply) else e.hint for e in effects if isinstance(e, Reply | Notify)]
+        steps, trained = self.world.rules.num_steps or 0, self.world.account.finished_steps
+        if any(getattr(message, "finished", False) for message in told):
+            require(trained is not None and trained >= steps, f"{trained} of {steps} steps are trained, and the broker says it is finished")
 
     def _is_gone(self, state: State, to: Address) -> bool:
         """True when nobody is there to be answered: dead, gone from the broker, or replaced."""
@@ -295,6 +318,12 @@ def _holds(state: State, name: str, put: m.Put) -> bool:
     if group is None or group.phase != LEASED:
         return False
     return (group.lease.worker, group.lease.id) == (name, put.lease)
+
+
+def _has_trained(state: State, step: int, groups: tuple[str, ...]) -> bool:
+    """True when the broker has these groups on record for a step, or has freed what a step of its past had."""
+    record = state.steps.get(step)
+    return step < state.meta.next_step if record is None else set(record.groups) == set(groups)
 
 
 def _durable(state: State) -> dict[str, dict[Any, Any]]:

@@ -11,13 +11,14 @@ from broker import suspend_tolerant_clock
 from broker.state import admission, batches, clients, fates, leases, prompts, staleness, timeline
 from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
+from broker.state.machine import Machine
 from broker.state.waiting import WaitingRequests
 from slimebus.bus import sample_table
 
 Patch = tuple[Any, str, Callable[..., Any]]
 
 _become, _delete, _changed, _sender_of = fates.become, State.delete, State.changed, clients.sender_of
-_park = WaitingRequests.park
+_park, _restore_meta = WaitingRequests.park, Machine._restore_meta
 _commit = broker_process.BrokerProcess._commit
 
 
@@ -84,15 +85,22 @@ def _forget_parked(state: State, client: Any) -> None:
         state.waiting_batches.take(step)
 
 
-def _wait_anew(waiting: Any, key: Any, event: Any, message: Any, now: float) -> None:
+def _wait_anew(waiting: Any, key: Any, *request: Any) -> None:
     waiting.take(key)
-    _park(waiting, key, event, message, now)
+    _park(waiting, key, *request)
+
+
+def _stay_finished(machine: Machine, meta: Any) -> None:
+    is_finishing = meta.finishing
+    _restore_meta(machine, meta)
+    meta.finishing = is_finishing
 
 
 MUTATIONS: dict[str, Patch] = {
     "a repeated request waits anew": (WaitingRequests, "park", _wait_anew),
     "names may be of any length": (clients, "check_name", lambda what, name: None),
     "what a put says of its samples is believed": (sample_table, "_check_attempts", lambda table, num_samples: None),
+    "a finished run that is given more steps is still finished": (Machine, "_restore_meta", _stay_finished),
     "nothing is ever stale": (staleness, "is_stale", lambda state, group, step: False),
     "an expired lease does not requeue": (fates, "become", _forget_expiry),
     "a rewind keeps samples of abandoned versions": (fates, "become", _keep_abandoned),

@@ -41,6 +41,12 @@ TABLES: dict[str, Callable[[Table], None]] = {
     ),
     "a status that nobody knows": lambda table: table.update(status=["great"] * len(table["num_tokens"])),
     "a reward that is no number": lambda table: table.update(reward=[float("nan")] * len(table["num_tokens"])),
+    "a reward without bound": lambda table: table.update(reward=[1e300] * len(table["num_tokens"])),
+    "rewards of fewer samples": _columns("reward", lambda column: column[1:] or [1.0, 1.0, 1.0]),
+    "a session of numbers": lambda table: table.update(session=[7] * len(table["num_tokens"])),
+    "a session without end": lambda table: table.update(session=["x" * LONG] * len(table["num_tokens"])),
+    "a negative turn": lambda table: table.update(turn=[-1] * len(table["num_tokens"])),
+    "metadata of lists": lambda table: table.update(metadata=[{"key": [1]}] * len(table["num_tokens"])),
     "a temperature of 0": lambda table: table.update(temperature=[0.0] * len(table["num_tokens"])),
     "attempts that were not leased": lambda table: table.update(trajectory=[7] * len(table["num_tokens"])),
     "a field twice": lambda table: table["fields"].append(table["fields"][0]),
@@ -50,6 +56,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
     "a dtype that cannot cross": _field(3, dtype="complex64"),
     "a shape too few": _field(3, shapes=[]),
     "a negative shape": _field(3, shapes=[[-1]]),
+    "no name": _field(3, name=""),
     "a name without end": _field(3, name="x" * LONG),
 }
 """What may be wrong with the table of a put."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from simulation.account import Steps
-from simulation.actor import Actor, Request, require
+from simulation.actor import TIMEOUT_RESENDS, Actor, Request, require
 from simulation.clock import Act
 from simulation.worker import Truth
 
@@ -23,21 +23,21 @@ REJECT_CHANCE = 0.05
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What a trainer can go on from: the step to train next and what was trained before."""
+    """What a trainer can go on from: the step to train next, what was trained before, and the lineage that saved it."""
 
     step: int = 0
     trained: Steps = {}
+    lineage: str = ""
 
 
 class Trainer(Actor):
-    """One trainer process, begun from the newest of `checkpoints`. `trained` is what its timeline has trained."""
+    """One trainer process, begun from the newest of the run's checkpoints. `trained` is what its timeline has trained."""
 
     role = "trainer"
 
-    def __init__(self, world: "World", name: str, checkpoints: list[Checkpoint]) -> None:
-        self.checkpoints = checkpoints
-        start = checkpoints[-1]
-        self.step, self.trained = start.step, dict(start.trained)
+    def __init__(self, world: "World", name: str) -> None:
+        self.start = start = world.checkpoints[-1]
+        self.step, self.trained, self.parent = start.step, dict(start.trained), start.lineage
         self.version = world.version_of(start.step)
         self.lineage = f"{name}-{world.timeline.serial()}"
         self.batches: dict[int, m.BatchReply] = {}
@@ -48,23 +48,32 @@ class Trainer(Actor):
         self.is_training = self.is_done = self.has_resumed = False
         super().__init__(world, name)
 
-    def crash(self, *, keep: int = -1) -> None:
-        """kill -9; it starts again from its newest checkpoint, or from an older one with the first `keep` of them, none: anew."""
+    def crash(self) -> None:
+        """kill -9; it starts again from the newest checkpoint."""
         self.die()
-        checkpoints = self.checkpoints[:keep] if keep >= 0 else self.checkpoints
-        checkpoints = checkpoints or [Checkpoint()]
-        self.world.timeline.later(self.world.random.expovariate(0.5), lambda: self._start_again(checkpoints))
+        self.world.timeline.later(self.world.random.expovariate(0.5), self._start_again)
 
-    def _start_again(self, checkpoints: list[Checkpoint]) -> None:
+    def _start_again(self) -> None:
         if self.world.trainer is self:
-            self.world.trainer = Trainer(self.world, self.name, checkpoints)
+            self.world.trainer = Trainer(self.world, self.name)
 
     # --- timeline ---
 
     def begin(self, welcome: m.Welcome) -> None:
-        self.ask(m.Resume(step=self.step, version=self.version, lineage=self.lineage), lambda *_: self._resumed())
+        if not self._has_newest():
+            self.crash()
+            return
+        resume = m.Resume(step=self.step, version=self.version, lineage=self.lineage, parent=self.parent)
+        self.ask(resume, lambda *_: self._resumed())
+
+    def _has_newest(self) -> bool:
+        """False when another trainer has saved since this one has loaded its checkpoint."""
+        return self.world.checkpoints[-1] is self.start
 
     def _resumed(self) -> None:
+        if not self._has_newest():
+            self.crash()
+            return
         self.has_resumed = True
         self.world.trace(f"{self.name} is resumed at step {self.step}, version {self.version}, lineage {self.lineage}")
         self._publish(self._next)
@@ -175,9 +184,19 @@ class Trainer(Actor):
             self._save()
 
     def _save(self) -> None:
+        """A checkpoint becomes the newest once the broker says that no other trainer has taken over."""
         if self.world.random.random() < CHECKPOINT_CHANCE:
-            self.checkpoints = [*self.checkpoints, Checkpoint(self.step + 1, dict(self.trained))][-KEPT_CHECKPOINTS:]
-        commit = m.Commit(step=self.step, checkpoint=self.checkpoints[0].step)
+            self.ask(self.beat(), lambda *_: self._saved(), timeout_s=TIMEOUT_RESENDS * self.world.scenario.resend_s)
+        else:
+            self._commit()
+
+    def _saved(self) -> None:
+        newest = Checkpoint(self.step + 1, dict(self.trained), self.lineage)
+        self.world.checkpoints = [*self.world.checkpoints, newest][-KEPT_CHECKPOINTS:]
+        self._commit()
+
+    def _commit(self) -> None:
+        commit = m.Commit(step=self.step, checkpoint=self.world.oldest_checkpoint)
         self.ask(commit, lambda *_: self._committed())
 
     def _committed(self) -> None:
@@ -190,6 +209,7 @@ class Trainer(Actor):
         self._next()
 
     def _finish(self) -> None:
+        self.world.account.finished(self)
         self.ask(m.Finish(), lambda *_: self._finished())
 
     def _finished(self) -> None:
@@ -206,6 +226,10 @@ class Trainer(Actor):
             self.die()
         elif error.code == "not_assigned" and self.rejected:
             pass  # what was asked for before its batch was chosen anew
+        elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step < self.step:
+            pass  # the same, and that step is trained since
+        elif error.code == "step" and isinstance(request.message, m.Resume) and self.step < self.world.oldest_checkpoint:
+            self.crash()  # another trainer went on while this one was on its way
         elif error.code == "source_ended":
             if isinstance(request.message, m.Batch) and request.message.step == self.step:
                 self._finish()

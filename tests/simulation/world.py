@@ -54,7 +54,9 @@ class World:
         self.broker = BrokerProcess(self)
         self.broker.start()
         self.guests: list[Worker] = []
-        self.trainer = Trainer(self, "t", [Checkpoint()])
+        self.checkpoints = [Checkpoint()]
+        """In the run's folder, the newest last; every trainer saves there and goes on from there."""
+        self.trainer = Trainer(self, "t")
         self.workers = [Worker(self, self.scenario.name_of(i), plan) for i, plan in enumerate(self.scenario.workers)]
         if faults:
             fault_kinds.begin(self, only)
@@ -115,17 +117,18 @@ class World:
         self.faults["extend"] += 1
         self.scenario = msgspec.structs.replace(self.scenario, rules=rules, more_steps=0)
         done = self.trainer
-        checkpoints = [*done.checkpoints, Checkpoint(done.step, dict(done.trained))]
+        self.checkpoints.append(Checkpoint(done.step, dict(done.trained), done.lineage))
+        self.broker.is_over = False
         self.broker.crash(down_s=self.random.uniform(0, 3))
-        self.timeline.later(self.random.uniform(0, 6), lambda: self._train_on(done, checkpoints))
+        self.timeline.later(self.random.uniform(0, 6), lambda: self._train_on(done))
         for worker in self.workers:
             if worker.is_dead or worker.is_leaving:
                 self.timeline.later(self.random.uniform(0, 6), worker.start_again)
 
-    def _train_on(self, done: Trainer, checkpoints: list[Checkpoint]) -> None:
+    def _train_on(self, done: Trainer) -> None:
         if self.trainer is done:
             done.die()
-            self.trainer = Trainer(self, done.name, checkpoints)
+            self.trainer = Trainer(self, done.name)
 
     def _has_ended(self) -> bool:
         """Who comes when the broker has ended finds nobody, and gives up."""
@@ -150,7 +153,8 @@ class World:
         machine = self.broker.machine
         assert machine is not None
         self.invariants.deep(machine)
-        require(not machine.state.groups.by_lease, "leases are held after everyone has left")
+        holders = {group.lease.worker for group in machine.state.groups.by_lease.values()}
+        require(all(machine.state.clients[name].is_gone for name in holders), f"{holders} hold leases after everyone has left")
         if rules.num_steps is None:
             self._check_whole_source(trained)
 
@@ -166,6 +170,11 @@ class World:
             require(not names & ended, f"trained and ended: {sorted(names & ended)}")
 
     # --- what actors ask of the world ---
+
+    @property
+    def oldest_checkpoint(self) -> int:
+        """The step of the oldest checkpoint in the run's folder."""
+        return min(checkpoint.step for checkpoint in self.checkpoints)
 
     def answer(self, to: Address, message: m.Message, bulk: list[Any]) -> None:
         """Bring an answer on its way."""
