@@ -21,12 +21,12 @@ from broker.keyring_watcher import KeyringWatcher, security
 from broker.reply_frames import ReplyFrames, Writes
 from broker.source import FileRows
 from broker.source.interface import PromptSource
-from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, Table, Write
+from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, RowTable, Write
 from broker.state.machine import Machine
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
-from broker.store.lmdb_store import VALUE_TABLES, damaged_store
+from broker.store.lmdb_store import damaged_store
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
 from slimebus.bus.clock import Clock, SystemClock
@@ -41,7 +41,7 @@ log = logging.getLogger("slimebus.broker")
 
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
-RESTORED_TABLES: tuple[Table, ...] = tuple(table for table in get_args(Table) if table not in VALUE_TABLES)
+RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
 
 
 class Broker:

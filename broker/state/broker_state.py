@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -10,7 +10,7 @@ from broker.source.interface import GroupResult, PromptSource, StatefulSource
 from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
-from broker.state.records import KEYS, BufferFilter, Change, Client, Consumer, Evaluation, Meta, PushRecord, StepRecord
+from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, PushRecord, StepRecord
 from broker.state.rules import Rules
 from broker.state.timers import Timers
 from broker.state.waiting import WaitingRequests
@@ -30,9 +30,6 @@ FILTERED = "groups filtered"
 _encode = msgspec.msgpack.Encoder().encode
 
 
-T = TypeVar("T", PushRecord, Change)
-
-
 class State:
     """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
 
@@ -50,7 +47,7 @@ class State:
         self.pushes: dict[str, PushRecord] = {}
         self.changes: dict[str, Change] = {}
         self._kept: dict[str, dict[Any, Any]] = {"groups": self.groups.by_id}
-        self._kept |= {table: getattr(self, table) for table in KEYS if table not in ("groups", "ended")}
+        self._kept |= {table: getattr(self, table) for table in ROWS if table not in ("meta", "groups", "ended")}
         self.timers = Timers()
         self.waiting_leases: WaitingRequests[tuple[str, int], Lease] = WaitingRequests("lease", self.timers)
         self.waiting_batches: WaitingRequests[int, Batch] = WaitingRequests("batch", self.timers)
@@ -87,7 +84,7 @@ class State:
             self.ended[group.phase][group.id] = group
         for table in self._kept.keys() - {"groups"}:
             for record in sorted(records[table], key=lambda record: getattr(record, "serial", 0)):
-                self._kept[table][getattr(record, KEYS[table])] = record
+                self._kept[table][getattr(record, ROWS[table].key)] = record
         self.fetched_steps = dict.fromkeys(self.steps, self.now)  # whether the trainer has their samples is not known any more
         if self.stateful is not None:
             for kept in records["source"]:
@@ -211,8 +208,9 @@ class State:
         if len(self.recent_leases) > RECENT_LEASES:
             del self.recent_leases[next(iter(self.recent_leases))]
 
-    def keep_latest(self, table: Table, records: dict[str, T], record: T, most: int) -> None:
+    def keep_latest(self, table: Table, record: Keyed, most: int) -> None:
         """Keep a record by its key; of more than `most` the oldest is forgotten."""
+        records = self._kept[table]
         records[record.key] = record
         self.changed(table, record.key)
         while len(records) > most:

@@ -12,23 +12,13 @@ from broker.state.broker_state import MAX_REASON_CHARS, State
 from broker.state.effects import Event, Table
 from broker.state.features import evaluation
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, READY, Group
-from broker.state.records import KEYS, ROWS, StepRecord
+from broker.state.records import ROWS, StepRecord
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Ok, Reject
 
 LOST_SAMPLES = "its stored samples are damaged"
 LOST_PROMPT = "its stored prompt is damaged"
 LOST_ROW = "its stored record is damaged"
-ROW_COSTS = {
-    "groups": "its prompt is sampled again, unless its samples were fetched already",
-    "ended": "the group is not listed any more",
-    "clients": "the process joins again by itself",
-    "steps": "it is made again from its groups",
-    "evaluations": "its result is lost; ask for the evaluation again",
-    "consumers": "the consumer reads from the beginning",
-    "pushes": "a repeat of the push would add its prompts again",
-    "changes": "a repeat of the change would be put in force again",
-}
 
 
 def decoded(table: str, key: str, value: bytes | SlimebusError) -> Any:
@@ -37,8 +27,9 @@ def decoded(table: str, key: str, value: bytes | SlimebusError) -> Any:
         raise value
     if table not in ROWS:
         return value
-    record = msgspec.msgpack.decode(value, type=ROWS[table])
-    name = str(getattr(record, KEYS[table])) if table in KEYS else key
+    rows = ROWS[table]
+    record = msgspec.msgpack.decode(value, type=rows.kind)
+    name = str(getattr(record, rows.key)) if rows.key else key
     if name != key:
         raise SlimebusError(f"its record is that of {name!r}", code="damaged", retryable=True)
     return record
@@ -48,7 +39,7 @@ def lose_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
     """A starting broker found rows damaged, as (table, key, why): what needs them is made again or let go, named and counted."""
     for table, key, why in sorted(lost, key=lambda row: row[0] != "steps"):  # a lost group is looked for in the steps
         state.tally(state.meta.counted, f"damaged rows of {table}")
-        state.note(f"row {key!r} of table {table!r} cannot be used: {why}; {ROW_COSTS[table]}", is_warning=True)
+        state.note(f"row {key!r} of table {table!r} cannot be used: {why}; {ROWS[table].cost}", is_warning=True)
         # written again where it is made again, else deleted
         state.changed(table, int(key) if table == "steps" and key.isdecimal() else key)
         if table == "steps":

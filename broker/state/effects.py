@@ -7,22 +7,11 @@ import msgspec
 
 from slimebus.bus.messages import Field, Hint, Message
 
-Table = Literal[
-    "meta",
-    "groups",
-    "ended",
-    "prompts",
-    "payloads",
-    "partials",
-    "fields",
-    "clients",
-    "consumers",
-    "steps",
-    "evaluations",
-    "pushes",
-    "changes",
-    "source",
-]
+RowTable = Literal["meta", "clients", "steps", "evaluations", "consumers", "pushes", "changes", "source", "groups", "ended"]
+"""Read as a whole when a broker starts."""
+ValueTable = Literal["prompts", "payloads", "partials", "fields"]
+"""Read record by record, each when it is asked for."""
+Table = Literal[RowTable, ValueTable]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
 by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step whose samples
 are kept. evaluations: targets and results. pushes, changes: keys of accepted pushes and of changed settings. source: the state of a

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -10,22 +10,25 @@ from broker.state.groups import Group
 from slimebus.bus.messages import NO_VERSION, Scalar
 
 
-class PushRecord(msgspec.Struct, kw_only=True):
-    """A push that was accepted: its key, the digest of its records, and the numbers its prompts got."""
+class Keyed(msgspec.Struct, kw_only=True):
+    """What a client asked for under a key, so that a repeat is known; `serial` orders such records."""
 
     key: str
     serial: int
+
+
+class PushRecord(Keyed):
+    """A push that was accepted: the digest of its records, and the numbers its prompts got."""
+
     digest: str
     lane: str
     first: int
     count: int
 
 
-class Change(msgspec.Struct, kw_only=True):
+class Change(Keyed):
     """Settings changed by one request: name -> (old, new), from the first step that is chosen under the new ones."""
 
-    key: str
-    serial: int
     by: str
     step: int
     changed: dict[str, tuple[Scalar, Scalar]]
@@ -137,11 +140,9 @@ class Tally(msgspec.Struct, kw_only=True):
     newest_version: int = NO_VERSION
 
 
-class Evaluation(msgspec.Struct, kw_only=True):
+class Evaluation(Keyed):
     """One evaluation of a version on some held-out sets."""
 
-    key: str
-    serial: int
     lineage: str
     version: int
     step: int
@@ -172,22 +173,24 @@ class BatchWanted(msgspec.Struct, frozen=True, kw_only=True):
 BufferFilter = Callable[[Sequence[Group], BatchWanted], list[Group]]
 """Chooses the groups of a batch, in order, from those that are ready. Raises HookError."""
 
-ROWS: dict[str, type[msgspec.Struct]] = {
-    "meta": Meta,
-    "groups": Group,
-    "ended": Group,
-    "clients": Client,
-    "steps": StepRecord,
-    "evaluations": Evaluation,
-    "consumers": Consumer,
-    "pushes": PushRecord,
-    "changes": Change,
+
+class Rows(NamedTuple):
+    """A table of records: their type, the attribute under which each is kept, and what the loss of one costs."""
+
+    kind: type[msgspec.Struct]
+    key: str
+    cost: str
+
+
+ROWS = {
+    "meta": Rows(Meta, "", "the run cannot go on"),
+    "groups": Rows(Group, "id", "its prompt is sampled again, unless its samples were fetched already"),
+    "ended": Rows(Group, "id", "the group is not listed any more"),
+    "clients": Rows(Client, "name", "the process joins again by itself"),
+    "steps": Rows(StepRecord, "step", "it is made again from its groups"),
+    "evaluations": Rows(Evaluation, "key", "its result is lost; ask for the evaluation again"),
+    "consumers": Rows(Consumer, "name", "the consumer reads from the beginning"),
+    "pushes": Rows(PushRecord, "key", "a repeat of the push would add its prompts again"),
+    "changes": Rows(Change, "key", "a repeat of the change would be put in force again"),
 }
-"""Table -> what its records are, msgpack; the other tables hold opaque bytes."""
-KEYS = {
-    **dict.fromkeys(("groups", "ended"), "id"),
-    **dict.fromkeys(("clients", "consumers"), "name"),
-    **dict.fromkeys(("evaluations", "pushes", "changes"), "key"),
-    "steps": "step",
-}
-"""Table -> the attribute of a record under which it is kept."""
+"""By table, msgpack; the other tables hold opaque bytes."""

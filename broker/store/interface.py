@@ -59,8 +59,5 @@ class Store(Protocol):
     def report(self) -> dict[str, Any]:
         """For the status: durability, path, size_bytes, free_bytes."""
 
-    def size_bytes(self) -> int:
-        """What the records take up."""
-
     def close(self) -> None:
         """Release it."""

@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lmdb
 
-from broker.state.effects import Write
+from broker.state.effects import RowTable, Write
 from broker.store.interface import TABLES, Damaged, StoreError, StoreRefusal
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from broker.store.space import LOOK_S, Reserve, free_bytes, in_words
@@ -32,8 +32,6 @@ FORMAT_KEY = b"slimebus format"
 FIRST_MAP_BYTES = 256 * 1024 * 1024
 READERS_BYTES = 16 * 1024
 SCRATCH_BYTES = 4 * 1024 * 1024
-VALUE_TABLES = {"payloads", "prompts", "partials", "fields"}
-"""Read record by record, each when it is asked for. The other tables are read as a whole when a broker starts."""
 WAY_OUT = (
     "start over in a new run directory; `slimebus buffer verify` lists what is damaged, `slimebus buffer export` saves what is whole, "
     "`slimebus buffer import` takes it in there"
@@ -56,7 +54,7 @@ class LmdbStore:
         self.hints = _announced_hints(self._lock)
         """Where the broker before this one published hints; empty when there was none."""
         try:
-            check_readable(path, set(TABLES) - VALUE_TABLES)
+            check_readable(path, get_args(RowTable))
             self._open()
             self._take_format()
         except UsageError:
@@ -298,7 +296,6 @@ def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, 
         sync=is_synced,
         metasync=is_synced,
         max_readers=64,
-        subdir=True,
         readonly=is_readonly,
         create=not is_readonly,
     )

@@ -62,7 +62,7 @@ def _accept(state: State, ask: Push, records: list[bytes], digest: str) -> PushR
         state.save("prompts", f"{lane}/{number}", record)
     state.meta.num_pushes += 1
     known = PushRecord(key=ask.key, serial=state.meta.num_pushes, digest=digest, lane=lane, first=end, count=len(records))
-    state.keep_latest("pushes", state.pushes, known, MAX_KEYS)
+    state.keep_latest("pushes", known, MAX_KEYS)
     state.tally(state.meta.counted, "prompts pushed", len(records))
     return known
 

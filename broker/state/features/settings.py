@@ -78,7 +78,7 @@ def _make(state: State, by: str, ask: Set) -> Change:
         return made
     rules = with_values(state.rules, wanted)  # raises before anything is changed
     state.meta.num_changes += 1
-    state.keep_latest("changes", state.changes, made, MAX_CHANGES)
+    state.keep_latest("changes", made, MAX_CHANGES)
     if not changed:
         return made
     configured = {name: state.meta.overrides[name][0] if name in state.meta.overrides else old[name] for name in changed}
