@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import fcntl
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -12,8 +11,8 @@ import lmdb
 import msgspec
 
 from broker.state.groups import DEAD, DROPPED, Group, Phase
+from broker.store import lmdb_store
 from broker.store.interface import TABLES, Damaged
-from broker.store.lmdb_store import FORMAT_KEY, cannot_open, check_format, check_readable, open_environment, read_record, scan_records
 from broker.store.records import unpack_frames
 from slimebus.bus.errors import UsageError
 from slimebus.bus.sample_table import CheckedGroup, check_group
@@ -31,7 +30,7 @@ class StoreSnapshot:
 
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None."""
-        return read_record(self._txn, table, self._tables[table], key) if table in self._tables else None
+        return lmdb_store.read_record(self._txn, table, self._tables[table], key) if table in self._tables else None
 
     def keys(self, table: str) -> Iterator[str]:
         """The keys of a table; no record is read."""
@@ -44,7 +43,7 @@ class StoreSnapshot:
 
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
-        for key, value in scan_records(self._txn, table, self._tables[table]) if table in self._tables else ():
+        for key, value in lmdb_store.scan_records(self._txn, table, self._tables[table]) if table in self._tables else ():
             if isinstance(value, Damaged):
                 raise value
             yield key, value
@@ -97,17 +96,17 @@ def open_snapshot(run_dir: Path, *, is_checked: bool = True) -> Iterator[StoreSn
     """
     folder = store_folder(run_dir)
     if is_checked:
-        check_readable(folder, TABLES)
+        lmdb_store.check_readable(folder, TABLES)
     try:
-        env = open_environment(folder, is_readonly=True)
+        env = lmdb_store.open_environment(folder, is_readonly=True)
     except lmdb.Error as bad:
-        raise cannot_open(folder, bad) from None
+        raise lmdb_store.cannot_open(folder, bad) from None
     try:
         with begin(env) as txn:
-            check_format(folder, txn.get(FORMAT_KEY))
+            lmdb_store.check_format(folder, txn.get(lmdb_store.FORMAT_KEY))
             yield StoreSnapshot(folder, txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
-        raise cannot_open(folder, bad) from None
+        raise lmdb_store.cannot_open(folder, bad) from None
     finally:
         env.close()
 
@@ -130,12 +129,9 @@ def _table(env: Any, txn: Any, name: str) -> Any:
 
 def live_endpoint(folder: Path) -> str | None:
     """Where the broker that has this store open listens; None when none has."""
-    try:
-        with (folder / "owner.lock").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return str((json.loads(lock.read() or "{}")).get("endpoint", ""))
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError), (folder / "owner.lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return lmdb_store.announced(lock).get("endpoint")
     return None

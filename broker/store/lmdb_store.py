@@ -51,7 +51,7 @@ class LmdbStore:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._map_bytes, self._is_open = map_bytes, False
         self._lock = _lock(path)
-        self.hints = _announced_hints(self._lock)
+        self.hints = str(announced(self._lock).get("hints", ""))
         """Where the broker before this one published hints; empty when there was none."""
         try:
             check_readable(path, get_args(RowTable))
@@ -357,18 +357,22 @@ def _needed(writes: Sequence[Write]) -> int:
     return sum(PAGE_SLACK_BYTES + (0 if write.value is None else packed_size(write.value)) for write in writes)
 
 
-def _announced_hints(lock: Any) -> str:
+def announced(lock: Any) -> dict[str, Any]:
+    """What the broker that holds this lock file, or did so last, says of itself; nothing where that cannot be read."""
     lock.seek(0)
     try:
-        return str(json.loads(lock.read() or "{}").get("hints", ""))
-    except (ValueError, AttributeError):
-        return ""
+        found = json.loads(lock.read() or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _lock(path: Path) -> Any:
     """Hold the folder for this process. Raises UsageError when another broker has it, or it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with open(path / "lock.mdb", "ab") as readers:  # LMDB maps it unasked for blocks: on a full disk that ends the process
+            os.posix_fallocate(readers.fileno(), 0, READERS_BYTES)
         lock = open(path / "owner.lock", "a+")  # noqa: SIM115 - held for the life of the store
     except FileExistsError:
         raise UsageError(f"the broker's store needs a folder, but {path} is a file; move it, or use another run directory") from None
@@ -379,10 +383,4 @@ def _lock(path: Path) -> Any:
     except OSError:
         lock.close()
         raise UsageError(f"another broker has the store at {path} open; stop it or use another run directory", code="store_busy") from None
-    try:
-        with open(path / "lock.mdb", "ab") as readers:  # LMDB maps it unasked for blocks: on a full disk that ends the process
-            os.posix_fallocate(readers.fileno(), 0, READERS_BYTES)
-    except OSError as bad:
-        lock.close()
-        raise cannot_open(path, bad) from None
     return lock
