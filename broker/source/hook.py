@@ -179,17 +179,12 @@ class HookSource(PromptSource):
         try:
             return call_plugin(f"source hook {self.path}: {method}", getattr(self._hook, method), *given)
         except HookError as bad:
-            self._count(bad.text)
-            raise
+            raise self._failed(bad.text.removeprefix(f"source hook {self.path}: ")) from bad.__cause__
 
     def _failed(self, text: str) -> HookError:
-        failure = HookError(f"source hook {self.path}: {text}")
-        self._count(failure.text)
-        return failure
-
-    def _count(self, text: str) -> None:
-        self._failures += 1
-        self._last_failure = text.removeprefix(f"source hook {self.path}: ")[:500]
+        """The error that says so, counted."""
+        self._failures, self._last_failure = self._failures + 1, text[:500]
+        return HookError(f"source hook {self.path}: {text}")
 
 
 def load_source(path: str, *, base: Path, seed: int, rows: FileRows | None) -> HookSource:

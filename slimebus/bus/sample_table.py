@@ -196,7 +196,9 @@ def field_bytes(field: Field, num_tokens: Sequence[int]) -> list[int]:
     if not field.shapes:
         return [item * length for length in num_tokens]
     if len(field.shapes) != len(num_tokens):
-        raise BadSamples(f"{where}: {len(field.shapes)} shapes for {len(num_tokens)} samples; expected one each, or none where all are [T]")
+        raise BadSamples(
+            f"{where}: {len(field.shapes)} shapes for {len(num_tokens)} samples; expected one each (failed too), or none if all are [T]"
+        )
     for i, shape in enumerate(field.shapes):
         is_sound = len(shape) <= MAX_DIMENSIONS and all(0 <= n <= MAX_TOKENS for n in shape)
         if not is_sound or math.prod(n or 1 for n in shape) > MAX_ELEMENTS:

@@ -190,17 +190,16 @@ def why_waiting(state: State, name: str) -> str:
 def put_fields(state: State, event: Event, put: PutFields) -> None:
     """Add fields to a group that waits to be trained. A repeat is acknowledged; a field that is there is never replaced."""
     where = f"put_fields of group {put.group[:64]}"
+    group, frames = state.groups.by_id.get(put.group), event.bulk[1:]
     try:
         fields = decode_fields(event.bulk)
+        if group is None or group.put_lease != put.lease or group.phase not in (READY, ASSIGNED):
+            state.tally(state.meta.counted, "late fields discarded", len(fields))
+            state.reply(event.to, PutFieldsReply(result="gone", reason=_why_gone(group, put)))
+            return
+        late = [_late(group, field, frame, event.sender) for field, frame in zip(fields, frames, strict=True)]
     except BadSamples as bad:
         raise ProtocolError(f"{where}: {bad.text}") from None
-    group = state.groups.by_id.get(put.group)
-    if group is None or group.put_lease != put.lease or group.phase not in (READY, ASSIGNED):
-        state.tally(state.meta.counted, "late fields discarded", len(fields))
-        state.reply(event.to, PutFieldsReply(result="gone", reason=_why_gone(group, put)))
-        return
-    frames = event.bulk[1:]
-    late = [_late(where, group, field, frame, event.sender) for field, frame in zip(fields, frames, strict=True)]
     new = [i for i, field in enumerate(late) if _is_new(group, field)]
     size_bytes = group.size_bytes + sum(late[i].size_bytes for i in new)
     if state.max_message_bytes and size_bytes > state.max_message_bytes:
@@ -241,17 +240,15 @@ def _why_gone(group: Group | None, put: PutFields) -> str:
     return f"lease {put.lease} of group {group.id} has no samples any more (now: {group.phase}, {group.reason})"
 
 
-def _late(where: str, group: Group, field: Field, frame: Any, by: str) -> LateField:
-    try:
-        size_bytes = sum(field_bytes(field, group.lengths))
-    except BadSamples as bad:
-        raise ProtocolError(f"{where}: {bad.text} (failed samples count too)") from None
+def _late(group: Group, field: Field, frame: Any, by: str) -> LateField:
+    """A field as it is kept. Raises BadSamples."""
+    size_bytes = sum(field_bytes(field, group.lengths))
     if size_bytes != len(frame):
-        raise ProtocolError(f"{where}: field {field.name!r}: a frame of {len(frame)} bytes; its dtype and shapes make {size_bytes}")
+        raise BadSamples(f"field {field.name!r}: a frame of {len(frame)} bytes; its dtype and shapes make {size_bytes}")
     for i, (shape, length) in enumerate(zip(field.shapes, group.lengths, strict=False)):
         if shape and shape[0] not in (length, 1):
             text = f"shape {shape[:8]}; expected [{length}, ...] (one entry a token), [1, ...] or []"
-            raise ProtocolError(f"{where}: field {field.name!r}, sample {i}: {text}")
+            raise BadSamples(f"field {field.name!r}, sample {i}: {text}")
     digest = xxhash.xxh3_128_digest(frame)
     return LateField(name=field.name, by=by, digest=digest, shapes=field.shapes, dtype=field.dtype, size_bytes=size_bytes)
 
