@@ -38,7 +38,6 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
     yield broker
     stop.set()
     thread.join(10)
-    rows.close()
     assert not thread.is_alive()
 
 
