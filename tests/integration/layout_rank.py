@@ -1,11 +1,16 @@
-"""One rank of test_parallel_layouts: three steps on random groups, then what rank 0 saw as JSON.
+"""The ranks of test_parallel_layouts: each layout's own processes, forked from this one, which has imported megatron for all of them.
 
-torchrun --nproc-per-node N layout_rank.py MODEL OUT.json '{"tensor_model_parallel_size": 2}'
+    stdin:  a line for each layout: {"ranks": 2, "model": PATH, "out": PATH, "layout": {"tensor_model_parallel_size": 2}}
+    stdout: a line for each: the exit code of each rank
+
+A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON.
 """
 
 import hashlib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +20,7 @@ import torch
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from slimebus.cli.launch import free_port
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
@@ -46,8 +52,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
-def main() -> None:
-    model, out, layout = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+def train(model: str, out: Path, layout: dict) -> None:
     config = RunConfig(
         optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
         algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True, entropy_coef=0.01),
@@ -72,6 +77,27 @@ def main() -> None:
     if parallel.is_main_rank():
         out.write_text(json.dumps(seen))
     policy.close()
+
+
+def fork_rank(asked: dict, rank: int, port: int) -> int:
+    """The process of one rank; as torchrun would start it."""
+    if pid := os.fork():
+        return pid
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(asked["ranks"])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        train(asked["model"], Path(asked["out"]), asked["layout"])
+        os._exit(0)
+    finally:  # the rank ends here, whatever it was
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        asked, port = json.loads(line), free_port()
+        pids = [fork_rank(asked, rank, port) for rank in range(asked["ranks"])]
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
 if __name__ == "__main__":

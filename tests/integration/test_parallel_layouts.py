@@ -1,9 +1,12 @@
 """Tensor, pipeline, context and data parallelism give what one rank gives, on gloo, in real processes."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +25,36 @@ LAYOUTS = {
 }
 
 
-def run_ranks(model: Path, out: Path, ranks: int, layout: dict) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("layout_rank.py")), str(model), str(out), json.dumps(layout)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+class Ranks:
+    """The process of layout_rank.py, which forks the ranks of one layout after the other."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).with_name("layout_rank.py"))]
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
+
+    def run(self, model: Path, out: Path, ranks: int, layout: dict) -> dict:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"ranks": ranks, "model": str(model), "out": str(out), "layout": layout}) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == f"{[0] * ranks}\n", self.log.read_text()[-4000:]
+        return json.loads(out.read_text())
+
+    def close(self) -> None:
+        """End it and its ranks, also where they still wait for one another."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with contextlib.closing(Ranks(tmp_path_factory.mktemp("ranks") / "stderr")) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +67,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run_ranks(model, tmp_path_factory.mktemp("one") / "out.json", 1, {})
+def one_rank(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return ranks.run(model, tmp_path_factory.mktemp("one") / "out.json", 1, {})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_as_one_rank_does(name: str, model: Path, one_rank: dict, tmp_path: Path):
+def test_layout_trains_as_one_rank_does(name: str, ranks: Ranks, model: Path, one_rank: dict, tmp_path: Path):
     from safetensors.torch import load_file
 
-    ranks, layout = LAYOUTS[name]
-    got = run_ranks(model, tmp_path / "out.json", ranks, layout)
+    num_ranks, layout = LAYOUTS[name]
+    got = ranks.run(model, tmp_path / "out.json", num_ranks, layout)
     assert got["exported"] == one_rank["exported"]
-    assert_owned_once(got, ranks=ranks, stages=layout.get("pipeline_model_parallel_size", 1))
+    assert_owned_once(got, ranks=num_ranks, stages=layout.get("pipeline_model_parallel_size", 1))
     assert got["logprobs"] == pytest.approx(one_rank["logprobs"], rel=1e-5)
     for mine, reference in zip(got["metrics"], one_rank["metrics"], strict=True):
         for metric in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_mismatch_mean", "logprob_mismatch_max", "tis"):
@@ -62,7 +88,7 @@ def test_layout_trains_as_one_rank_does(name: str, model: Path, one_rank: dict, 
     assert load_file(tmp_path / "out.hf" / "model.safetensors").keys() == got["exported"].keys()
 
 
-def test_experts_are_owned_by_the_ranks_that_train_them(tmp_path: Path):
+def test_experts_are_owned_by_the_ranks_that_train_them(ranks: Ranks, tmp_path: Path):
     """Two ranks with half of the experts each train as one does, and each owns its half; rank 0 owns the rest."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -82,9 +108,9 @@ def test_experts_are_owned_by_the_ranks_that_train_them(tmp_path: Path):
         initializer_range=0.2,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
-    one = run_ranks(tmp_path / "model", tmp_path / "one.json", 1, {})
+    one = ranks.run(tmp_path / "model", tmp_path / "one.json", 1, {})
     layout = {"megatron": {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}}
-    two = run_ranks(tmp_path / "model", tmp_path / "two.json", 2, layout)
+    two = ranks.run(tmp_path / "model", tmp_path / "two.json", 2, layout)
     assert two["exported"] == one["exported"]
     assert two["logprobs"] == pytest.approx(one["logprobs"], rel=1e-5)
     for mine, reference in zip(two["metrics"], one["metrics"], strict=True):
