@@ -91,13 +91,13 @@ class Invariants:
 
     def _note_divergence(self, state: State, event: Event) -> None:
         """A trainer goes on from steps that the broker was told to forget by another one: it warns, and their prompts may come again."""
-        process = self.world.processes.get(event.to.peer)
-        if isinstance(event.message, m.Resume) and process is not None and event.message.lineage != state.meta.lineage:
-            trained: dict[int, tuple[str, ...]] = getattr(process, "trained", {})
-            fork = self._note_fork(state, event.message)
-            unknown = [step for step in trained if step >= fork or not _has_trained(state, step, trained[step])]
-            self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
-            self._diverged |= bool(unknown)
+        if not isinstance(event.message, m.Resume) or event.message.lineage in state.meta.lineages:
+            return
+        trained: dict[int, tuple[str, ...]] = getattr(self.world.processes.get(event.to.peer), "trained", {})
+        fork = self._note_fork(state, event.message)
+        unknown = [step for step in trained if step >= fork or not _has_trained(state, step, trained[step])]
+        self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
+        self._diverged |= bool(unknown)
 
     def _note_fork(self, state: State, resume: m.Resume) -> int:
         """The step behind which no other trainer went back since the lineage began that this one goes on with."""
