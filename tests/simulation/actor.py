@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 RUN = "sim"
 RETRY_S = 0.5
 PATIENT_CODES = ("disk_full", "store")
+MAX_RECONNECTS = 8
+"""Under way at once. Each sends all bulk again, and each of those messages may be lost: behind a cut network they would never stop."""
 TIMEOUT_RESENDS = 12
 """A request is given up after so many times the client sends it again, beyond what the broker may keep it waiting."""
 
@@ -58,6 +60,7 @@ class Actor:
         self._ids = itertools.count(1)
         self._pending: dict[int, Request] = {}
         self._is_beating = False
+        self._num_reconnects = 0
         world.processes[self.instance.encode()] = self
         self.hello()
 
@@ -123,8 +126,12 @@ class Actor:
 
     def reconnect(self) -> None:
         """The connection is lost: a while later there is another one, and what has bulk frames is sent again."""
+        if self._num_reconnects >= MAX_RECONNECTS:
+            return
+        self._num_reconnects += 1
 
         def send_bulk() -> None:
+            self._num_reconnects -= 1
             for request in list(self._pending.values()):
                 if request.bulk:
                     self._send(request)

@@ -45,6 +45,7 @@ class Trainer(Actor):
         self.asked: set[int] = set()
         self.announced = m.NO_VERSION
         self.rejected: list[int] = []
+        self.num_rejecting = 0
         self.is_training = self.is_done = self.has_resumed = False
         super().__init__(world, name)
 
@@ -103,7 +104,7 @@ class Trainer(Actor):
             self._finish()
             return
         for step in (self.step, self.step + 1):
-            if self._has_steps(step) and step not in self.asked:
+            if self._has_steps(step) and step not in self.asked and not self.num_rejecting:
                 self.asked.add(step)
                 self._ask_batch(step)
         self._train_if_loaded()
@@ -130,9 +131,11 @@ class Trainer(Actor):
         bad = self.world.random.choice(self.batches[step].groups).group
         self.loaded = {s for s in self.loaded if s < step}
         self.batches = {s: batch for s, batch in self.batches.items() if s < step}
+        self.num_rejecting += 1
         self.ask(m.Reject(step=step, groups={bad: "luck"}), lambda *_: self._rejected(step))
 
     def _rejected(self, step: int) -> None:
+        self.num_rejecting -= 1
         self.asked = {s for s in self.asked if s < step}
         self._next()
 
