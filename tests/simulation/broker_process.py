@@ -213,6 +213,8 @@ class BrokerProcess:
                 self.world.invariants.handed_out(machine, reply.message)
             elif isinstance(reply.message, m.LeaseReply):
                 self.world.invariants.granted(machine, reply.to, reply.message)
+            elif isinstance(reply.message, m.Ok):
+                self.world.invariants.acknowledged(reply.to)
             try:
                 bulk = [frame for part in reply.bulk for frame in self._frames(part)]
             except Damaged as gone:

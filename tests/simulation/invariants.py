@@ -38,6 +38,7 @@ class Invariants:
         self._granted: dict[Address, set[int]] = {}
         self._asked: list[tuple[m.Put, bool]] = []
         self._diverged = False
+        self._rejected: dict[Address, tuple[str, int]] = {}
         self._forks: dict[str, int] = {}
 
     # --- hooks of the broker process ---
@@ -115,7 +116,8 @@ class Invariants:
             require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
         for event in events:
             if isinstance(event.message, m.Reject):
-                self._note_rejected(machine.state.meta.lineage, event.message)
+                self._rejected[event.to] = (machine.state.meta.lineage, event.message.step)
+                self._note_rejected(*self._rejected[event.to])
             if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
                 self._in_charge = event.to.peer
         if self._diverged:
@@ -224,10 +226,15 @@ class Invariants:
         lag = self.world.version_of(step) - group.lease.version
         require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease.version} is let in for step {step}")
 
-    def _note_rejected(self, lineage: str, reject: m.Reject) -> None:
-        """These batches are chosen anew."""
-        for key in [key for key in self.world.handed_out if key[0] == lineage and key[1] >= reject.step]:
+    def _note_rejected(self, lineage: str, first: int) -> None:
+        """The batches from this step on are chosen anew."""
+        for key in [key for key in self.world.handed_out if key[0] == lineage and key[1] >= first]:
             del self.world.handed_out[key]
+
+    def acknowledged(self, to: Address) -> None:
+        """A request is answered with Ok. What was answered before a reject of the same burst is not the choice that follows it."""
+        if to in self._rejected:
+            self._note_rejected(*self._rejected.pop(to))
 
     def handed_out(self, machine: Machine, reply: m.BatchReply) -> None:
         """A batch leaves the broker: the same step of a timeline has the same groups, each once."""
