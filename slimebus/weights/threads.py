@@ -1,8 +1,12 @@
 """Threads for the weights, beside training and generation."""
 
 import os
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 MOST = 8
@@ -40,3 +44,21 @@ class Threads:
         """Wait for what has begun."""
         if self.pool is not None:
             self.pool.shutdown()
+
+
+class Stages:
+    """Adds up, in `seconds` by stage. Work that several threads do at once counts for each, so a sum may exceed the time that passed."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """What is done inside is of this stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[name] += time.perf_counter() - started

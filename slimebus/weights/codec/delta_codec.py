@@ -31,8 +31,7 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import rice
 from slimebus.weights.codec.kernel import Bytes, Changes, Kernel, Values, load_kernel
 from slimebus.weights.codec.kernel_numpy import read_gaps, write_gaps
-from slimebus.weights.stages import Stages
-from slimebus.weights.threads import Threads
+from slimebus.weights.threads import Stages, Threads
 
 FORMAT = 2
 UNIT_VALUES = 1 << 22

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.pull.plan import Plan, PullCounts
-from slimebus.weights.stages import Stages
 from slimebus.weights.tensors import Weights
+from slimebus.weights.threads import Stages
 
 log = logging.getLogger("slimebus.weights")
 

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.messages import NO_VERSION_YET, Manifest, VersionGone
-from slimebus.weights.stages import Stages
 from slimebus.weights.store.delta_cache import Delta, DeltaCache, Step, entry_of
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, TensorLike, as_tensor, digest_of, forms_of, hash_bytes
-from slimebus.weights.threads import Threads
+from slimebus.weights.threads import Stages, Threads
 
 LENT_S = 2.0
 """A tensor that was read so recently is taken to be in the middle of a pull."""
