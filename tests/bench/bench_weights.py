@@ -28,7 +28,7 @@ from bench_row import Row, row
 from slimebus.bus.security.allow_list import grant
 from slimebus.bus.security.key_file import KeyPair, make_pair
 from slimebus.weights.codec import delta_codec
-from slimebus.weights.codec.kernel_numpy import NumpyKernel
+from slimebus.weights.codec.kernel import Kernel
 from slimebus.weights.messages import ManifestRequest
 from slimebus.weights.pull.connection import WeightServerConnection, with_key
 from slimebus.weights.pull.puller import WeightPuller
@@ -342,7 +342,7 @@ def _two_cores(base: np.ndarray, target: np.ndarray) -> list[Row]:
 
 def _numpy(base: np.ndarray, target: np.ndarray) -> Row:
     base, target = base[: 1 << 24], target[: 1 << 24]
-    kernel, work, gigabytes = NumpyKernel(), base.copy(), base.nbytes / 1e9
+    kernel, work, gigabytes = Kernel(), base.copy(), base.nbytes / 1e9
     works = {"memcpy": lambda: np.copyto(work, target), "encode": lambda: delta_codec.encode(work, target, zstd=False, kernel=kernel)}
     seconds = medians_of_turns(works, before=lambda: np.copyto(work, base))
     return row("encode_numpy_ratio", gigabytes / seconds["encode"], "GB/s", gigabytes / seconds["memcpy"], ">= 0.12")

@@ -28,9 +28,7 @@ import numpy as np
 import zstandard
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.codec import rice
-from slimebus.weights.codec.kernel import Bytes, Changes, Kernel, Values, load_kernel
-from slimebus.weights.codec.kernel_numpy import read_gaps, write_gaps
+from slimebus.weights.codec.kernel import Bytes, Changes, Kernel, Values, decode_rice, encode_rice, load_kernel, read_gaps, write_gaps
 from slimebus.weights.threads import Stages, Threads
 
 FORMAT = 2
@@ -225,7 +223,7 @@ def _smallest(changes: Changes, num_values: int, zstd: bool, kernel: Kernel) -> 
     tails = [_store(stream, zstd) for stream in (changes.wides, changes.escapes)]
     codes = _store(kernel.pack(changes.codes), zstd)
     if 0 < num_changed < num_values * RARE_BELOW:
-        return _unit(RARE, [_store(rice.encode(read_gaps(changes.gaps)), False), codes, *tails])
+        return _unit(RARE, [_store(encode_rice(read_gaps(changes.gaps)), False), codes, *tails])
     sparse = _unit(SPARSE, [_store(changes.gaps, zstd), codes, *tails])
     if num_changed <= num_values * TRY_DENSE_ABOVE:
         return sparse
@@ -305,7 +303,7 @@ def _apply_unit(unit: Unit, values: Values, kernel: Kernel) -> None:
 
 def _rare_gaps(code: bytes, num_values: int) -> bytes | None:
     """The gaps of a rare unit as those of a sparse one; None where they lead beyond its values."""
-    distances = rice.decode(np.frombuffer(code, np.uint8))
+    distances = decode_rice(np.frombuffer(code, np.uint8))
     if distances is None or int(distances.sum()) + len(distances) > num_values:
         return None
     return write_gaps(distances).tobytes()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slimebus.weights.codec.kernel import Bytes, Changes, Stream, Values
+from slimebus.weights.codec.kernel import Bytes, Changes, Kernel, Stream, Values
 
 _Place = ctypes.c_char * 0
 _STREAMS = ("gaps", "codes", "wides", "escapes")
@@ -39,8 +39,8 @@ class _Scratch(threading.local):
         self.capacity = num_values
 
 
-class CKernel:
-    """See slimebus.weights.codec.kernel.Kernel. pack and densify share one output."""
+class CKernel(Kernel):
+    """See Kernel. pack and densify share one output."""
 
     def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
         self.library = library

@@ -9,7 +9,6 @@ from slimebus.bus import envelope
 from slimebus.weights import messages
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel, load_kernel
-from slimebus.weights.codec.kernel_numpy import NumpyKernel
 from slimebus.weights.files import delta_file
 from slimebus.weights.files.safetensors_file import as_weights
 from slimebus.weights.messages import Manifest, Piece, TensorEntry
@@ -61,7 +60,7 @@ def payload_file(form: str, zstd: bool) -> Path:
     return GOLDEN / f"delta-format{delta_codec.FORMAT}-{form}{'-zstd' if zstd else ''}.bin"
 
 
-@pytest.mark.parametrize("kernel", [NumpyKernel(), load_kernel()], ids=["numpy", "loaded"])
+@pytest.mark.parametrize("kernel", [Kernel(), load_kernel()], ids=["numpy", "loaded"])
 @pytest.mark.parametrize("zstd", [False, True])
 @pytest.mark.parametrize("form", FRACTIONS)
 def test_a_stored_delta_still_leads_to_its_target(form: str, zstd: bool, kernel: Kernel) -> None:

@@ -16,7 +16,6 @@ from bit_patterns import kernels
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel
-from slimebus.weights.codec.kernel_numpy import NumpyKernel
 from slimebus.weights.messages import TensorEntry
 from slimebus.weights.pull.plan import Job, Known
 from slimebus.weights.tensors import Tensor, checksum, hash_bytes
@@ -136,8 +135,8 @@ def check_streams(rng: np.random.Generator, all_kernels: list[Kernel]) -> None:
     codes = rng.permutation(np.array([15] * wide + [1] * (changed - wide), np.uint8))
     wides = rng.permutation(np.array([255] * min(escaped, wide) + [3] * max(0, wide - escaped), np.uint8))
     escapes = rng.integers(0, 256, max(0, 2 * min(escaped, wide) + int(rng.integers(-1, 2)))).astype(np.uint8)
-    streams = (gaps, NumpyKernel().pack(codes), wides, escapes)
-    dense = NumpyKernel().pack(rng.choice(np.array([0, 1, 15], np.uint8), size, p=[0.9, 0.05, 0.05]))
+    streams = (gaps, Kernel().pack(codes), wides, escapes)
+    dense = Kernel().pack(rng.choice(np.array([0, 1, 15], np.uint8), size, p=[0.9, 0.05, 0.05]))
     results = set()
     for kernel in all_kernels:
         first, second = np.zeros(size, np.uint16), np.zeros(size, np.uint16)

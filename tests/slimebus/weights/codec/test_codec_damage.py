@@ -13,8 +13,7 @@ import pytest
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.codec import delta_codec
-from slimebus.weights.codec.kernel import load_kernel
-from slimebus.weights.codec.kernel_numpy import NumpyKernel
+from slimebus.weights.codec.kernel import Kernel, load_kernel
 
 FUZZER = Path(__file__).with_name("fuzz_codec.py")
 KERNEL = Path(delta_codec.__file__).with_name("kernel.c")
@@ -69,7 +68,7 @@ def test_a_frame_that_asks_for_a_window_gets_none(window_log: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
-@pytest.mark.parametrize("kernel", [NumpyKernel(), load_kernel()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [Kernel(), load_kernel()], ids=lambda kernel: kernel.name)
 def test_no_payload_makes_apply_allocate_more_than_its_unit_allows(kernel: object) -> None:
     """The largest streams that a unit may say, compressed to nothing: 4.5 bytes a value raw, and what numpy needs to look at them."""
     import zstandard
@@ -85,5 +84,5 @@ def test_no_payload_makes_apply_allocate_more_than_its_unit_allows(kernel: objec
         delta_codec.apply(payload, values, kernel=kernel)  # type: ignore[arg-type]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak <= (5 if not isinstance(kernel, NumpyKernel) else 32) * num_values
+    assert peak <= (5 if not isinstance(kernel, Kernel) else 32) * num_values
     assert not values.any()
