@@ -12,7 +12,7 @@ from rollout.engines.process import EngineProcess
 from rollout.weights.engine_weights import EngineWeights
 from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.cli.config.schema import EngineConfig
-from slimebus.weights.host.shared_version import SharedVersion
+from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
 

@@ -25,7 +25,7 @@ from rollout.weights.model_shapes import check_shapes, shapes_of
 from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.cli.config.schema import EngineConfig
 from slimebus.model_folder import read_config, vocab_size
-from slimebus.weights.host.shared_version import SharedVersion
+from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
 

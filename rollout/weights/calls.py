@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout.engines.client import EngineClient
 from slimebus.bus.errors import UsageError, WeightsError
-from slimebus.weights.host.shared_version import SharedTensor
+from slimebus.weights.host.shared_folder import SharedTensor
 
 UPDATE_TIMEOUT_S = 600.0
 FLUSH_TRIES, FLUSH_PAUSE_S = 20, 0.1

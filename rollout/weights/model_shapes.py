@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files.safetensors_file import read_model
-from slimebus.weights.host.shared_version import SharedVersion
+from slimebus.weights.host.shared_folder import SharedVersion
 
 TIED = "lm_head.weight"
 """Some checkpoints leave it out where it is the embedding."""

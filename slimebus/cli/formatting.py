@@ -1,6 +1,6 @@
 """Quantities and tables as people read them."""
 
-import io
+import itertools
 from collections.abc import Iterable, Sequence
 
 
@@ -21,13 +21,6 @@ def count(number: float) -> str:
 
 def columns(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> list[str]:
     """Lines of plain text in which the cells of the rows stand below one another, however wide the terminal is."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*map(str, row))
-    console = Console(file=io.StringIO(), width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return [line.rstrip() for line in captured.get().splitlines()]
+    cells = [list(map(str, row)) for row in itertools.chain([header] if header else [], rows)]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]

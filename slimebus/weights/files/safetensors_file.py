@@ -12,7 +12,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError
-from slimebus.weights.host.mapped_file import Access, map_file
+from slimebus.weights.host.tensor_file import Access, map_file
 from slimebus.weights.tensors import SAFETENSORS_CODES, Tensor, Weights, digest_of, forms_of, hash_bytes, tensor_bytes
 
 WEIGHTS_FILE = "model.safetensors"

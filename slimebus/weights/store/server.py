@@ -28,8 +28,7 @@ from slimebus.weights.messages import (
     ManifestRequest,
     VersionGone,
 )
-from slimebus.weights.store.fanout import Fanout
-from slimebus.weights.store.relay_payloads import NotYet
+from slimebus.weights.store.relay_payloads import Fanout, NotYet
 
 log = logging.getLogger("slimebus.weights")
 

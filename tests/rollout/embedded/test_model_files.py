@@ -16,8 +16,7 @@ from rollout.embedded.model_files import ModelFiles, expected_shapes
 from rollout.embedded.model_weights import ModelWeights
 from slimebus.bus.errors import ConfigError, WeightsError
 from slimebus.weights.files.safetensors_file import as_weights
-from slimebus.weights.host.shared_folder import SharedFolder
-from slimebus.weights.host.shared_version import SharedVersion
+from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion
 from slimebus.weights.tensors import as_tensor
 
 

@@ -26,7 +26,7 @@ from rollout.engines.process import EngineProcess, embedded_engine
 from rollout.response import Task
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.cli.config.schema import EngineConfig
-from slimebus.weights.host.shared_version import SharedVersion
+from slimebus.weights.host.shared_folder import SharedVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 SHORT = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True}

@@ -13,7 +13,7 @@ from rollout.weights import broadcast_group
 from rollout.weights.broadcast_group import BroadcastGroup
 from rollout.weights.calls import WeightCalls
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.host.shared_version import SharedTensor
+from slimebus.weights.host.shared_folder import SharedTensor
 
 
 class Peer:

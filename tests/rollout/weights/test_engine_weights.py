@@ -16,7 +16,7 @@ from rollout.weights.calls import WeightCalls
 from rollout.weights.model_shapes import check_shapes
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.cli.config.schema import EngineConfig
-from slimebus.weights.host.shared_version import SharedTensor, SharedVersion
+from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion
 from slimebus.weights.tensors import hash_bytes
 
 Session = Callable[[Engine], Coroutine[Any, Any, Any]]

@@ -14,7 +14,7 @@ from slimebus_command import slimebus
 from slimebus.bus.errors import WeightsError
 from slimebus.cli.commands.weights import weights
 from slimebus.cli.root import main
-from slimebus.weights.files import listing
+from slimebus.weights.files import inspection
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.files.safetensors_file import as_weights, read_model, write_file, write_model
 from slimebus.weights.store.version_store import VersionStore
@@ -109,8 +109,9 @@ def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) ->
 
 def test_tensors_are_listed_with_form_size_and_hash(pair: tuple[Path, Path]) -> None:
     lines = run("ls", pair[0]).stdout.splitlines()
-    assert len(lines) == len(LAYERS)
-    assert "bfloat16      64x32" in lines[0]
+    assert lines[0].split() == ["name", "dtype", "shape", "hash", "bytes"]
+    assert len(lines) == 1 + len(LAYERS)
+    assert lines[1].split()[1:3] == ["bfloat16", "64x32"]
 
 
 def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_what_cannot_be_read_is_named_with_exit_code_2(
     def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(listing, "rows_of", refused)
+    monkeypatch.setattr(inspection, "rows_of", refused)
     monkeypatch.setattr(sys, "argv", ["slimebus", "weights", "ls", str(pair[0])])
     with pytest.raises(SystemExit) as ended:
         main()
