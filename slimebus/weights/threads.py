@@ -1,4 +1,4 @@
-"""Threads for the weights, beside training and generation."""
+"""Threads for the weights, beside training and generation, and where their time went."""
 
 import os
 import threading

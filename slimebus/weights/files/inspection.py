@@ -1,4 +1,6 @@
-"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain; and whether every byte is right."""
+"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain; whether every byte is right;
+and what changed between two versions: how many values, by how much, in which layers, and what each codec makes of it.
+"""
 
 import contextlib
 import re

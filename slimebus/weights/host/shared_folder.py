@@ -5,7 +5,7 @@ ROOT/slimebus-weights-PID-xxxx/
     unfinished/      files that a pull is filling
     tensors/         verified ones; neighbours link them into their own folder
     reusable/           those that no version here needs any more, one for each form: their pages are written again
-    versions/N/      a model directory: index, config, links to tensors
+    versions/N/      a model directory: index, config, links to tensors: what a worker hands to its engines
 """
 
 import contextlib

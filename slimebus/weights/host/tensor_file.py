@@ -6,7 +6,8 @@
     +----------+------------------------------+-----------------
 
 The safetensors package aligns tensors to 8 bytes and would copy them; here they are mapped, so the header is made by hand.
-It follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both.
+It follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both. No descriptor of
+a mapped file stays open: a version may be more files than a process may have open.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What a worker can pass on to others: the payloads of its last pull, each from the moment it is verified.
+"""Who pulls a version from whom, and what a worker can pass on to others: the payloads of its last pull, each once it is verified.
 
 Nothing unverified leaves here, and whoever pulls verifies again by the publisher's hashes: a peer is trusted with nothing.
 """
@@ -16,7 +16,14 @@ MAX_TREES = 32
 
 
 class Fanout:
-    """The trees of one publisher for its newest versions. Not safe for several threads at once."""
+    """The trees of one publisher for its newest versions. Not safe for several threads at once.
+
+    The publisher serves the first `degree` workers, each serves the next `degree`, and so on: its link carries `degree` copies however
+    many there are. Payloads lead from one base, so workers with different bases stand in different trees.
+
+        publisher --> w0 --> w2, w3
+                  --> w1 --> w4, w5 ...          (degree 2)
+    """
 
     def __init__(self, degree: int = 2) -> None:
         self.degree = degree
