@@ -177,7 +177,7 @@ class WeightSync:
         if puller is None:
             raise SlimebusError("the pull was cancelled", retryable=True)
         weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
-        self.pulled_bytes, self.neighbour_bytes = puller.counts.received_bytes, puller.counts.neighbour_bytes
+        self.pulled_bytes, self.neighbour_bytes = puller.counts["received_bytes"], puller.counts["neighbour_bytes"]
         self._pulled_s = dict(puller.stages.seconds)
         return weights
 

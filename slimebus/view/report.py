@@ -1,4 +1,7 @@
-"""What a run did, as numbers and as one table: read from the records it left under metrics/ (trainer.jsonl, broker.jsonl, rollout-*.jsonl) and status.json."""
+"""What a run did, as numbers and as one table: read from the records it left.
+
+They are metrics/trainer.jsonl, metrics/broker.jsonl, metrics/rollout-*.jsonl and status.json.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any

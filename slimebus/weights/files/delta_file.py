@@ -11,7 +11,6 @@ Payloads follow in the order of the manifest's tensors, one for each that is not
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ PIECE_BYTES = 1 << 20
 
 
 class DeltaFile(NamedTuple):
-    """A checked manifest, and of each tensor that has a payload the pieces of it, in order."""
+    """A checked manifest, and of each tensor that has a payload the pieces of it, in order, to be read once."""
 
     manifest: Manifest
     payloads: Mapping[str, Iterable[bytes]]
@@ -57,16 +56,6 @@ class _OpenFile:
                 raise WeightsError(f"{self.path} was cut off while it was read")
             yield piece
             start += len(piece)
-
-
-@dataclass(frozen=True)
-class _Payload:
-    file: _OpenFile
-    start: int
-    end: int
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self.file.pieces(self.start, self.end)
 
 
 def write(path: Path, manifest: Manifest, payloads: Iterable[Any]) -> int:
@@ -99,7 +88,7 @@ def _payloads(file: _OpenFile, manifest: Manifest, start: int) -> dict[str, Iter
     for entry in manifest.tensors:
         if entry.kind == SAME:
             continue
-        found[entry.name] = _Payload(file, at, at + entry.size)
+        found[entry.name] = file.pieces(at, at + entry.size)
         at += entry.size
     if at != file.size:
         raise FatalWeightsError(

@@ -253,8 +253,8 @@ class DiskPuller(PullLoop):
             try:
                 return self._checked(latest, self._step(self._deltas(latest, have.version), have))
             except WeightsError:
-                self.counts.wrong_bytes += 1  # damaged on the way: the full copy and its deltas may be whole
-        self.counts.full_tensors += 1
+                self.counts["wrong_bytes"] += 1  # damaged on the way: the full copy and its deltas may be whole
+        self.counts["full_tensors"] += 1
         return self._step([self._read(latest, latest.full, "full"), *self._deltas(latest, latest.full)], have)
 
     def _has_deltas(self, latest: Latest, have: int) -> bool:
@@ -282,7 +282,7 @@ class DiskPuller(PullLoop):
                 raise WeightsError("the pull was cancelled")
             if self._host is not None:
                 self._host.touch()
-            self.counts.received_bytes += len(piece)
+            self.counts["received_bytes"] += len(piece)
             yield piece
 
     def _read(self, latest: Latest, version: int, kind: str) -> delta_file.DeltaFile:

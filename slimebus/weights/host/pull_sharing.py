@@ -93,8 +93,8 @@ class HostPullSharing:
         for form, buffer, is_neighbours in self.folder.find(plan.lacks(entries)):
             plan.adopt(form, buffer, target)
             if is_neighbours:
-                plan.counts.neighbour_tensors += 1
-                plan.counts.neighbour_bytes += form.size
+                plan.counts["neighbour_tensors"] += 1
+                plan.counts["neighbour_bytes"] += form.size
 
 
 def remove_stale_locks(root: Path) -> None:

@@ -21,24 +21,6 @@ MAX_WRONG_BYTES = 3
 
 
 @dataclass
-class PullCounts:
-    """What a puller has done since it was made. from_workers: rounds whose payloads came from other workers.
-
-    neighbour_tensors, neighbour_bytes: taken from other workers of this host, through shared memory.
-    """
-
-    received_bytes: int = 0
-    delta_tensors: int = 0
-    full_tensors: int = 0
-    neighbour_tensors: int = 0
-    neighbour_bytes: int = 0
-    wrong_bytes: int = 0
-    rounds: int = 0
-    from_workers: int = 0
-    bad_sources: int = 0
-
-
-@dataclass
 class Known:
     """A verified tensor and the version it is of (the newest it is known to be the same in)."""
 
@@ -126,8 +108,8 @@ class Plan:
     folder: where its tensors come to be; None: in this process's own memory.
     """
 
-    def __init__(self, have: Weights | None, *, folder: SharedFolder | None = None, counts: PullCounts | None = None) -> None:
-        self.have, self.folder, self.counts = have, folder, counts or PullCounts()
+    def __init__(self, have: Weights | None, *, folder: SharedFolder | None = None, counts: Counter[str] | None = None) -> None:
+        self.have, self.folder, self.counts = have, folder, Counter[str]() if counts is None else counts
         self.lineage = have.lineage if have else ""
         self.known = {form.name: Known(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
         self.num_verified = 0

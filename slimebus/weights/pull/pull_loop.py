@@ -5,10 +5,11 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.weights.host.pull_sharing import HostPullSharing
-from slimebus.weights.pull.plan import Plan, PullCounts
+from slimebus.weights.pull.plan import Plan
 from slimebus.weights.tensors import Weights
 from slimebus.weights.threads import Stages
 
@@ -34,6 +35,8 @@ class PullLoop(ABC):
     host: the workers of this host, which pull once for all of them; tensors then come to be in its folder.
     stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
     else. What is verified beside the wire is in neither.
+    counts: since it was made, received_bytes, delta_tensors, full_tensors, wrong_bytes, rounds, from_workers (rounds whose payloads came
+    from other workers), bad_sources; neighbour_tensors, neighbour_bytes: from other workers of this host, through shared memory.
     """
 
     def __init__(self, place: str, host: HostPullSharing | None) -> None:
@@ -41,7 +44,7 @@ class PullLoop(ABC):
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
         self._unfinished: Plan | None = None
-        self.counts = PullCounts()
+        self.counts: Counter[str] = Counter()
         self.stages = Stages()
 
     @abstractmethod
@@ -81,7 +84,7 @@ class PullLoop(ABC):
                 return self._round(plan, deadline)
             except Again as again:
                 reason = str(again) if again.is_news or not reason else reason
-            self.counts.rounds += 1
+            self.counts["rounds"] += 1
             in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
             now = time.monotonic()
             if now >= deadline:

@@ -88,10 +88,6 @@ class WeightPuller(PullLoop):
             for threads in (self._threads, self._unit_threads, self._askers):
                 threads.close()
 
-    def _versions(self, newest: Sequence[Sequence[Manifest]]) -> str:
-        each = zip(self._connections, newest, strict=True)
-        return ", ".join(f"{connection.endpoint} at {part[0].version} of {part[0].lineage}" for connection, part in each)
-
     @property
     def _serves(self) -> str:
         """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
@@ -119,7 +115,8 @@ class WeightPuller(PullLoop):
         targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
         if len(targets) > 1:
             self._bring_apart(plan, newest, deadline)
-            raise Again(f"the publishers are at different versions: {self._versions(newest)}")
+            each = [f"{c.endpoint} at {part[0].version} of {part[0].lineage}" for c, part in zip(self._connections, newest, strict=True)]
+            raise Again(f"the publishers are at different versions: {', '.join(each)}")
         target = targets.pop()
         have = plan.have
         if have is not None and (have.lineage, have.version) == target and all(have.hashes.get(e.name) == e.hash for e in entries):
@@ -174,11 +171,11 @@ class WeightPuller(PullLoop):
                 self._sources[source] = self._connect_to(source)
             except SlimebusError as bad:  # an address that another worker gave, or a key that this one lacks
                 raise BadSource(source, f"cannot be asked: {bad.text}") from None
-        self.counts.from_workers += 1
+        self.counts["from_workers"] += 1
         return self._sources[source]
 
     def _give_up_source(self, plan: Plan, bad: BadSource) -> None:
-        self.counts.bad_sources += 1
+        self.counts["bad_sources"] += 1
         if bad.is_past:
             plan.past_sources.add(bad.source)
         else:
@@ -260,16 +257,13 @@ class WeightPuller(PullLoop):
 
     def _accept(self, plan: Plan, verdicts: Iterable[tuple[Job, bool]], target: Target) -> None:
         for job, is_right in verdicts:
-            if job.base is None:
-                self.counts.full_tensors += 1
-            else:
-                self.counts.delta_tensors += 1
+            self.counts["full_tensors" if job.base is None else "delta_tensors"] += 1
             if is_right:
                 plan.learn(job, target)
                 if self._relay is not None:
                     self._relay.add(job.entry.name, job.base_version, job.payload.data)
                 continue
-            self.counts.wrong_bytes += 1
+            self.counts["wrong_bytes"] += 1
             if job.source:
                 raise BadSource(job.source, f"sent other bytes of {job.entry.name!r} than its publisher says")
             plan.note_wrong(job.entry, target)

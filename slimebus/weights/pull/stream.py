@@ -5,14 +5,14 @@ jobs --cut--> chunks --`credits` of them in flight--> replies --> bytes in their
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.weights.messages import ChunkReply, ChunkRequest, Piece
 from slimebus.weights.pull.connection import WeightServerConnection
-from slimebus.weights.pull.plan import Job, PullCounts, Target
+from slimebus.weights.pull.plan import Job, Target
 from slimebus.weights.pull.pull_loop import Again
 
 MAX_PIECES = 64
@@ -107,7 +107,7 @@ class Stream:
             raise BadSource(self.source, f"has had nothing for {self.quiet_s:.0f} s")
         self._later.append((time.monotonic() + LATER_PAUSE_S, chunk))
 
-    def receive(self, counts: PullCounts) -> list[Job]:
+    def receive(self, counts: Counter[str]) -> list[Job]:
         """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
         complete: list[Job] = []
         for request_id, message, bulk in self.connection.receive(0):
@@ -138,7 +138,7 @@ class Stream:
     def _wrong(self, what: str) -> Again:
         return BadSource(self.source, what) if self.source else Again(f"{self.connection.endpoint} {what}")
 
-    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: PullCounts) -> list[Job]:
+    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[Job]:
         """Put the pieces where they belong. A job with a piece that is gone never completes."""
         complete: list[Job] = []
         gone = set(reply.gone)
@@ -151,7 +151,7 @@ class Stream:
                 continue
             self._useful_at = time.monotonic()
             job.put(offset, frame)
-            counts.received_bytes += length
+            counts["received_bytes"] += length
             if not job.missing_bytes:
                 complete.append(job)
         return complete

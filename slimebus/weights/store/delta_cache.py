@@ -57,8 +57,11 @@ class DeltaCache:
         with self._merging:
             merged = self.find(base, version)
             if not merged:
-                merged = self._merge(steps, forms)
-                self._keep((base, version), merged, KEPT_FRACTION * sum(form.size for form in forms))
+                merged, limit_bytes = self._merge(steps, forms), KEPT_FRACTION * sum(form.size for form in forms)
+                with self._lock:
+                    self._kept[base, version] = merged
+                    while len(self._kept) > 1 and sum(len(d.payload) for kept in self._kept.values() for d in kept.values()) > limit_bytes:
+                        del self._kept[next(iter(self._kept))]  # the one that was not used for the longest time
             return merged
 
     def find(self, base: int, version: int) -> Mapping[str, Delta]:
@@ -74,13 +77,6 @@ class DeltaCache:
         with self._lock:
             self._kept = {pair: deltas for pair, deltas in self._kept.items() if before is not None and pair[1] >= before}
 
-    def _keep(self, pair: tuple[int, int], merged: Mapping[str, Delta], limit_bytes: float) -> None:
-        """Those that were not used for the longest time make room."""
-        with self._lock:
-            self._kept[pair] = merged
-            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > limit_bytes:
-                del self._kept[next(iter(self._kept))]
-
     def _merge(self, steps: Sequence[Step], forms: Sequence[TensorForm]) -> Mapping[str, Delta]:
         whole = frozenset[str]().union(*(step.whole for step in steps))
         changed = [form for form in forms if form.name not in whole and any(form.name in step.deltas for step in steps)]
@@ -93,7 +89,3 @@ class DeltaCache:
 
         merged = zip(changed, self._threads.map(merge, changed), strict=True)
         return {form.name: delta for form, delta in merged if len(delta.payload) < form.size}
-
-
-def _size(deltas: Mapping[str, Delta]) -> int:
-    return sum(len(delta.payload) for delta in deltas.values())

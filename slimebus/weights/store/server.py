@@ -8,7 +8,7 @@ Credits are the puller's: it never has more unanswered chunk requests than it ca
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -65,17 +65,14 @@ class WeightServer:
         self._store, self._fanout = store, Fanout(degree) if degree else None
         self._server = Server(bind, name="weights", types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring)
         self.endpoint = self._server.endpoint
+        self.refused = self._server.refused
+        """Messages refused, by error code."""
         self.sent_bytes = 0
         self._encoder = ThreadPoolExecutor(1, "weights-manifest")
         self._making: deque[tuple[Request, Future[tuple[ManifestReply, bytes]]]] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weights-server", daemon=True)
         self._thread.start()
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Messages refused, by error code."""
-        return self._server.refused
 
     def close(self) -> None:
         """Stop serving and release the address. Pullers in the middle of a version wait for its return, or go elsewhere."""

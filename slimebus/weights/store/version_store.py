@@ -101,7 +101,7 @@ class VersionStore:
         self._history: tuple[_Published, ...] = ()  # oldest first, without gaps; replaced, never changed
         self._manifests: dict[tuple[int, int], Manifest] = {}
         self._deltas = DeltaCache(threads)
-        self._lock = threading.Lock()  # short: the maps above
+        self._lock = threading.RLock()  # short: the maps above
         self._publishing = threading.Lock()
         self._stages = Stages()
         self._threads, self._unit_threads = Threads(threads, "weights-diff"), Threads(threads, "weights-unit")
@@ -125,32 +125,29 @@ class VersionStore:
             given = {name: as_tensor(name, value) for name, value in tensors.items()}
             if version is not None and version != self.next_version:
                 raise FatalWeightsError(f"publish of version {version}; the next one here is {self.next_version}")
+            started, self._stages = time.perf_counter(), Stages()
             try:
-                return self._publish(given, self.next_version)
+                taken = self._threads.map(lambda one: self._take(*one), list(given.items()))
+                return self._show(dict(zip(given, taken, strict=True)), started)
             except BaseException:
                 self._forget()
                 raise
 
-    def _publish(self, given: Mapping[str, Tensor], version: int) -> VersionInfo:
-        started, self._stages = time.perf_counter(), Stages()
-        taken = list(self._threads.map(lambda name: self._take(name, given[name], version), list(given)))
-        return self._show(dict(zip(given, taken, strict=True)), version, started)
-
-    def _take(self, name: str, tensor: Tensor, version: int) -> _Taken:
+    def _take(self, name: str, tensor: Tensor) -> _Taken:
         """Move one tensor of the full copy on."""
         stored = self._stored.get(name)
         is_same_form = stored is not None and (stored.tensor.dtype, stored.tensor.shape) == (tensor.dtype, tensor.shape)
         if stored is not None and is_same_form and tensor.dtype in STEPPED_DTYPES:
-            return self._step(name, stored, tensor, version)
+            return self._step(name, stored, tensor)
         if stored is None or not is_same_form or hash_bytes(tensor.buffer) != stored.hash:  # comparing would take as much memory again
             copy = tensor._replace(buffer=tensor.buffer.copy())
-            self._store(name, _StoredTensor(copy, self._hash(copy.buffer), version))
+            self._store(name, _StoredTensor(copy, self._hash(copy.buffer), self.next_version))
             return _Taken(tensor.num_values, is_whole=True)
         return _Taken(0)
 
-    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor, version: int) -> _Taken:
+    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _Taken:
         """In place, unless somebody may still look at the buffer. Meanwhile nobody can read it as an older version."""
-        changing = replace(stored, first=version, read_at=NEVER)
+        changing = replace(stored, first=self.next_version, read_at=NEVER)
         former = self._store(name, changing)
         if stored.read_at != NEVER:
             changing.tensor = stored.tensor._replace(buffer=stored.tensor.buffer.copy())
@@ -179,25 +176,22 @@ class VersionStore:
             if stored is not None and stored.is_being_read and not (former and former.is_being_read):
                 stored.until = newer.first
                 self._former[name] = former = stored
-                self._forget_former_later()
+                if self._forget_timer is None:
+                    self._forget_former()
             return former
 
-    def _forget_former_later(self) -> None:
-        if self._forget_timer is None:
-            self._forget_timer = threading.Timer(LENT_S, self._forget_former)
-            self._forget_timer.daemon = True
-            self._forget_timer.start()
-
     def _forget_former(self) -> None:
-        """Let go of what nobody reads any more."""
+        """Let go of what nobody reads any more, and look again later while anything is left."""
         with self._lock:
-            self._forget_timer = None
             self._former = {name: former for name, former in self._former.items() if former.is_being_read}
-            if self._former:
-                self._forget_former_later()
+            self._forget_timer = threading.Timer(LENT_S, self._forget_former) if self._former else None
+            if self._forget_timer is not None:
+                self._forget_timer.daemon = True
+                self._forget_timer.start()
 
-    def _show(self, taken: Mapping[str, _Taken], version: int, started: float) -> VersionInfo:
+    def _show(self, taken: Mapping[str, _Taken], started: float) -> VersionInfo:
         """Let readers see the version, all of it at once."""
+        version = self.next_version
         with self._lock:
             self._stored = {name: self._stored[name] for name in taken}
             tensors = {name: stored.tensor for name, stored in self._stored.items()}
