@@ -116,12 +116,10 @@ class TensorEntry(msgspec.Struct, omit_defaults=True):
     def check(self) -> None:
         """Raises WeightsError for what no publisher could have written and its types do not show."""
         bytes_ = tensor_bytes(self.name, self.dtype, self.shape)
-        sizes = {SAME: range(1), FULL: range(bytes_, bytes_ + 1), DELTA: range(1, bytes_)}[self.kind]
-        if self.size not in sizes:
-            wanted = f"1 to {bytes_ - 1}" if self.kind == DELTA else f"{sizes[0]}"
-            raise WeightsError(
-                f"tensor {self.name!r}, {self.kind}, of {bytes_} bytes has a payload of {self.size} bytes; expected {wanted}"
-            )
+        least, most = {SAME: (0, 0), FULL: (bytes_, bytes_), DELTA: (1, bytes_ - 1)}[self.kind]
+        if not least <= self.size <= most:
+            has = f"tensor {self.name!r}, {self.kind}, of {bytes_} bytes has a payload of {self.size} bytes"
+            raise WeightsError(f"{has}; expected {least} to {most}")
         if self.kind == DELTA and (self.dtype not in STEPPED_DTYPES or not self.payload_hash or not self.base_hash):
             raise WeightsError(
                 f"tensor {self.name!r} is a delta of {self.dtype}, hashes {self.payload_hash!r} and {self.base_hash!r}; "

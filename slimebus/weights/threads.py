@@ -5,7 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -34,11 +34,17 @@ class Threads:
 
     def map_all(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """As `map`, and all of it has ended when this returns or raises."""
-        if self.pool is None:
-            return [work(item) for item in items]
-        begun = [self.pool.submit(work, item) for item in items]
+        begun = [self.submit(work, item) for item in items]
         wait(begun)
         return [each.result() for each in begun]
+
+    def submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+        """A future of the result. In the caller's thread it is done when this returns."""
+        if self.pool is not None:
+            return self.pool.submit(work, item)
+        done: Future[Result] = Future()
+        done.set_result(work(item))
+        return done
 
     def close(self) -> None:
         """Wait for what has begun."""

@@ -31,7 +31,7 @@ from slimebus.weights.files.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.host import tensor_file
 from slimebus.weights.host.file_lock import FileLock
 from slimebus.weights.host.tensor_file import file_name, header_of, reusable_name
-from slimebus.weights.tensors import Tensor, TensorForm, Weights, checksum, tensor_bytes
+from slimebus.weights.tensors import Tensor, TensorForm, Weights, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,7 @@ class SharedFolder:
         try:
             with self._problems():
                 unfinished.mkdir()
-                for file in self._config(config_from).iterdir():
-                    os.link(file, unfinished / file.name)
+                copy_config(config_from, unfinished)
                 for form in forms:
                     os.link(self._tensors / file_name(form), unfinished / file_name(form))
                 (unfinished / INDEX_FILE).write_text(json.dumps(_index(weights, forms)))
@@ -254,16 +253,6 @@ class SharedFolder:
             shutil.rmtree(unfinished, ignore_errors=True)
         tensors = {form.name: SharedTensor(*form, file=directory / file_name(form), offset=len(header_of(form))) for form in forms}
         return SharedVersion(weights.lineage, weights.version, weights.digest, directory, tensors)
-
-    def _config(self, model: Path) -> Path:
-        """The files of a model beside its weights, copied once for all versions."""
-        copies = self.path / f"config-{checksum(os.fsencode(model))[:16]}"
-        if not copies.is_dir():
-            unfinished = self._unfinished / copies.name
-            unfinished.mkdir(exist_ok=True)
-            copy_config(model, unfinished)
-            unfinished.rename(copies)
-        return copies
 
     def retain(self, *versions: SharedVersion) -> None:
         """Only these are still here. Who has a file of the others mapped, or linked into its own folder, keeps it.

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import zmq
@@ -97,12 +97,11 @@ class WeightServerConnection:
         self.refused: Counter[str] = Counter()
         self._context = zmq.Context()
         self._next_id = 0
-        self._sockets: list[Any] = []
-        self._connect()
         # Left to the collector, a context would wait for its sockets for ever, in whichever thread that happens to be.
-        self.close = weakref.finalize(self, _end, self._context, self._sockets)
+        self.close = weakref.finalize(self, self._context.destroy, linger=0)
         """Closing again does nothing."""
         self.close.atexit = False
+        self._connect()
 
     def send(self, message: Message) -> int:
         """Send a request and return its id."""
@@ -190,7 +189,8 @@ class WeightServerConnection:
             key = f"({self._pair.public})" if self._server_key and self._pair else ""
             self.refusal = refusal(event, value, server="weight server", key=key)
         log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, self._silent_s, self.refusal or self._advice)
-        _close(self._sockets)
+        end_watch(self.socket, self._monitor)
+        self.socket.close(linger=0)
         self._connect()
 
     def _connect(self) -> None:
@@ -201,27 +201,13 @@ class WeightServerConnection:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._monitor = watch_handshakes(self.socket)
-        self._sockets[:] = self.socket, self._monitor
         try:
             connect(self.socket, self.endpoint, self._pair, self._server_key)
         except (zmq.ZMQError, ValueError) as bad:
-            _end(self._context, self._sockets)
+            self.close()
             raise FatalWeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}") from None
         self.listen()
         self._jitter = random.uniform(0.8, 1.2)
-
-
-def _close(sockets: list[Any]) -> None:
-    """A connection and its monitor, if they still are open."""
-    socket, monitor = sockets
-    if not socket.closed:
-        end_watch(socket, monitor)
-        socket.close(linger=0)
-
-
-def _end(context: Any, sockets: list[Any]) -> None:
-    _close(sockets)
-    context.term()
 
 
 def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, Manifest, TensorEntry
-from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes, new_hasher
+from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes
 from slimebus.weights.threads import Threads
 
 MAX_WRONG_BYTES = 3
@@ -81,7 +82,7 @@ class Job:
             return hash_bytes(self.payload.data) == self.form.hash
         if checksum(self.payload.data) != self.entry.payload_hash:
             return False
-        made = new_hasher()
+        made = blake3()
         try:
             delta_codec.apply(
                 self.payload,

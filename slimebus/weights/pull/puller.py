@@ -279,12 +279,8 @@ class _Checks:
 
     def add(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            if self._threads.pool is not None and job.form.size >= MIN_POOLED_BYTES:
-                check = self._threads.pool.submit(job.is_right, self._unit_threads)
-            else:
-                check = Future()
-                check.set_result(job.is_right())
-            self._running.append((job, check))
+            threads = self._threads if job.form.size >= MIN_POOLED_BYTES else Threads()
+            self._running.append((job, threads.submit(job.is_right, self._unit_threads)))
 
     def wait(self) -> None:
         """Until nothing is being verified any more."""
@@ -292,10 +288,6 @@ class _Checks:
 
     def finished(self) -> list[tuple[Job, bool]]:
         """Each verdict once, right ones first."""
-        running, self._running, verdicts = self._running, [], []
-        for job, check in running:
-            if check.done():
-                verdicts.append((job, check.result()))
-            else:
-                self._running.append((job, check))
-        return sorted(verdicts, key=lambda verdict: not verdict[1])
+        checks = [(job, check, check.done()) for job, check in self._running]
+        self._running = [(job, check) for job, check, is_done in checks if not is_done]
+        return sorted(((job, check.result()) for job, check, is_done in checks if is_done), key=lambda verdict: not verdict[1])
