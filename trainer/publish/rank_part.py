@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from slimebus.bus.security.exposure import advertised
 from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.cli.config.schema import WeightsConfig
 from slimebus.cli.metrics import Spans
 from slimebus.weights.files.disk_chain import DiskChain
-from slimebus.weights.pull.connection import advertised, with_key
+from slimebus.weights.pull.connection import with_key
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from trainer.publish.part_exchange import Part

@@ -1,12 +1,18 @@
 """How a bound address is reached, from where, and the rule that none is open to other machines without keys."""
 
+import contextlib
 import ipaddress
 import re
+import socket
+from urllib.parse import urlsplit
 
 from slimebus.bus.errors import UsageError
 
 LOCAL_TRANSPORTS = ("ipc", "inproc")
 ADDRESS = re.compile(r"tcp://([^/\s:]+|\[[^\]\s]+\]):(?P<port>\d{1,5})|(ipc|inproc)://\S+")
+ANYWHERE = ("0.0.0.0", "*", "[::]")
+OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
+"""Addresses that are nobody's (RFC 5737, 3849): which interface they would be sought through is all that matters."""
 
 
 def is_address(text: str) -> bool:
@@ -34,9 +40,36 @@ def is_local(address: str) -> bool:
 def reachable(announced: str, known: str = "tcp://127.0.0.1:0") -> str:
     """An address that a server announced, with the host we know it by where it only named all its interfaces: this one, unless given."""
     host = known.split("//", 1)[-1].rpartition(":")[0].replace("localhost", "127.0.0.1")
-    for anywhere in ("0.0.0.0", "*", "[::]"):
+    for anywhere in ANYWHERE:
         announced = announced.replace(f"//{anywhere}:", f"//{host}:")
     return announced
+
+
+def advertised(endpoint: str, host: str, broker: str = "") -> str:
+    """The address others are told: the bound one, with `host` instead of its own where given.
+
+    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
+    on the way out, where the broker is on this machine, which tells nothing of how others see it.
+    """
+    if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):
+        host = own_host(broker)
+        if is_local(f"tcp://{host}:0"):
+            with contextlib.suppress(OSError):  # it has no network
+                host = own_host(OUTSIDE_V6 if host.startswith("[") else OUTSIDE)
+    if not host:
+        return endpoint
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+
+
+def own_host(peer: str) -> str:
+    """The address of this machine on the way to `peer`, tcp://HOST:PORT. Nothing is sent."""
+    target = urlsplit(peer)
+    host = target.hostname or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, target.port or 1))
+        found = str(probe.getsockname()[0])
+    return f"[{found}]" if family == socket.AF_INET6 else found
 
 
 def check_bind(address: str, field: str, *, has_keys: bool, insecure: bool) -> None:

@@ -1,16 +1,20 @@
-"""A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop."""
+"""A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop.
+
+The chunks of a pull on their way through it: asked for, put in their places, asked for again.
+
+    jobs --cut--> chunks --`credits` of them in flight--> replies --> bytes in their places --> complete jobs
+                    ^------ later, busy, silence -----------'
+"""
 
 import contextlib
 import logging
 import random
-import socket as host_socket
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import zmq
 
@@ -21,7 +25,9 @@ from slimebus.bus.security.exposure import is_local
 from slimebus.bus.security.key_file import KeyPair
 from slimebus.bus.transport.curve import end_watch, handshakes, refusal, watch_handshakes
 from slimebus.bus.transport.dealer import connect
-from slimebus.weights.messages import TYPES
+from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Piece
+from slimebus.weights.pull.plan import Job, Target
+from slimebus.weights.pull.pull_loop import Again
 
 log = logging.getLogger("slimebus.weights")
 
@@ -31,9 +37,6 @@ MAX_FRAME_BYTES = 1 << 28
 """The largest thing a server sends is a manifest, 240 bytes a tensor; who sends more is disconnected before it is taken in."""
 MAX_PATIENCE = 8
 """How many stall times a connection that is slow, or dead, is waited for at most."""
-ANYWHERE = ("0.0.0.0", "*", "[::]")
-OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
-"""Addresses that are nobody's (RFC 5737, 3849): which interface they would be sought through is all that matters."""
 MANIFEST_STALLS = 3
 """A manifest may take a merge of several versions: it is waited for this many times as long as a chunk."""
 
@@ -41,33 +44,6 @@ MANIFEST_STALLS = 3
 def with_key(address: str, public: str) -> str:
     """The address of a weight server as it is announced: with its public key, where it has one."""
     return f"{address}{KEY_MARK}{public}" if public else address
-
-
-def advertised(endpoint: str, host: str, broker: str = "") -> str:
-    """The address others are told: the bound one, with `host` instead of its own where given.
-
-    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
-    on the way out, where the broker is on this machine, which tells nothing of how others see it.
-    """
-    if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):
-        host = own_host(broker)
-        if is_local(f"tcp://{host}:0"):
-            with contextlib.suppress(OSError):  # it has no network
-                host = own_host(OUTSIDE_V6 if host.startswith("[") else OUTSIDE)
-    if not host:
-        return endpoint
-    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
-
-
-def own_host(peer: str) -> str:
-    """The address of this machine on the way to `peer`, tcp://HOST:PORT. Nothing is sent."""
-    target = urlsplit(peer)
-    host = target.hostname or "127.0.0.1"
-    family = host_socket.AF_INET6 if ":" in host else host_socket.AF_INET
-    with host_socket.socket(family, host_socket.SOCK_DGRAM) as probe:
-        probe.connect((host, target.port or 1))
-        found = str(probe.getsockname()[0])
-    return f"[{found}]" if family == host_socket.AF_INET6 else found
 
 
 class Answer(NamedTuple):
@@ -216,3 +192,145 @@ def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float
     for connection in connections:
         poller.register(connection.socket, zmq.POLLIN)
     poller.poll(round(1000 * timeout_s))
+
+
+MAX_PIECES = 64
+LATER_STALLS = 10
+"""A source that says `later` for so many stall times, and sends nothing, does not do."""
+BEGIN_S = 1.0
+"""So long a source that has not asked for the version yet, and sends nothing, is waited for."""
+LATER_PAUSE_S = 0.02
+BUSY = "busy"
+"""The error of a server that has too much on its way to others already; as good as `later`."""
+
+
+class BadSource(Again):
+    """A worker that payloads were to come from did not do; its publisher has them too. is_past: it does for newer versions."""
+
+    def __init__(self, source: str, why: str, *, is_past: bool = False) -> None:
+        super().__init__(f"worker {source} {why}; its publisher is asked")
+        self.source, self.is_past = source, is_past
+
+
+class Chunk(NamedTuple):
+    """One request and where the bytes of its answer belong: job, offset, length of each piece."""
+
+    request: ChunkRequest
+    places: list[tuple[Job, int, int]]
+
+
+def chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[Chunk]:
+    """The jobs cut into requests of chunk_bytes; small payloads share one."""
+    places: list[tuple[Job, int, int]] = []
+    room = chunk_bytes
+    for job in jobs:
+        offset, size = 0, job.missing_bytes
+        while offset < size:
+            length = min(room, size - offset)
+            places.append((job, offset, length))
+            offset, room = offset + length, room - length
+            if room == 0 or len(places) == MAX_PIECES:
+                yield _chunk(places, target)
+                places, room = [], chunk_bytes
+    if places:
+        yield _chunk(places, target)
+
+
+def _chunk(places: list[tuple[Job, int, int]], target: Target) -> Chunk:
+    pieces = [Piece(job.entry.name, job.base_version, offset, length) for job, offset, length in places]
+    return Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
+
+
+class Stream:
+    """The chunks of the jobs of one connection, in flight."""
+
+    def __init__(self, connection: WeightServerConnection, jobs: Sequence[Job], chunks: Iterator[Chunk], credits: int) -> None:
+        self.connection, self.jobs, self._chunks, self._credits = connection, jobs, chunks, credits
+        self.source = jobs[0].source if jobs else ""
+        self.pending: dict[int, Chunk] = {}
+        self._later: deque[tuple[float, Chunk]] = deque()
+        self._useful_at = time.monotonic()
+        self.gone = ""
+
+    def fill(self, *, more: bool) -> bool:
+        """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
+        if not self.pending:
+            self.connection.listen()
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._send(self._later.popleft()[1])
+        while more and len(self.pending) + len(self._later) < self._credits:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            self._send(chunk)
+        return bool(self.pending or self._later)
+
+    @property
+    def quiet_s(self) -> float:
+        """Since something useful came."""
+        return time.monotonic() - self._useful_at
+
+    @property
+    def lack(self) -> str:
+        """For people: what has not come, and from whom."""
+        total, missing = sum(job.size for job in self.jobs), sum(job.missing_bytes for job in self.jobs)
+        problem = f": {self.connection.refusal}" if self.connection.refusal else ""
+        return f"{self.connection.endpoint} had not sent {missing} of {total} bytes, and nothing for {self.quiet_s:.1f} s{problem}"
+
+    def _send(self, chunk: Chunk) -> None:
+        self.pending[self.connection.send(chunk.request)] = chunk
+
+    def _postpone(self, chunk: Chunk, patience_s: float) -> None:
+        """The source is there, but has nothing yet; that is not believed for ever."""
+        if self.source and self.quiet_s > patience_s:
+            raise BadSource(self.source, f"has had nothing for {self.quiet_s:.0f} s")
+        self._later.append((time.monotonic() + LATER_PAUSE_S, chunk))
+
+    def receive(self, counts: Counter[str]) -> list[Job]:
+        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
+        complete: list[Job] = []
+        for request_id, message, bulk in self.connection.receive(0):
+            chunk = self.pending.pop(request_id, None)
+            if chunk is None:
+                continue
+            if isinstance(message, ChunkReply) and not message.later:
+                complete += self._take(chunk, message, bulk, counts)
+            elif isinstance(message, ChunkReply):
+                self._postpone(chunk, LATER_STALLS * self.connection.stall_s if message.is_pulling else BEGIN_S)
+            elif not isinstance(message, SlimebusError):
+                raise self._wrong(f"answered a chunk request with {type(message).__name__}")
+            elif message.code == BUSY:
+                self._postpone(chunk, LATER_STALLS * self.connection.stall_s)
+            elif message.retryable or self.source:
+                raise self._wrong(f"answered: {message.text}")
+            else:
+                raise message
+        if self.pending and self.connection.is_stalled:
+            if self.source:
+                raise BadSource(self.source, "does not answer")
+            self.connection.reconnect()
+            lost, self.pending = self.pending, {}
+            for chunk in lost.values():
+                self._send(chunk)
+        return complete
+
+    def _wrong(self, what: str) -> Again:
+        return BadSource(self.source, what) if self.source else Again(f"{self.connection.endpoint} {what}")
+
+    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[Job]:
+        """Put the pieces where they belong. A job with a piece that is gone never completes."""
+        complete: list[Job] = []
+        gone = set(reply.gone)
+        expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
+        if [len(frame) for frame in bulk] != expected:
+            raise self._wrong("answered a chunk request with other pieces than asked for")
+        for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
+            if index in gone:
+                self.gone = job.entry.name
+                continue
+            self._useful_at = time.monotonic()
+            job.put(offset, frame)
+            counts["received_bytes"] += length
+            if not job.missing_bytes:
+                complete.append(job)
+        return complete

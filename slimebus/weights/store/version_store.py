@@ -13,16 +13,97 @@ takes longer than a version lasts; then it is gone.
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
-from slimebus.weights.messages import NO_VERSION_YET, Manifest, VersionGone
-from slimebus.weights.store.delta_cache import Delta, DeltaCache, Step, entry_of
-from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, TensorLike, as_tensor, digest_of, forms_of, hash_bytes
+from slimebus.weights.messages import DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
+from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, TensorLike, as_tensor, checksum, digest_of, hash_bytes
 from slimebus.weights.threads import Stages, Threads
+
+KEPT_FRACTION = 0.5
+"""Of the model's size: what merged deltas take at most. Who pulls one that had to go asks for the manifest, and so for the merge, again."""
+
+
+class Delta(NamedTuple):
+    """A tensor's steps from one version to a later one. base_hash: what the tensor hashes to before them."""
+
+    payload: bytes
+    payload_hash: str
+    num_changed: int
+    base_hash: str
+
+    @classmethod
+    def of(cls, encoded: delta_codec.Encoded, base_hash: str) -> "Delta":
+        return cls(encoded.payload, checksum(encoded.payload), encoded.num_changed, base_hash)
+
+
+def entry_of(form: TensorForm, delta: Delta | None, *, is_changed: bool) -> TensorEntry:
+    """The tensor in a manifest. One that changed and has no delta travels whole."""
+    if delta is not None:
+        return TensorEntry(*form, DELTA, len(delta.payload), delta.num_changed, delta.payload_hash, delta.base_hash)
+    return TensorEntry(*form, FULL, form.size) if is_changed else TensorEntry(*form, SAME)
+
+
+class Step(NamedTuple):
+    """From version - 1 to version. A changed tensor without a delta travels whole."""
+
+    version: int
+    deltas: Mapping[str, Delta]
+    whole: frozenset[str]
+
+
+class DeltaCache:
+    """The merged deltas of pairs of versions that were asked for lately. One merge is made at a time, of so many tensors at once."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = Threads(threads, "weights-merge")
+        self._kept: dict[tuple[int, int], Mapping[str, Delta]] = {}
+        self._lock = threading.Lock()  # short: the map above
+        self._merging = threading.Lock()
+
+    def between(self, base: int, version: int, steps: Sequence[Step], forms: Sequence[TensorForm]) -> Mapping[str, Delta]:
+        """The deltas of `steps`, which lead from base to version, as one. Tensors that changed and are not in it travel whole."""
+        if len(steps) <= 1:
+            return steps[0].deltas if steps else {}
+        with self._merging:
+            merged = self.find(base, version)
+            if not merged:
+                merged, limit_bytes = self._merge(steps, forms), KEPT_FRACTION * sum(form.size for form in forms)
+                with self._lock:
+                    self._kept[base, version] = merged
+                    while len(self._kept) > 1 and sum(len(d.payload) for kept in self._kept.values() for d in kept.values()) > limit_bytes:
+                        del self._kept[next(iter(self._kept))]  # the one that was not used for the longest time
+            return merged
+
+    def find(self, base: int, version: int) -> Mapping[str, Delta]:
+        """The deltas of this pair, empty when they are not kept."""
+        with self._lock:
+            found = self._kept.pop((base, version), {})
+            if found:
+                self._kept[base, version] = found  # the last one used goes last
+            return found
+
+    def forget(self, *, before: int | None = None) -> None:
+        """Drop all, or those that lead to versions before this one."""
+        with self._lock:
+            self._kept = {pair: deltas for pair, deltas in self._kept.items() if before is not None and pair[1] >= before}
+
+    def _merge(self, steps: Sequence[Step], forms: Sequence[TensorForm]) -> Mapping[str, Delta]:
+        whole = frozenset[str]().union(*(step.whole for step in steps))
+        changed = [form for form in forms if form.name not in whole and any(form.name in step.deltas for step in steps)]
+
+        def merge(form: TensorForm) -> Delta:
+            first, *others = chain = [step.deltas[form.name] for step in steps if form.name in step.deltas]
+            if not others:
+                return first
+            return Delta.of(delta_codec.merge([delta.payload for delta in chain], form.num_values), first.base_hash)
+
+        merged = zip(changed, self._threads.map(merge, changed), strict=True)
+        return {form.name: delta for form, delta in merged if len(delta.payload) < form.size}
+
 
 LENT_S = 2.0
 """A tensor that was read so recently is taken to be in the middle of a pull."""
@@ -61,6 +142,9 @@ class _StoredTensor:
     first: int
     until: float = float("inf")
     read_at: float = NEVER
+
+    def form_of(self, name: str) -> TensorForm:
+        return TensorForm(name, self.tensor.dtype, self.tensor.shape, self.hash)
 
     @property
     def is_being_read(self) -> bool:
@@ -194,8 +278,7 @@ class VersionStore:
         version = self.next_version
         with self._lock:
             self._stored = {name: self._stored[name] for name in taken}
-            tensors = {name: stored.tensor for name, stored in self._stored.items()}
-            forms = tuple(forms_of(tensors, {name: stored.hash for name, stored in self._stored.items()}))
+            forms = tuple(stored.form_of(name) for name, stored in self._stored.items())
         deltas = {name: t.delta for name, t in taken.items() if t.delta}
         whole = frozenset(name for name, t in taken.items() if t.is_whole)
         newest = VersionInfo(
@@ -206,7 +289,7 @@ class VersionStore:
             num_values=sum(form.num_values for form in forms),
             num_changed=sum(t.num_changed for t in taken.values()),
             total_bytes=sum(form.size for form in forms),
-            delta_bytes=sum(len(d.payload) for d in deltas.values()) + sum(len(tensors[name].buffer) for name in whole),
+            delta_bytes=sum(len(d.payload) for d in deltas.values()) + sum(form.size for form in forms if form.name in whole),
             encode_s=time.perf_counter() - started,
             stage_s=self._stages.seconds,
         )

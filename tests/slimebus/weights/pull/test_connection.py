@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
-from slimebus.weights.pull import connection
-from slimebus.weights.pull.connection import OUTSIDE, WeightServerConnection, advertised, own_host
+from slimebus.bus.security import exposure
+from slimebus.bus.security.exposure import OUTSIDE, advertised, own_host
+from slimebus.weights.pull.connection import WeightServerConnection
 
 
 def test_the_own_address_is_the_one_on_the_way_to_the_peer() -> None:
@@ -30,7 +31,7 @@ def test_beside_the_broker_an_address_bound_everywhere_is_told_by_the_way_out(mo
             raise OSError("Network is unreachable")
         return ways[peer]
 
-    monkeypatch.setattr(connection, "own_host", way)
+    monkeypatch.setattr(exposure, "own_host", way)
     assert advertised("tcp://0.0.0.0:7000", "", "tcp://10.0.0.9:5555") == "tcp://10.0.0.4:7000"
     assert advertised("tcp://0.0.0.0:7000", "", "tcp://127.0.0.1:5555") == "tcp://192.168.0.4:7000"
     del ways[OUTSIDE]

@@ -16,7 +16,6 @@ from slimebus.bus import envelope, protocol
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Error, Message
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest
-from slimebus.weights.pull import stream
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store import version_store as store_module
 from slimebus.weights.store.relay_payloads import RelayPayloads

@@ -11,7 +11,6 @@ from waiting import wait_until
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, VersionGone
-from slimebus.weights.store import delta_cache
 from slimebus.weights.store import version_store as store_module
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, checksum, digest_of, hash_bytes
@@ -281,7 +280,7 @@ def test_merged_deltas_of_many_bases_take_no_more_than_half_of_the_model(monkeyp
 
 
 def test_a_reader_in_the_middle_of_a_merged_delta_that_made_room_is_told_that_it_is_gone(monkeypatch):
-    monkeypatch.setattr(delta_cache, "KEPT_FRACTION", 0.0)
+    monkeypatch.setattr(store_module, "KEPT_FRACTION", 0.0)
     store = VersionStore()
     published(store, rare_changes(4, 50_000))
     store.manifest(store.lineage, 0)
