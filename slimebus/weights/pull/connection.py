@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -73,8 +73,9 @@ class WeightServerConnection:
         self.refused: Counter[str] = Counter()
         self._context = zmq.Context()
         self._next_id = 0
+        self._sockets: list[Any] = []
         # Left to the collector, a context would wait for its sockets for ever, in whichever thread that happens to be.
-        self.close = weakref.finalize(self, self._context.destroy, linger=0)
+        self.close = weakref.finalize(self, _end, self._context, self._sockets)
         """Closing again does nothing."""
         self.close.atexit = False
         self._connect()
@@ -165,8 +166,7 @@ class WeightServerConnection:
             key = f"({self._pair.public})" if self._server_key and self._pair else ""
             self.refusal = refusal(event, value, server="weight server", key=key)
         log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, self._silent_s, self.refusal or self._advice)
-        end_watch(self.socket, self._monitor)
-        self.socket.close(linger=0)
+        _close(*self._sockets)
         self._connect()
 
     def _connect(self) -> None:
@@ -177,6 +177,7 @@ class WeightServerConnection:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._monitor = watch_handshakes(self.socket)
+        self._sockets[:] = self.socket, self._monitor
         try:
             connect(self.socket, self.endpoint, self._pair, self._server_key)
         except (zmq.ZMQError, ValueError) as bad:
@@ -184,6 +185,16 @@ class WeightServerConnection:
             raise FatalWeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}") from None
         self.listen()
         self._jitter = random.uniform(0.8, 1.2)
+
+
+def _close(socket: Any, monitor: Any) -> None:
+    end_watch(socket, monitor)
+    socket.close(linger=0)
+
+
+def _end(context: Any, sockets: list[Any]) -> None:
+    _close(*sockets)
+    context.term()
 
 
 def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float) -> None:
