@@ -22,7 +22,7 @@ from slimebus.cli.config.schema import WeightsConfig
 from slimebus.cli.metrics import Spans
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import SCHEME, DiskPuller, chain_dir
-from slimebus.weights.host.pull_sharing import HostPullSharing, remove_stale_locks
+from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion
 from slimebus.weights.pull.pull_loop import PullLoop
 from slimebus.weights.pull.puller import WeightPuller
@@ -223,7 +223,6 @@ def _folder_in(shm: str) -> SharedFolder:
     is_missing = shm == WeightsConfig().weights_shm and not Path(shm).is_dir()  # some systems have none
     root = Path(tempfile.gettempdir() if is_missing else shm)
     try:
-        remove_stale_locks(root)
         return SharedFolder(root)
     except OSError as bad:
         raise ConfigError(f"weights.weights_shm {root}: {bad.strerror}; it must be a directory that this worker may write to") from None

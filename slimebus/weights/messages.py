@@ -34,6 +34,9 @@ Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """Of a tensor; it names files, so nothing else passes."""
 
 
+Size = Annotated[int, Meta(ge=0)]
+
+
 class VersionGone(WeightsError):
     """These bytes of that version can no longer be had; a new manifest says what can."""
 
@@ -67,8 +70,8 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 
     name: str
     base: int
-    offset: int
-    length: int
+    offset: Size
+    length: Size
 
 
 class ChunkRequest(Message):
@@ -104,7 +107,7 @@ class TensorEntry(msgspec.Struct, omit_defaults=True):
     hash: Hash
     kind: Literal["same", "full", "delta"]
     size: int = 0
-    num_changed: Annotated[int, Meta(ge=0)] = 0
+    num_changed: Size = 0
     payload_hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")] = ""
     base_hash: Hash = ""
 
@@ -136,7 +139,7 @@ class Manifest(msgspec.Struct, omit_defaults=True, dict=True):
     """
 
     lineage: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,128}\Z")]
-    version: Annotated[int, Meta(ge=0)]
+    version: Size
     digest: str
     tensors: list[TensorEntry]
     base: int = NO_BASE

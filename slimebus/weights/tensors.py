@@ -2,7 +2,6 @@
 
 import math
 import operator
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,26 +16,14 @@ from slimebus.bus.errors import FatalWeightsError
 NO_BASE = -1
 """In place of a version: there is none."""
 
-SAFETENSORS_CODES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-}
-"""Every dtype that a tensor may have, and what safetensors calls it."""
+NUMPY_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
+DTYPE_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1} | {name: np.dtype(name).itemsize for name in NUMPY_DTYPES}
+"""Every dtype that a tensor may have, and the size of a value."""
 
-DTYPE_BYTES = {name: int(re.findall("[0-9]+", f"{code} 8")[0]) // 8 for name, code in SAFETENSORS_CODES.items()}
+SAFETENSORS_CODES = {
+    name: name.upper().replace("LOAT", "").replace("UINT", "U").replace("INT", "I").removesuffix("FN") for name in DTYPE_BYTES
+}
+"""What safetensors calls it: BF16, F8_E4M3, F32, U8, I64, BOOL."""
 STEPPED_DTYPES = frozenset({"bfloat16", "float16"})
 """The dtypes whose changes travel as steps; all others travel whole."""
 

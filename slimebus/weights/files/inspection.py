@@ -19,7 +19,7 @@ from slimebus.cli.formatting import columns
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files import delta_file, disk_chain
-from slimebus.weights.files.safetensors_file import as_weights, read_model, read_weights
+from slimebus.weights.files.safetensors_file import as_weights, read_model
 from slimebus.weights.messages import DELTA, SAME
 from slimebus.weights.tensors import DTYPE_BYTES, NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, Weights, checksum, hash_bytes
 
@@ -62,7 +62,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         return [
             {**_form_row(e.form), "kind": e.kind, "bytes": e.size, "changed": e.num_changed} for e in delta_file.read(path).manifest.tensors
         ]
-    forms = sorted(read_weights(path).forms, key=lambda form: natural(form.name))
+    forms = sorted(as_weights(read_model(path)).forms, key=lambda form: natural(form.name))
     return [{**_form_row(form), "bytes": form.size} for form in forms]
 
 

@@ -77,11 +77,6 @@ def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:
     return tensors
 
 
-def read_weights(path: Path, *, lineage: str = "", version: int = 0) -> Weights:
-    """A model directory or file as a version, its tensors hashed."""
-    return as_weights(read_model(path), lineage=lineage, version=version)
-
-
 def as_weights(tensors: Mapping[str, Tensor], *, lineage: str = "", version: int = 0) -> Weights:
     """Tensors as a version, hashed."""
     hashes = {name: hash_bytes(tensor.buffer) for name, tensor in tensors.items()}

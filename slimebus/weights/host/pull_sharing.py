@@ -8,24 +8,21 @@ No worker trusts another: manifests, and with them hashes, come from the publish
 releases the lock of a killed worker; a worker that shows no sign of life for PATIENCE_S is not waited for.
 """
 
-import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.host.file_lock import FileLock
-from slimebus.weights.host.shared_folder import SharedFolder
+from slimebus.weights.host.shared_folder import LOCK_PREFIX, SharedFolder
 from slimebus.weights.messages import TensorEntry
 from slimebus.weights.pull.plan import Plan, Target
 from slimebus.weights.tensors import checksum
 
 log = logging.getLogger("slimebus.weights")
 
-PREFIX = "slimebus-pull-"
 PATIENCE_S = 10.0
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.1
 
@@ -38,7 +35,7 @@ class HostPullSharing:
 
     def __init__(self, folder: SharedFolder, place: str) -> None:
         self.folder, self._place = folder, place
-        self._lock = FileLock(folder.root / f"{PREFIX}{os.geteuid()}-{checksum(place.encode())[:16]}")
+        self._lock = FileLock(folder.root / f"{LOCK_PREFIX}{os.geteuid()}-{checksum(place.encode())[:16]}")
         self._hung: tuple[int, int] | None = None
 
     @property
@@ -95,12 +92,3 @@ class HostPullSharing:
             if is_neighbours:
                 plan.counts["neighbour_tensors"] += 1
                 plan.counts["neighbour_bytes"] += form.size
-
-
-def remove_stale_locks(root: Path) -> None:
-    """Delete the lock files of workers that were killed."""
-    for path in root.glob(f"{PREFIX}{os.geteuid()}-*"):
-        lock = FileLock(path)
-        with contextlib.suppress(OSError):
-            if lock.acquire():
-                lock.release()

@@ -30,7 +30,7 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.files.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.host import tensor_file
 from slimebus.weights.host.file_lock import FileLock
-from slimebus.weights.host.tensor_file import file_name, header_of, reusable_name
+from slimebus.weights.host.tensor_file import file_name, header_of, map_file, reusable_name
 from slimebus.weights.tensors import Tensor, TensorForm, Weights, tensor_bytes
 
 
@@ -51,10 +51,9 @@ class SharedTensor:
 
     def read(self) -> NDArray[np.uint8]:
         """The bytes, mapped: [size_bytes]. Raises WeightsError when the version is gone."""
-        if not self.size_bytes:
-            return np.empty(0, np.uint8)
         try:
-            return np.memmap(self.file, np.uint8, "r", self.offset, (self.size_bytes,))
+            with _opened(self.file, os.O_RDONLY) as descriptor:
+                return map_file(descriptor, self.offset + self.size_bytes, "read")[self.offset :]
         except OSError as bad:
             raise WeightsError(f"{self.file}: {bad.strerror}; is there a newer version already?") from None
 
@@ -75,6 +74,8 @@ class SharedVersion:
 
 
 PREFIX = "slimebus-weights-"
+LOCK_PREFIX = "slimebus-pull-"
+"""Of the file that the workers of one user and run lock in turn."""
 ALIVE = "alive"
 BEGINNING_S = 60.0
 """A folder that is not locked and younger than this may be of a worker that is just beginning."""
@@ -302,7 +303,11 @@ def _size_of(path: Path) -> int:
 
 
 def remove_stale_files(root: Path) -> None:
-    """Free the shared memory of workers that were killed before they could do it."""
+    """Free the shared memory of workers that were killed before they could do it, and delete the lock files of their pulls."""
+    for path in root.glob(f"{LOCK_PREFIX}{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):
+            if (lock := FileLock(path)).acquire():
+                lock.release()
     for folder in _folders(root):
         with contextlib.suppress(OSError):
             alive = FileLock(folder / ALIVE)

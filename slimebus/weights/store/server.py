@@ -109,14 +109,14 @@ class WeightServer:
 
     def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
         """The bytes of the pieces, and the indices of those that are gone."""
-        if len(request.pieces) > MAX_PIECES or sum(max(0, piece.length) for piece in request.pieces) > MAX_CHUNK_BYTES:
+        if len(request.pieces) > MAX_PIECES or sum(piece.length for piece in request.pieces) > MAX_CHUNK_BYTES:
             limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
             raise FatalWeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK)
         frames, gone = [], []
         for index, piece in enumerate(request.pieces):
             try:
                 payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
-                if min(piece.offset, piece.length) < 0 or piece.offset + piece.length > len(payload):
+                if piece.offset + piece.length > len(payload):
                     asked = f"bytes {piece.offset} to {piece.offset + piece.length} of {piece.name!r}, which has {len(payload)}"
                     raise FatalWeightsError(asked, code=BAD_CHUNK)
                 frames.append(payload[piece.offset : piece.offset + piece.length])

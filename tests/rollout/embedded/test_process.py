@@ -25,7 +25,7 @@ from waiting import has_ended, wait_until
 from rollout.engines.client import Completion, EngineClient
 from rollout.engines.process import EngineProcess, EngineStartError, embedded_engine
 from slimebus.bus.errors import UsageError
-from slimebus.weights.files.safetensors_file import as_weights, read_weights
+from slimebus.weights.files.safetensors_file import as_weights, read_model
 from slimebus.weights.host.shared_folder import SharedFolder
 
 pytestmark = pytest.mark.integration
@@ -238,7 +238,7 @@ def test_the_client_reports_a_refusal_in_the_engines_words(engine: EngineProcess
 
 def test_a_damaged_version_is_refused_and_the_one_before_stays(engine: EngineProcess, qwen3, tmp_path: Path):
     held = SharedFolder(tmp_path)
-    weights = held.hold(read_weights(qwen3[0], lineage="one", version=3))
+    weights = held.hold(as_weights(read_model(qwen3[0]), lineage="one", version=3))
     version = held.make_version(weights, qwen3[0])
     status, _ = post(engine, "/update_weights_from_disk", {"model_path": str(version.directory), "weight_version": "one:3"})
     assert status == 200

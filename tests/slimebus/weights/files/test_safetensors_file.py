@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.files.safetensors_file import read_model, read_weights, write_file, write_model
+from slimebus.weights.files.safetensors_file import as_weights, read_model, write_file, write_model
 from slimebus.weights.tensors import Tensor, as_tensor
 
 
@@ -31,7 +31,7 @@ def test_a_written_model_reads_back_and_brings_its_config(tmp_path: Path, tensor
     write_model(tmp_path / "out", tensors, config_from=source)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert_same(read_model(tmp_path / "out"), tensors)
-    weights = read_weights(tmp_path / "out", version=3)
+    weights = as_weights(read_model(tmp_path / "out"), version=3)
     write_model(tmp_path / "again", weights.tensors)
     assert_same(read_model(tmp_path / "again"), tensors)
     assert (weights.version, weights.size_bytes) == (3, sum(len(t.buffer) for t in tensors.values()))

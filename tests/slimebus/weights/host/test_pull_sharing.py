@@ -20,8 +20,8 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.host import pull_sharing
 from slimebus.weights.host.file_lock import FileLock
-from slimebus.weights.host.pull_sharing import HostPullSharing, remove_stale_locks
-from slimebus.weights.host.shared_folder import SharedFolder
+from slimebus.weights.host.pull_sharing import HostPullSharing
+from slimebus.weights.host.shared_folder import SharedFolder, remove_stale_files
 from slimebus.weights.messages import VersionGone
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer
@@ -346,7 +346,7 @@ def test_the_lock_file_of_a_worker_that_was_killed_is_removed(tmp_path: Path) ->
     (left := tmp_path / f"slimebus-pull-{os.geteuid()}-left").write_text("1")
     taken = FileLock(tmp_path / f"slimebus-pull-{os.geteuid()}-taken")
     taken.acquire()
-    remove_stale_locks(tmp_path)
+    remove_stale_files(tmp_path)
     assert not left.exists()
     assert not FileLock(tmp_path / f"slimebus-pull-{os.geteuid()}-taken").acquire()
     taken.release()
