@@ -47,12 +47,8 @@ def entry_of(form: TensorForm, delta: Delta | None, *, is_changed: bool) -> Tens
     return TensorEntry(*form, FULL, form.size) if is_changed else TensorEntry(*form, SAME)
 
 
-class Step(NamedTuple):
-    """From version - 1 to version. A changed tensor without a delta travels whole."""
-
-    version: int
-    deltas: Mapping[str, Delta]
-    whole: frozenset[str]
+Step = Mapping[str, Delta | None]
+"""The tensors that changed from one version to the next. None: it travels whole."""
 
 
 class DeltaCache:
@@ -67,7 +63,7 @@ class DeltaCache:
     def between(self, base: int, version: int, steps: Sequence[Step], forms: Sequence[TensorForm]) -> Mapping[str, Delta]:
         """The deltas of `steps`, which lead from base to version, as one. Tensors that changed and are not in it travel whole."""
         if len(steps) <= 1:
-            return steps[0].deltas if steps else {}
+            return {name: delta for step in steps for name, delta in step.items() if delta}
         with self._merging:
             merged = self.find(base, version)
             if not merged:
@@ -92,17 +88,15 @@ class DeltaCache:
             self._kept = {pair: deltas for pair, deltas in self._kept.items() if before is not None and pair[1] >= before}
 
     def _merge(self, steps: Sequence[Step], forms: Sequence[TensorForm]) -> Mapping[str, Delta]:
-        whole = frozenset[str]().union(*(step.whole for step in steps))
-        changed = [form for form in forms if form.name not in whole and any(form.name in step.deltas for step in steps)]
+        def merge(form: TensorForm) -> Delta | None:
+            chain = [step[form.name] for step in steps if form.name in step]
+            deltas = [delta for delta in chain if delta]
+            if len(deltas) < len(chain) or len(chain) < 2:
+                return deltas[0] if len(deltas) == len(chain) == 1 else None
+            return Delta.of(delta_codec.merge([delta.payload for delta in deltas], form.num_values), deltas[0].base_hash)
 
-        def merge(form: TensorForm) -> Delta:
-            first, *others = chain = [step.deltas[form.name] for step in steps if form.name in step.deltas]
-            if not others:
-                return first
-            return Delta.of(delta_codec.merge([delta.payload for delta in chain], form.num_values), first.base_hash)
-
-        merged = zip(changed, self._threads.map(merge, changed), strict=True)
-        return {form.name: delta for form, delta in merged if len(delta.payload) < form.size}
+        merged = zip(forms, self._threads.map(merge, forms), strict=True)
+        return {form.name: delta for form, delta in merged if delta and len(delta.payload) < form.size}
 
 
 LENT_S = 2.0
@@ -159,11 +153,10 @@ class _Published(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What became of one published tensor. One that changed and has no delta travels whole."""
+    """What became of a published tensor that changed. Without a delta it travels whole."""
 
     num_changed: int
     delta: Delta | None = None
-    is_whole: bool = False
 
 
 class VersionStore:
@@ -217,8 +210,8 @@ class VersionStore:
                 self._forget()
                 raise
 
-    def _take(self, name: str, tensor: Tensor) -> _Taken:
-        """Move one tensor of the full copy on."""
+    def _take(self, name: str, tensor: Tensor) -> _Taken | None:
+        """Move one tensor of the full copy on; None when it is the same."""
         stored = self._stored.get(name)
         is_same_form = stored is not None and (stored.tensor.dtype, stored.tensor.shape) == (tensor.dtype, tensor.shape)
         if stored is not None and is_same_form and tensor.dtype in STEPPED_DTYPES:
@@ -226,10 +219,10 @@ class VersionStore:
         if stored is None or not is_same_form or hash_bytes(tensor.buffer) != stored.hash:  # comparing would take as much memory again
             copy = tensor._replace(buffer=tensor.buffer.copy())
             self._store(name, _StoredTensor(copy, self._hash(copy.buffer), self.next_version))
-            return _Taken(tensor.num_values, is_whole=True)
-        return _Taken(0)
+            return _Taken(tensor.num_values)
+        return None
 
-    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _Taken:
+    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _Taken | None:
         """In place, unless somebody may still look at the buffer. Meanwhile nobody can read it as an older version."""
         changing = replace(stored, first=self.next_version, read_at=NEVER)
         former = self._store(name, changing)
@@ -242,11 +235,10 @@ class VersionStore:
                 changing.first = stored.first
                 if former is stored:
                     del self._former[name]
-            return _Taken(0)
+            return None
         changing.hash = self._hash(changing.tensor.buffer)
-        if len(encoded.payload) >= len(tensor.buffer):
-            return _Taken(encoded.num_changed, is_whole=True)
-        return _Taken(encoded.num_changed, Delta.of(encoded, stored.hash))
+        is_smaller = len(encoded.payload) < len(tensor.buffer)
+        return _Taken(encoded.num_changed, Delta.of(encoded, stored.hash) if is_smaller else None)
 
     def _hash(self, buffer: Any) -> str:
         with self._stages("hash"):
@@ -273,28 +265,27 @@ class VersionStore:
                 self._forget_timer.daemon = True
                 self._forget_timer.start()
 
-    def _show(self, taken: Mapping[str, _Taken], started: float) -> VersionInfo:
+    def _show(self, taken: Mapping[str, _Taken | None], started: float) -> VersionInfo:
         """Let readers see the version, all of it at once."""
         version = self.next_version
         with self._lock:
             self._stored = {name: self._stored[name] for name in taken}
             forms = tuple(stored.form_of(name) for name, stored in self._stored.items())
-        deltas = {name: t.delta for name, t in taken.items() if t.delta}
-        whole = frozenset(name for name, t in taken.items() if t.is_whole)
+        step = {name: t.delta for name, t in taken.items() if t}
         newest = VersionInfo(
             lineage=self.lineage,
             version=version,
             digest=digest_of(forms),
             forms=forms,
             num_values=sum(form.num_values for form in forms),
-            num_changed=sum(t.num_changed for t in taken.values()),
+            num_changed=sum(t.num_changed for t in taken.values() if t),
             total_bytes=sum(form.size for form in forms),
-            delta_bytes=sum(len(d.payload) for d in deltas.values()) + sum(form.size for form in forms if form.name in whole),
+            delta_bytes=sum(len(d.payload) if (d := step[form.name]) else form.size for form in forms if form.name in step),
             encode_s=time.perf_counter() - started,
             stage_s=self._stages.seconds,
         )
         with self._lock:
-            self._history = (*self._history, _Published(newest, Step(version, deltas, whole)))[-self.keep - 1 :]
+            self._history = (*self._history, _Published(newest, step))[-self.keep - 1 :]
             self.next_version = version + 1
         self._deltas.forget(before=version - 1)
         return newest
@@ -327,9 +318,9 @@ class VersionStore:
     def _make_manifest(self, history: tuple[_Published, ...], base: int) -> Manifest:
         """To the last one of these versions."""
         info = history[-1].info
-        steps = [] if base == NO_BASE else [step for _, step in history if step.version > base]
+        steps = [] if base == NO_BASE else [made.step for made in history if made.info.version > base]
         deltas = self._deltas.between(base, info.version, steps, info.forms)
-        changed = {name for step in steps for name in (*step.deltas, *step.whole)}
+        changed = set[str]().union(*steps)
         entries = [entry_of(f, deltas.get(f.name), is_changed=base == NO_BASE or f.name in changed) for f in info.forms]
         return Manifest(lineage=self.lineage, version=info.version, digest=info.digest, tensors=entries, base=base)
 
@@ -359,9 +350,8 @@ class VersionStore:
         return history
 
     def _find_delta(self, history: tuple[_Published, ...], version: int, name: str, base: int) -> Delta:
-        deltas = self._deltas.find(base, version)
-        if base == version - 1:
-            deltas = next((step.deltas for _, step in history[1:] if step.version == version), {})
-        if name not in deltas:
+        steps: dict[int, Step] = {made.info.version: made.step for made in history[1:]} if base == version - 1 else {}
+        delta = steps.get(version, self._deltas.find(base, version)).get(name)
+        if delta is None:
             raise VersionGone(f"the delta of {name!r} from version {base} to {version} is no longer kept")
-        return deltas[name]
+        return delta
