@@ -82,12 +82,12 @@ def encode(
 
     Never larger than the values themselves but for one header a unit. threads: encode units at once.
     stages: where the seconds of `diff` (finding what changed) and `encode` (writing it small) are added.
-    Raises WeightsError when the lengths differ, and with update when base is read-only.
+    Raises WeightsError when the lengths differ, and with update when base cannot be written to in place.
     """
     if base.shape != target.shape or base.ndim != 1:
         raise FatalWeightsError(f"delta between arrays of shapes {base.shape} and {target.shape}; expected one length")
     chosen, timed = kernel or load_kernel(), stages or Stages()
-    given, base, target = base, _plain(base, is_written=update), _plain(target)
+    base, target = _plain(base, is_written=update), _plain(target)
 
     def encode_from(start: int) -> Encoded:
         old, new = base[start : start + UNIT_VALUES], target[start : start + UNIT_VALUES]
@@ -99,10 +99,7 @@ def encode(
                 payload = min(payload, _full(new), key=len)
         return Encoded(payload, len(changes.codes))
 
-    encoded = _join((threads or Threads()).map(encode_from, range(0, len(base), UNIT_VALUES)))
-    if update and base is not given:
-        given[:] = base
-    return encoded
+    return _join((threads or Threads()).map(encode_from, range(0, len(base), UNIT_VALUES)))
 
 
 def apply(
@@ -120,20 +117,18 @@ def apply(
     Raises WeightsError on any payload that `encode` or `merge` could not have made for that length; values may then be
     partly new and must be thrown away. Nothing is allocated beyond the raw streams of a unit, at most 5 bytes a value.
     """
-    chosen, inside = kernel or load_kernel(), _plain(values, is_written=True)
+    chosen, values = kernel or load_kernel(), _plain(values, is_written=True)
 
     def make(unit: Unit) -> Values:
         part = slice(unit.start, unit.start + unit.num_values)
         if base is not None and unit.kind != FULL:
-            np.copyto(inside[part], base[part])
-        _apply_unit(unit, inside[part], chosen)
-        return inside[part]
+            np.copyto(values[part], base[part])
+        _apply_unit(unit, values[part], chosen)
+        return values[part]
 
     for made in (threads or Threads()).map(make, split_units(payload, len(values))):
         if on_unit is not None:
             on_unit(made)
-    if inside is not values:
-        values[:] = inside
 
 
 def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
@@ -153,9 +148,9 @@ def _plain(values: Values, *, is_written: bool = False) -> Values:
     """The array as the kernels take it, who trust its type and its memory: a copy of one that is not aligned, native and without gaps."""
     if values.ndim != 1 or values.dtype.newbyteorder("=") != np.uint16:
         raise FatalWeightsError(f"{values.dtype} values of shape {values.shape}; expected a flat array of uint16")
-    if is_written and not values.flags.writeable:
-        raise FatalWeightsError("values that are to be written to are read-only")
     is_plain = values.flags.c_contiguous and values.flags.aligned and values.dtype.isnative
+    if is_written and not (is_plain and values.flags.writeable):
+        raise FatalWeightsError("values that are to be written to are read-only, or not aligned, native and without gaps")
     return values if is_plain else np.array(values, np.uint16)
 
 

@@ -27,8 +27,7 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import DELTA, SAME, Manifest
-from slimebus.weights.pull.plan import Plan, Target
-from slimebus.weights.pull.pull_loop import Again, PullLoop
+from slimebus.weights.pull.plan import Again, Plan, PullLoop, Target
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Weights, checksum
 

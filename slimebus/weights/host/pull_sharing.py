@@ -13,13 +13,16 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.host.file_lock import FileLock
 from slimebus.weights.host.shared_folder import LOCK_PREFIX, SharedFolder
 from slimebus.weights.messages import TensorEntry
-from slimebus.weights.pull.plan import Plan, Target
 from slimebus.weights.tensors import checksum
+
+if TYPE_CHECKING:
+    from slimebus.weights.pull.plan import Plan, Target
 
 log = logging.getLogger("slimebus.weights")
 
@@ -57,7 +60,7 @@ class HostPullSharing:
         self.folder.discard_unfinished()
         self._lock.release()
 
-    def share(self, plan: Plan, entries: Sequence[TensorEntry], target: Target, *, until: float, cancelled: threading.Event) -> bool:
+    def share(self, plan: "Plan", entries: Sequence[TensorEntry], target: "Target", *, until: float, cancelled: threading.Event) -> bool:
         """Take what this host has. True: all is there, or this worker has the lock; False: it has now, ask for manifests again.
 
         Waits while a neighbour pulls. Raises WeightsError when it still does at the monotonic time `until`.
@@ -86,7 +89,7 @@ class HostPullSharing:
             self._take(plan, entries, target)
         return True
 
-    def _take(self, plan: Plan, entries: Sequence[TensorEntry], target: Target) -> None:
+    def _take(self, plan: "Plan", entries: Sequence[TensorEntry], target: "Target") -> None:
         for form, buffer, is_neighbours in self.folder.find(plan.lacks(entries)):
             plan.adopt(form, buffer, target)
             if is_neighbours:

@@ -26,8 +26,7 @@ from slimebus.bus.security.key_file import KeyPair
 from slimebus.bus.transport.curve import end_watch, handshakes, refusal, watch_handshakes
 from slimebus.bus.transport.dealer import connect
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Piece
-from slimebus.weights.pull.plan import Job, Target
-from slimebus.weights.pull.pull_loop import Again
+from slimebus.weights.pull.plan import Again, Job, Target
 
 log = logging.getLogger("slimebus.weights")
 
