@@ -23,24 +23,20 @@ from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, TensorForm, digest
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_PIECES = 256
 
-GONE = "gone"
-NO_VERSION_YET = "no_version"
-BAD_CHUNK = "bad_chunk"
-
 SAME: Final = "same"
 FULL: Final = "full"
 DELTA: Final = "delta"
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """Of a tensor; it names files, so nothing else passes."""
-
-
 Size = Annotated[int, Meta(ge=0)]
+ServerAddress = Annotated[str, Meta(max_length=512, pattern=r"^(tcp://.*)?\Z")]
+"""Of a worker that passes payloads on: it is told to others. Empty: none."""
 
 
 class VersionGone(WeightsError):
     """These bytes of that version can no longer be had; a new manifest says what can."""
 
-    code = GONE
+    code = "gone"
 
 
 class ManifestRequest(Message):
@@ -53,7 +49,7 @@ class ManifestRequest(Message):
     have_lineage: str = ""
     have_version: int = NO_BASE
     want: int = NO_BASE
-    serves: str = ""
+    serves: ServerAddress = ""
     avoid: list[str] = []
 
 
@@ -79,7 +75,7 @@ class ChunkRequest(Message):
 
     lineage: str
     version: int
-    pieces: list[Piece]
+    pieces: Annotated[list[Piece], Meta(max_length=MAX_PIECES)]
 
 
 class ChunkReply(Message):

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -31,12 +31,6 @@ class Threads:
     def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """The results in order. In the caller's thread nothing is done that is not taken."""
         return map(work, items) if self.pool is None or len(items) < 2 else self.pool.map(work, items)
-
-    def map_all(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """As `map`, and all of it has ended when this returns or raises."""
-        begun = [self.submit(work, item) for item in items]
-        wait(begun)
-        return [each.result() for each in begun]
 
     def submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
         """A future of the result. In the caller's thread it is done when this returns."""

@@ -230,25 +230,22 @@ def _full(values: Values) -> bytes:
     return _unit(FULL, [_store(values.view(np.uint8), False), _EMPTY, _EMPTY, _EMPTY])
 
 
-class _Stored(NamedTuple):
-    raw_size: int
-    stored: bytes
-
-
-_EMPTY = _Stored(0, b"")
+_Stored = tuple[int, bytes]
+"""A stream: its raw size, and its bytes raw or as a zstd frame."""
+_EMPTY = (0, b"")
 
 
 def _store(stream: Bytes, zstd: bool) -> _Stored:
     if zstd and len(stream) >= MIN_ZSTD_BYTES:
         compressed = _zstd.compressor.compress(stream.data)
         if len(compressed) < len(stream):
-            return _Stored(len(stream), compressed)
-    return _Stored(len(stream), stream.tobytes())
+            return len(stream), compressed
+    return len(stream), stream.tobytes()
 
 
 def _unit(kind: int, streams: Sequence[_Stored]) -> bytes:
-    sizes = [size for stream in streams for size in (stream.raw_size, len(stream.stored))]
-    return b"".join((write_header(kind, sizes), *(stream.stored for stream in streams)))
+    sizes = [size for raw_size, stored in streams for size in (raw_size, len(stored))]
+    return b"".join((write_header(kind, sizes), *(stored for _, stored in streams)))
 
 
 class _Zstd(threading.local):
@@ -287,21 +284,17 @@ def _apply_unit(unit: Unit, values: Values, kernel: Kernel) -> None:
     if unit.kind == FULL:
         values.view(np.uint8)[:] = np.frombuffer(first, np.uint8)
         return
-    gaps = _rare_gaps(first, unit.num_values) if unit.kind == RARE else first
+    gaps: bytes | None = first
+    if unit.kind == RARE:
+        distances = decode_rice(np.frombuffer(first, np.uint8))
+        is_within = distances is not None and int(distances.sum()) + len(distances) <= unit.num_values
+        gaps = write_gaps(distances).tobytes() if distances is not None and is_within else None
     if unit.kind == DENSE:
         fits = kernel.apply_dense(values, nibbles, wides, escapes)
     else:
         fits = gaps is not None and kernel.apply_sparse(values, gaps, nibbles, wides, escapes)
     if not fits:
         raise WeightsError(f"delta unit at value {unit.start}: its streams do not fit each other or its {unit.num_values} values")
-
-
-def _rare_gaps(code: bytes, num_values: int) -> bytes | None:
-    """The gaps of a rare unit as those of a sparse one; None where they lead beyond its values."""
-    distances = decode_rice(np.frombuffer(code, np.uint8))
-    if distances is None or int(distances.sum()) + len(distances) > num_values:
-        return None
-    return write_gaps(distances).tobytes()
 
 
 def _merge_units(units: Sequence[Unit], zstd: bool, kernel: Kernel) -> Encoded:

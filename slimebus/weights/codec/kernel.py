@@ -65,7 +65,7 @@ class Kernel:
 
     def apply_sparse(self, values: Values, gaps: Stream, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         """Add the steps to values in place; False with values untouched when the streams do not fit."""
-        jumps, *steps = as_arrays(gaps, nibbles, wides, escapes)
+        jumps, *steps = (np.frombuffer(stream, np.uint8) for stream in (gaps, nibbles, wides, escapes))
         if not sparse_fits(len(values), jumps, *steps):
             return False
         positions = _positions(jumps)
@@ -74,7 +74,7 @@ class Kernel:
 
     def apply_dense(self, values: Values, nibbles: Stream, wides: Stream, escapes: Stream) -> bool:
         """As apply_sparse, with a nibble for every value."""
-        steps = as_arrays(nibbles, wides, escapes)
+        steps = [np.frombuffer(stream, np.uint8) for stream in (nibbles, wides, escapes)]
         if not codes_fit(len(values), *steps):
             return False
         values += _differences(len(values), *steps)
@@ -87,11 +87,6 @@ def load_kernel() -> Kernel:
     from slimebus.weights.codec import kernel_c
 
     return kernel_c.load() or Kernel()
-
-
-def as_arrays(*streams: Stream) -> list[Bytes]:
-    """Views of the streams."""
-    return [np.frombuffer(stream, np.uint8) for stream in streams]
 
 
 def sparse_fits(num_values: int, gaps: Bytes, nibbles: Bytes, wides: Bytes, escapes: Bytes) -> bool:

@@ -45,12 +45,8 @@ def with_key(address: str, public: str) -> str:
     return f"{address}{KEY_MARK}{public}" if public else address
 
 
-class Answer(NamedTuple):
-    """A reply, or the error it carried, by the id of its request. Bulk frames are buffers of the message, not copies."""
-
-    request_id: int
-    message: Message | SlimebusError
-    bulk: list[memoryview]
+Answer = tuple[int, Message | SlimebusError, list[memoryview]]
+"""The id of a request, and its reply or the error it carried. Bulk frames are buffers of the message, not copies."""
 
 
 class WeightServerConnection:
@@ -115,18 +111,18 @@ class WeightServerConnection:
             self._patience = 1
         self.listen()
         message = envelope.problem_of(got.message, self.endpoint) if isinstance(got.message, Error) else got.message
-        return [Answer(got.header.id, message, list(got.bulk))]
+        return [(got.header.id, message, list(got.bulk))]
 
     def ask(self, message: Message, deadline: float, cancelled: threading.Event) -> tuple[Message, list[memoryview]]:
         """One request and its answer, sent again on a new connection after each silence. Raises Unreachable at the deadline."""
         started = time.monotonic()
         wanted = self.send(message)
         while time.monotonic() < deadline and not cancelled.is_set():
-            for answer in self.receive(0.2):
-                if answer.request_id == wanted:
-                    if isinstance(answer.message, SlimebusError):
-                        raise answer.message
-                    return answer.message, answer.bulk
+            for request_id, answer, bulk in self.receive(0.2):
+                if request_id == wanted:
+                    if isinstance(answer, SlimebusError):
+                        raise answer
+                    return answer, bulk
             if self._silent_s > MANIFEST_STALLS * self._patience_s:
                 self.reconnect()
                 wanted = self.send(message)

@@ -38,10 +38,6 @@ class Known:
     form: TensorForm
     tensor: Tensor
 
-    def starts(self, delta: TensorEntry) -> bool:
-        """Whether the entry is a delta that begins at this tensor."""
-        return delta.kind == DELTA and self.form == delta.form._replace(hash=delta.base_hash)
-
 
 @dataclass
 class Job:
@@ -132,11 +128,6 @@ class Plan:
         names = self.known if entries is None else [entry.name for entry in entries]
         return sorted({self.known[name].version if name in self.known else NO_BASE for name in names}) or [NO_BASE]
 
-    def settle(self, entries: Iterable[TensorEntry], target: Target) -> None:
-        """All of these tensors are known, and so are of the target, those that did not change too."""
-        for entry in entries:
-            self.known[entry.name].version = target.version
-
     def has(self, entry: TensorEntry) -> bool:
         """Whether the tensor is known as the entry says it is."""
         known = self.known.get(entry.name)
@@ -159,7 +150,10 @@ class Plan:
                 continue
             known = self.known.get(entry.name)
             delta = deltas.get(known.version, {}).get(entry.name) if known and not self._wrong[entry.name] else None
-            yield Job(delta, known, self.folder) if known and delta and known.starts(delta) else Job(entry, None, self.folder)
+            if known and delta and delta.kind == DELTA and known.form == delta.form._replace(hash=delta.base_hash):
+                yield Job(delta, known, self.folder)
+            else:
+                yield Job(entry, None, self.folder)
 
     def learn(self, job: Job, target: Target) -> None:
         """A tensor is verified."""

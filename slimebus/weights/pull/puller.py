@@ -86,11 +86,6 @@ class WeightPuller(PullLoop):
             for threads in (self._threads, self._unit_threads, self._askers):
                 threads.close()
 
-    @property
-    def _serves(self) -> str:
-        """The address under which this worker passes on what it pulls. What it takes from a neighbour is no payload."""
-        return self._own_address if self._host is None or self._host.is_puller else ""
-
     # --- one round: agree on a version, fetch, verify ---
 
     def _round(self, plan: Plan, deadline: float) -> Weights:
@@ -131,7 +126,8 @@ class WeightPuller(PullLoop):
             target = Target(part[0].lineage, part[0].version)
             if plan.bases(part[0].tensors)[0] < slowest and all(manifest.version == target.version for manifest in part):
                 self._bring(plan, [part], [connection], target, deadline)
-                plan.settle(part[0].tensors, target)
+                for entry in part[0].tensors:  # those that did not change too
+                    plan.known[entry.name].version = target.version
 
     def _bring(
         self, plan: Plan, manifests: Sequence[list[Manifest]], publishers: Sequence[WeightServerConnection], target: Target, deadline: float
@@ -192,7 +188,8 @@ class WeightPuller(PullLoop):
 
     def _ask(self, plan: Plan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE) -> list[list[Manifest]]:
         """For each part, its manifests relative to each of its bases; all of the version that the first is of, where that is kept."""
-        about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=self._serves, avoid=[*self._avoid, *plan.past_sources])
+        serves = self._own_address if self._host is None or self._host.is_puller else ""  # what it takes from a neighbour is no payload
+        about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=serves, avoid=[*self._avoid, *plan.past_sources])
 
         def ask(part: int) -> list[Manifest]:
             connection, wanted, found = self._connections[part], want, list[Manifest]()
@@ -201,7 +198,9 @@ class WeightPuller(PullLoop):
                 wanted = found[0].version
             return found
 
-        return self._askers.map_all(ask, range(len(bases)))  # also when one fails: a connection is used by one thread at a time
+        asked = [self._askers.submit(ask, part) for part in range(len(bases))]
+        wait(asked)  # also when one fails: a connection is used by one thread at a time
+        return [found.result() for found in asked]
 
     def _manifest(self, connection: WeightServerConnection, request: ManifestRequest, deadline: float) -> Manifest:
         try:

@@ -18,9 +18,7 @@ from slimebus.bus.errors import FatalWeightsError, SlimebusError, WeightsError
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import Request, Server, describe
 from slimebus.weights.messages import (
-    BAD_CHUNK,
     MAX_CHUNK_BYTES,
-    MAX_PIECES,
     TYPES,
     ChunkReply,
     ChunkRequest,
@@ -127,8 +125,6 @@ class RelayPayloads:
 log = logging.getLogger("slimebus.weights")
 
 MAX_REQUEST_BYTES = 1 << 20
-MAX_ADDRESS_BYTES = 512
-"""Of a worker that passes payloads on: it is told to others."""
 MAKING_S, IDLE_S = 0.001, 0.1
 """How long the serving thread waits for a request: while a manifest is being made, and else."""
 
@@ -203,16 +199,15 @@ class WeightServer:
 
     def _read(self, request: ChunkRequest) -> tuple[list[memoryview], list[int]]:
         """The bytes of the pieces, and the indices of those that are gone."""
-        if len(request.pieces) > MAX_PIECES or sum(piece.length for piece in request.pieces) > MAX_CHUNK_BYTES:
-            limits = f"{MAX_PIECES} pieces and {MAX_CHUNK_BYTES} bytes"
-            raise FatalWeightsError(f"chunk of {len(request.pieces)} pieces; at most {limits}", code=BAD_CHUNK)
+        if (size_bytes := sum(piece.length for piece in request.pieces)) > MAX_CHUNK_BYTES:
+            raise FatalWeightsError(f"chunk of {size_bytes} bytes; at most {MAX_CHUNK_BYTES}", code="bad_chunk")
         frames, gone = [], []
         for index, piece in enumerate(request.pieces):
             try:
                 payload = self._store.read(request.lineage, request.version, piece.name, piece.base)
                 if piece.offset + piece.length > len(payload):
                     asked = f"bytes {piece.offset} to {piece.offset + piece.length} of {piece.name!r}, which has {len(payload)}"
-                    raise FatalWeightsError(asked, code=BAD_CHUNK)
+                    raise FatalWeightsError(asked, code="bad_chunk")
                 frames.append(payload[piece.offset : piece.offset + piece.length])
             except VersionGone:
                 frames.append(memoryview(b""))
@@ -223,13 +218,11 @@ class WeightServer:
     # --- manifests: made in the encoder thread, sent by the serving one ---
 
     def _make_manifest(self, message: ManifestRequest) -> tuple[ManifestReply, bytes]:
-        if len(message.serves) > MAX_ADDRESS_BYTES or (message.serves and not message.serves.startswith("tcp://")):
-            raise FatalWeightsError(f"worker serves at {message.serves[:80]!r}; expected tcp://HOST:PORT", code="bad_address")
         manifest = self._store.manifest(message.have_lineage, message.have_version, message.want)
         source = ""
         if self._fanout is not None and manifest.base != manifest.version:
             source = self._fanout.source((manifest.lineage, manifest.version), manifest.base, message.serves, message.avoid)
-        reply = ManifestReply(lineage=manifest.lineage, version=manifest.version, sources=[source] if source else manifest.sources)
+        reply = ManifestReply(lineage=manifest.lineage, version=manifest.version, sources=[source] if source else [])
         return reply, manifest.encoded
 
     def _send_manifest(self, request: Request, made: "Future[tuple[ManifestReply, bytes]]") -> None:

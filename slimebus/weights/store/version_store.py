@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec import delta_codec
-from slimebus.weights.messages import DELTA, FULL, NO_VERSION_YET, SAME, Manifest, TensorEntry, VersionGone
+from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, TensorEntry, VersionGone
 from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, TensorLike, as_tensor, checksum, digest_of, hash_bytes
 from slimebus.weights.threads import Stages, Threads
 
@@ -346,7 +346,7 @@ class VersionStore:
     def _require_history(self) -> tuple[_Published, ...]:
         history = self._history
         if not history:
-            raise WeightsError("no version has been published yet", code=NO_VERSION_YET)
+            raise WeightsError("no version has been published yet", code="no_version")
         return history
 
     def _find_delta(self, history: tuple[_Published, ...], version: int, name: str, base: int) -> Delta:

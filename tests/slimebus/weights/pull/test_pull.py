@@ -307,6 +307,8 @@ def test_the_server_survives_garbage_and_refuses_what_it_cannot_serve(store, mod
         ChunkRequest(lineage=store.lineage, version=0, pieces=[Piece("embed", NO_BASE, -5, 10)]),
         ChunkRequest(lineage="other", version=0, pieces=[Piece("embed", NO_BASE, 0, 1)]),
         Ok(),
+        ManifestRequest(serves="http://10.0.0.1:80"),
+        ManifestRequest(serves="tcp://" + "x" * 512),
     ]
     for number, message in enumerate(refused):
         socket.send(envelope.encode(message, id=number + 1, sender="me"))
@@ -316,7 +318,9 @@ def test_the_server_survives_garbage_and_refuses_what_it_cannot_serve(store, mod
         got = envelope.decode(socket.recv_multipart(), TYPES)
         if got.header.id:
             codes[got.header.id] = f"gone {got.message.gone}" if isinstance(got.message, ChunkReply) else got.message.code
-    assert [codes[i + 1] for i in range(len(refused))] == ["bad_chunk"] * 4 + ["gone [0]", "unexpected"]
+    assert [codes[i + 1] for i in range(len(refused))] == [
+        *("protocol", "bad_chunk", "bad_chunk", "protocol", "gone [0]", "unexpected", "protocol", "protocol")
+    ]
     socket.close()
     context.term()
     assert sum(server.refused.values()) >= 10
