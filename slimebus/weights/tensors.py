@@ -88,7 +88,8 @@ class Weights:
 
     @property
     def forms(self) -> list[TensorForm]:
-        return forms_of(self.tensors, self.hashes)
+        """What the tensors are."""
+        return [TensorForm(name, tensor.dtype, tensor.shape, self.hashes[name]) for name, tensor in self.tensors.items()]
 
 
 MAX_DIMENSIONS = 32
@@ -135,11 +136,6 @@ def hash_bytes(buffer: Any) -> str:
 def checksum(buffer: Any) -> str:
     """xxh3_128 as 32 hex digits, three times as fast: finds damage and not malice, so what it finds whole is hashed again."""
     return xxhash.xxh3_128_hexdigest(buffer)
-
-
-def forms_of(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> list[TensorForm]:
-    """What these tensors are."""
-    return [TensorForm(name, tensor.dtype, tensor.shape, hashes[name]) for name, tensor in tensors.items()]
 
 
 def digest_of(forms: Iterable[TensorForm]) -> str:

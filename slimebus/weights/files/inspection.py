@@ -23,8 +23,6 @@ from slimebus.weights.files.safetensors_file import as_weights, read_model
 from slimebus.weights.messages import DELTA, SAME
 from slimebus.weights.tensors import DTYPE_BYTES, NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, Weights, checksum, hash_bytes
 
-FILE_SUFFIXES = (".delta", ".full")
-
 
 def is_chain(path: Path) -> bool:
     """True for the folder of a lineage."""
@@ -36,7 +34,7 @@ def _is_file(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return path.suffix in FILE_SUFFIXES or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
+        return path.suffix in (".delta", ".full") or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
 
 
 def read(path: Path) -> Mapping[str, Tensor]:

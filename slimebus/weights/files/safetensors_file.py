@@ -1,5 +1,6 @@
 """Model directories: write a version so that any engine can load it, and read one without torch."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError
 from slimebus.weights.host.tensor_file import Access, map_file
-from slimebus.weights.tensors import SAFETENSORS_CODES, Tensor, Weights, digest_of, forms_of, hash_bytes, tensor_bytes
+from slimebus.weights.tensors import SAFETENSORS_CODES, Tensor, Weights, digest_of, hash_bytes, tensor_bytes
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -79,8 +80,8 @@ def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:
 
 def as_weights(tensors: Mapping[str, Tensor], *, lineage: str = "", version: int = 0) -> Weights:
     """Tensors as a version, hashed."""
-    hashes = {name: hash_bytes(tensor.buffer) for name, tensor in tensors.items()}
-    return Weights(lineage, version, digest_of(forms_of(tensors, hashes)), tensors, hashes)
+    hashed = Weights(lineage, version, "", tensors, {name: hash_bytes(tensor.buffer) for name, tensor in tensors.items()})
+    return dataclasses.replace(hashed, digest=digest_of(hashed.forms))
 
 
 def read_file(path: Path, access: Access = "read") -> Iterator[tuple[str, Tensor]]:

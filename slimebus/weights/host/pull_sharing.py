@@ -39,6 +39,8 @@ class HostPullSharing:
     def __init__(self, folder: SharedFolder, place: str) -> None:
         self.folder, self._place = folder, place
         self._lock = FileLock(folder.root / f"{LOCK_PREFIX}{os.geteuid()}-{checksum(place.encode())[:16]}")
+        self.touch = self._lock.touch
+        """The pull goes on: to be called now and then."""
         self._hung: tuple[int, int] | None = None
 
     @property
@@ -50,10 +52,6 @@ class HostPullSharing:
         """A pull begins. Raises WeightsError when the folder is gone."""
         self.folder.check_room(0)
         self._lock.acquire()
-
-    def touch(self) -> None:
-        """The pull goes on: to be called now and then."""
-        self._lock.touch()
 
     def end(self) -> None:
         """The pull is over, well or not. Its unfinished files are deleted, and the lock released."""

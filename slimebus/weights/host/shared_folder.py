@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,7 +247,11 @@ class SharedFolder:
                 copy_config(config_from, unfinished)
                 for form in forms:
                     os.link(self._tensors / file_name(form), unfinished / file_name(form))
-                (unfinished / INDEX_FILE).write_text(json.dumps(_index(weights, forms)))
+                # What transformers and SGLang read, and in its metadata what slimebus' own engine does.
+                origin = {"lineage": weights.lineage, "version": weights.version, "digest": weights.digest}
+                metadata = {"total_size": weights.size_bytes, **origin, "hashes": dict(weights.hashes)}
+                index = {"metadata": metadata, "weight_map": {form.name: file_name(form) for form in forms}}
+                (unfinished / INDEX_FILE).write_text(json.dumps(index))
                 unfinished.rename(directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -275,13 +278,6 @@ class SharedFolder:
         """Give everything back."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._alive.release()
-
-
-def _index(weights: Weights, forms: list[TensorForm]) -> dict[str, Any]:
-    """What transformers and SGLang read, and in its metadata what slimebus' own engine does."""
-    origin = {"lineage": weights.lineage, "version": weights.version, "digest": weights.digest}
-    metadata = {"total_size": weights.size_bytes, **origin, "hashes": dict(weights.hashes)}
-    return {"metadata": metadata, "weight_map": {form.name: file_name(form) for form in forms}}
 
 
 @contextlib.contextmanager

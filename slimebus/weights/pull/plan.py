@@ -279,9 +279,7 @@ class PullLoop(ABC):
         """End a pull that another thread waits for; for good."""
         self._cancelled.set()
 
-    def close(self) -> None:
-        """End a pull that another thread waits for, within a second; for good."""
-        self._cancelled.set()
+    close = cancel
 
 
 def _pause_s(in_vain: int) -> float:

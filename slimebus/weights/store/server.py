@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, WeightsError
@@ -28,6 +27,7 @@ from slimebus.weights.messages import (
     VersionGone,
 )
 from slimebus.weights.pull.plan import Target
+from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE
 
 MAX_WORKERS = 65536
@@ -129,14 +129,6 @@ MAKING_S, IDLE_S = 0.001, 0.1
 """How long the serving thread waits for a request: while a manifest is being made, and else."""
 
 
-class Versions(Protocol):
-    """What a server serves: a publisher's VersionStore, or whoever holds verified versions of one."""
-
-    def manifest(self, have_lineage: str, have_version: int, want: int) -> Manifest: ...
-
-    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview: ...
-
-
 class WeightServer:
     """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port).
 
@@ -146,7 +138,7 @@ class WeightServer:
 
     def __init__(
         self,
-        store: Versions,
+        store: VersionStore | RelayPayloads,
         bind: str = "tcp://127.0.0.1:0",
         *,
         degree: int = 0,
