@@ -48,7 +48,7 @@ class PromptClient:
         self.timeout_s = timeout_s
         credentials = credentials_at(Path(keys), "client") if keys else None
         self._client = Client(broker, name=process_name("prompts"), credentials=credentials)
-        self._client.run = run
+        self._client.run, self._client.rejoins = run, True
 
     def push(self, prompts: Iterable[str | Mapping[str, Any]], *, key: str = "", front: bool = False) -> Pushed:
         """Push prompts: text, or maps of prompt, label, metadata and tools. Returns once all are as durable as the broker promises.
@@ -69,12 +69,9 @@ class PromptClient:
             try:
                 return self._call(Push(key=key, front=front), records, patience)
             except SlimebusError as problem:
-                is_forgotten = problem.code == "not_joined"  # silent for a while, or the broker was restarted
-                if not (problem.retryable or is_forgotten) or time.monotonic() >= deadline:
+                if not problem.retryable or time.monotonic() >= deadline:
                     raise
-                if is_forgotten:
-                    self._client.epoch = 0
-                elif not is_logged:
+                if not is_logged:
                     is_logged = True
                     log.warning("waiting up to %.0f s: %s", self.timeout_s, problem.text)
 

@@ -9,10 +9,10 @@ import pytest
 
 from slimebus.bus.errors import UsageError
 from slimebus.bus.security import key_folder
-from slimebus.bus.security.allow_list import grants_of, read_allow_list
 from slimebus.bus.security.credentials import credentials_at, credentials_of
 from slimebus.bus.security.exposure import check_bind, insecure_note, is_local
 from slimebus.bus.security.key_file import read_key
+from slimebus.bus.security.key_folder import grants_of, read_allow_list
 from slimebus.bus.security.keyring import FolderKeyring, grants_from, rows_of
 from slimebus.cli.config import resolve
 
