@@ -65,21 +65,20 @@ def refusal(event: int, value: int, *, server: str, key: str) -> str:
             f"the {server} refused our key {key}: it is not on its allow-list, or revoked; `slimebus keys ls` on the broker's "
             "machine shows the list, `slimebus keys add` makes a key"
         )
-    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and key:
+    if event not in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+        return ""
+    is_mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+    if is_mismatch and key:
         return f"the {server} at this address serves without keys, but we were given {key}; check the address, or start it with its keys"
-    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return f"the {server} takes nobody without a key; give the folder of this machine's key with --keys (`slimebus keys add` makes one)"
-    if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL) and key:
+    if key:
         return (
             f"the {server} has another key than {key} expects of it: its key was replaced (copy the key file again from the broker's "
             f"machine), it is another {server}, or it serves without keys"
         )
-    if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-        return (
-            f"the {server} ended the handshake: it takes nobody without a key; give the folder of this machine's key with --keys "
-            f"(or what listens there is no {server})"
-        )
-    return ""
+    nobody = "takes nobody without a key; give the folder of this machine's key with --keys"
+    if is_mismatch:
+        return f"the {server} {nobody} (`slimebus keys add` makes one)"
+    return f"the {server} ended the handshake: it {nobody} (or what listens there is no {server})"
 
 
 def is_vague(event: int) -> bool:

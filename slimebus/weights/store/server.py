@@ -214,7 +214,7 @@ class WeightServer:
         source = ""
         if self._fanout is not None and manifest.base != manifest.version:
             source = self._fanout.source((manifest.lineage, manifest.version), manifest.base, message.serves, message.avoid)
-        reply = ManifestReply(lineage=manifest.lineage, version=manifest.version, sources=[source] if source else [])
+        reply = ManifestReply(lineage=manifest.lineage, version=manifest.version, sources=[source] if source else manifest.sources)
         return reply, manifest.encoded
 
     def _send_manifest(self, request: Request, made: "Future[tuple[ManifestReply, bytes]]") -> None:
