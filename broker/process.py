@@ -33,6 +33,7 @@ from slimebus.cli.config.schema import is_reward_spread
 log = logging.getLogger("broker")
 
 MORE_CONNECTIONS = 64
+"""For those who only ask, beside two of each client."""
 UNSENT_BYTES = 1 << 30
 """Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
 MAX_PUSHED = 1_000_000
@@ -110,14 +111,9 @@ def build(resolved: Resolved) -> Broker:
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
         keyring=keyring,
         max_message_bytes=config.broker.max_message_mib << 20,
-        limits=limits(config),
+        limits=Limits(max_connections=2 * config.broker.max_clients + MORE_CONNECTIONS, unsent_bytes=UNSENT_BYTES),
         buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base), filter_path) if filter_path else None,
     )
-
-
-def limits(config: RunConfig) -> Limits:
-    """The bounds of the broker's ROUTER: two connections a client, and some for those who only ask."""
-    return Limits(max_connections=2 * config.broker.max_clients + MORE_CONNECTIONS, unsent_bytes=UNSENT_BYTES)
 
 
 def keyring_of(resolved: Resolved) -> FolderKeyring | None:

@@ -188,10 +188,6 @@ class Machine:
         return self.state.had_members and self.state.is_finished and clients.has_everyone_left(self.state)
 
 
-def _status(state: State, event: Event, ask: m.Status) -> None:
-    state.reply(event.to, m.StatusReply(), [StatusDocument(status.status(state))])
-
-
 REQUESTS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Hello: clients.hello,
     m.Heartbeat: clients.heartbeat,
@@ -208,7 +204,7 @@ REQUESTS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Finish: timeline.finish,
     m.Read: consumers.read,
     m.PutFields: consumers.put_fields,
-    m.Status: _status,
+    m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply(), [StatusDocument(status.status(state))]),
     m.Evaluate: evaluation.evaluate,
     m.Set: settings.change,
     m.Push: pushes.push,
