@@ -60,7 +60,7 @@ def train(model: str, out: Path, layout: dict) -> None:
         megatron=layout.get("megatron", {}),
     )
     policy = Policy.build(config, model)
-    seen: dict[str, object] = {"exported": digest(policy.hf_tensors()), "owners": policy.export.owners}
+    seen: dict[str, object] = {"exported": digest(policy.export.tensors()), "owners": policy.export.owners}
     owned = json.dumps(digest(policy.export.owned_tensors())).encode()
     seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned)]
     batch = lambda step: groups(step) if parallel.is_main_rank() else None  # noqa: E731

@@ -5,6 +5,7 @@
 Both may be called again; the second call does nothing.
 """
 
+import collections
 import contextlib
 import functools
 import logging
@@ -138,15 +139,10 @@ def bridge_streams(torch: Any) -> None:
 def bridge_random_state(torch: Any) -> None:
     """The "cuda" random state is the CPU's, so that megatron's tracker governs dropout on CPU too."""
     cuda, generator = torch.cuda, torch.default_generator
-
-    class Generators(tuple):
-        def __getitem__(self, index: Any) -> Any:
-            return generator
-
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: generator.get_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: generator.set_state(state)
     cuda.manual_seed = cuda.random.manual_seed = lambda seed: generator.manual_seed(seed)
-    cuda.default_generators = Generators((generator,))
+    cuda.default_generators = collections.defaultdict(lambda: generator)
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda._lazy_init = lambda: None
     # its fork() warns that the CPU state changed; here that is the point

@@ -18,7 +18,6 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from trainer.compat.activation import Activation
 from trainer.compat.attention import PackedAttention, rotate_packed
 from trainer.compat.norm import RMSNorm, rms_norm
 
@@ -130,7 +129,7 @@ class Provider:
     column_parallel_layer_norm_linear = part(LayerNormColumn)
     layer_norm = part(RMSNorm)
     core_attention = part(PackedAttention)
-    activation_func = part(Activation)
+    activation_func = part(None)
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
         if moe_use_grouped_gemm:

@@ -84,11 +84,12 @@ def make_bridge(settings: TrainerConfig, folder: str, options: dict[str, Any]) -
 def transformer_options() -> dict[str, Any]:
     """TransformerConfig fields of every model, and what must be off without Transformer Engine's kernels."""
     unfused = ("masked_softmax_fusion", "persist_layer_norm", "bias_dropout_fusion", "gradient_accumulation_fusion")
+    without_te = te_compat.install()
     return {
-        **(dict.fromkeys(unfused, False) if te_compat.install() else {}),
+        **(dict.fromkeys(unfused, False) if without_te else {}),
         "apply_rope_fusion": True,  # without Transformer Engine this is attention.rotate_packed
         "bias_activation_fusion": False,
-        "use_te_activation_func": True,
+        "use_te_activation_func": not without_te,
         "use_cpu_initialization": not torch.cuda.is_available(),
     }
 

@@ -5,16 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from slimebus.model_folder import read_config
-
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
+from slimebus.model_folder import CONFIG, read_config
+from slimebus.weights.files.safetensors_file import copy_config
 
 
 def write_folder(folder: str | Path, tensors: dict[str, Any], source: str | Path, dtype: str) -> None:
-    """A model directory that transformers reloads: `tensors` (name to contiguous CPU tensor), and source's config and tokenizer.
+    """A model directory that transformers reloads: `tensors` (name to contiguous CPU tensor), and the small files of `source`.
 
     Written beside `folder` and renamed, so a reader never sees half of it; what was there is replaced.
     """
@@ -24,11 +20,9 @@ def write_folder(folder: str | Path, tensors: dict[str, Any], source: str | Path
     building = target.with_name(target.name + ".part")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
+    copy_config(Path(source), building)
     save_file(tensors, building / "model.safetensors", metadata={"format": "pt"})
     config = {key: value for key, value in read_config(Path(source)).items() if key != "torch_dtype"} | {"dtype": dtype}
-    (building / "config.json").write_text(json.dumps(config, indent=2))
-    for name in TOKENIZER_FILES:
-        if (Path(source) / name).exists():
-            shutil.copyfile(Path(source) / name, building / name)
+    (building / CONFIG).write_text(json.dumps(config, indent=2))
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)

@@ -1,13 +1,12 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import RunConfig
@@ -64,7 +63,8 @@ class Policy:
         if num_steps > 1 and needs_old_pass(self.config.algorithm):
             batch = replace(batch, old_logprobs=self._logprobs(self.model, batch))
         edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
-        return update.merged_metrics([self._train_part(batch, range(*part), is_only_step=num_steps == 1) for part in pairwise(edges)])
+        made = [self._train_part(batch, range(*part), is_only_step=num_steps == 1) for part in pairwise(edges)]
+        return update.merged_metrics(made) | {"lr": made[-1]["lr"]}
 
     def _train_part(self, batch: TokenBatch, groups: range, *, is_only_step: bool) -> dict[str, float]:
         num_rollout, num_steps = self.config.rollout.num_rollout, self.config.rollout.num_steps_per_rollout
@@ -95,16 +95,9 @@ class Policy:
         """The weights by Hugging Face name, whole on the ranks that own them. Every rank makes it and runs its generators to their end."""
         return HfExport(self.model)
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the whole model on rank 0, nothing elsewhere; every rank runs it to its end.
-
-        Tensors may be views of the live weights: use or copy them before the next train().
-        """
-        return self.export.tensors()
-
     def save_hf(self, folder: str) -> None:
         """Write a directory that transformers reloads with equal weights: safetensors, config and the tokenizer it came with."""
-        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.hf_tensors()}
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.export.tensors()}
         if parallel.is_main_rank():
             write_folder(folder, tensors, self.model.folder, self.config.trainer.params_dtype)
 

@@ -137,21 +137,16 @@ def train_step(
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a batch from those of its optimizer steps: sums of what is counted, the largest of what ends in `_max`, the last
-    learning rate, and of all else the mean, weighted by trained tokens.
+    """The metrics of a batch from those of its optimizer steps: sums of what is counted, the largest of what ends in `_max`, and of all
+    else the mean, weighted by trained tokens.
     """
     merged = {}
     for name in dict.fromkeys(name for metrics in steps for name in metrics):
-        values = [metrics[name] for metrics in steps if name in metrics]
-        weights = [metrics["tokens_trained"] for metrics in steps if name in metrics]
+        values, weights = zip(*((metrics[name], metrics["tokens_trained"]) for metrics in steps if name in metrics), strict=True)
         if name in COUNTED:
             merged[name] = sum(values)
-        elif name.endswith("_max"):
-            merged[name] = max(values)
-        elif name == "lr":
-            merged[name] = values[-1]
         else:
-            merged[name] = float(np.average(values, weights=weights)) if any(weights) else float(np.mean(values))
+            merged[name] = float(max(values) if name.endswith("_max") else np.average(values, weights=weights if any(weights) else None))
     return merged
 
 

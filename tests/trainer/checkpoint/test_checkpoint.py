@@ -11,7 +11,7 @@ from trainer.checkpoint.folder import latest_checkpoint
 
 
 def weights(policy):
-    return {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    return {name: tensor.clone() for name, tensor in policy.export.tensors()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

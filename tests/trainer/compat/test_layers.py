@@ -1,11 +1,10 @@
-"""Norm, activation, rotary embedding and packed attention against plain torch, values and gradients."""
+"""Norm, rotary embedding and packed attention against plain torch, values and gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from trainer.batches.packed_layout import PackedLayout
-from trainer.compat.activation import SwiGLU
 from trainer.compat.attention import PackedAttention, collect, rotate, spread
 from trainer.compat.norm import rms_norm
 
@@ -26,11 +25,6 @@ def assert_same(mine, naive, *inputs):
 def test_rms_norm():
     torch.manual_seed(0)
     assert_same(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), torch.randn(5, 3, 8), torch.randn(8))
-
-
-def test_swiglu():
-    torch.manual_seed(0)
-    assert_same(SwiGLU.apply, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], torch.randn(4, 3, 10))
 
 
 def test_rotation_by_the_opposite_angle_is_its_inverse():

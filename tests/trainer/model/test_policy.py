@@ -50,7 +50,7 @@ def test_rows_of_any_size_give_the_same_logprobs(tied_model, build_policy, make_
 def test_exported_weights_are_bit_equal_to_the_files(kind, request, build_policy):
     folder = request.getfixturevalue(kind)
     want = load_file(folder / "model.safetensors")
-    got = dict(build_policy(folder).hf_tensors())
+    got = dict(build_policy(folder).export.tensors())
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
 
@@ -59,7 +59,7 @@ def test_what_is_no_parameter_is_exported_too(build_policy, tmp_path):
     """The router's correction bias of GLM-4.5 and DeepSeek-V3 is a buffer."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24, "head_dim": 8}
     save_model(tmp_path, "Glm4Moe", dtype="float32", first_k_dense_replace=1, n_group=1, topk_group=1, attention_bias=True, **experts)
-    want, got = load_file(tmp_path / "model.safetensors"), dict(build_policy(tmp_path).hf_tensors())
+    want, got = load_file(tmp_path / "model.safetensors"), dict(build_policy(tmp_path).export.tensors())
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in want
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -70,7 +70,7 @@ def test_saved_directory_reloads_with_the_trained_weights(tied_model, build_poli
     policy.train(make_batch())
     policy.save_hf(str(tmp_path / "out"))
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    exported = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    exported = {name: tensor.clone() for name, tensor in policy.export.tensors()}
     assert all(torch.equal(weights[name], exported[name]) for name in exported)
     before = AutoModelForCausalLM.from_pretrained(tied_model).state_dict()
     assert not torch.equal(before["model.embed_tokens.weight"], exported["model.embed_tokens.weight"])
@@ -170,15 +170,15 @@ def test_groups_of_equal_reward_are_left_out_and_counted(tied_model, build_polic
 
 def test_a_batch_without_signal_changes_no_weight(tied_model, build_policy, make_batch):
     policy = build_policy(tied_model)
-    before = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    before = {name: tensor.clone() for name, tensor in policy.export.tensors()}
     metrics = policy.train(with_reward(make_batch(), 0.0))
     assert metrics["updated"] == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.hf_tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.export.tensors())
 
 
 def state(policy):
     """Every weight and both moments of Adam."""
-    weights = {name: tensor.detach().clone() for name, tensor in policy.hf_tensors()}
+    weights = {name: tensor.detach().clone() for name, tensor in policy.export.tensors()}
     of_optimizer = [part.optimizer.state for part in policy.optimizer.chained_optimizers]
     moments = [value[name].clone() for states in of_optimizer for value in states.values() for name in ("exp_avg", "exp_avg_sq")]
     return [*weights.values(), *moments]
@@ -220,10 +220,10 @@ def test_several_optimizer_steps_on_a_batch_equal_as_many_batches(tied_model, bu
     batch, algorithm = make_batch(num_groups=6), AlgorithmConfig(use_rollout_logprobs=True)
     policy = build_policy(tied_model, algorithm=algorithm)
     parts = [policy.train(batch[:3]), policy.train(batch[3:])]
-    weights = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+    weights = {name: tensor.clone() for name, tensor in policy.export.tensors()}
     policy = build_policy(tied_model, algorithm=algorithm)
     whole = policy.train(batch, num_steps=2)
-    for name, tensor in policy.hf_tensors():
+    for name, tensor in policy.export.tensors():
         torch.testing.assert_close(tensor, weights[name])
     assert (whole["updated"], whole["lr"]) == (2, parts[1]["lr"])
     for name in ("samples", "tokens", "tokens_trained", "zero_variance_groups"):
@@ -305,7 +305,7 @@ def test_bfloat16_trains_close_to_float32(tied_model, build_policy, make_batch):
     policy = build_policy(tied_model, dtype="bfloat16")
     narrow = policy.train(make_batch())
     assert narrow["loss"] == pytest.approx(wide["loss"], rel=0.05, abs=0.02)
-    assert {tensor.dtype for _, tensor in policy.hf_tensors()} == {torch.bfloat16}
+    assert {tensor.dtype for _, tensor in policy.export.tensors()} == {torch.bfloat16}
 
 
 def test_learning_rate_follows_the_schedule(tied_model, build_policy, make_batch):
