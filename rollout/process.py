@@ -20,19 +20,14 @@ from slimebus.client import connect as joining
 
 log = logging.getLogger("rollout")
 
-LOOPBACK = "tcp://127.0.0.1:0"
-
 
 def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debug: bool) -> None:
     """Run one worker until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("rollout", debug=debug)
     interrupt_on_sigterm()
     raise_all(worker_problems(resolved))
-    check_bind(
-        *(resolved.config.weights.fanout_bind or LOOPBACK, "weights.fanout_bind"),
-        has_keys=resolved.keys_path is not None,
-        insecure=resolved.config.security.insecure,
-    )
+    if bind := resolved.config.weights.fanout_bind:
+        check_bind(bind, "weights.fanout_bind", has_keys=resolved.keys_path is not None, insecure=resolved.config.security.insecure)
     client = joining.client_of(resolved, broker, role="rollout", name=name or joining.process_name("worker"))
     client.rejoins = True
     try:

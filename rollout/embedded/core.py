@@ -91,7 +91,6 @@ class EngineCore:
         self._batch.save(list(range(self._batch.num_rows)), self.scheduler.running)
         self.scheduler.retract_all()
         self._batch.num_rows = 0
-        self.cache.drop()
 
     def swap_weights(self, weights: ModelWeights, version: str | None) -> None:
         """Serve `weights` from the next step on, as `version` (None: keep the name). Cached keys and values stay."""

@@ -55,8 +55,3 @@ class KVCache:
         """Copy the first `num_tokens` of each row in `source` over the row in `target` (both int64 [n])."""
         used = self.storage[:, :, :, :, :num_tokens]
         used[:, :, target] = used[:, :, source]
-
-    def drop(self) -> None:
-        """Give the memory back; only while no row is in use."""
-        self.num_rows, self.num_tokens = 0, 0
-        self.storage = torch.empty(self._shape(0, 0))

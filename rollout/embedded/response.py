@@ -11,8 +11,21 @@ from rollout.embedded.sequence import Sequence
 
 
 def answer(sequence: Sequence, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """`{text, output_ids, meta_info}` of one sequence."""
-    return {"text": output_text(sequence, tokenizer), "output_ids": list(sequence.output_ids), "meta_info": meta_info(sequence)}
+    """`{text, output_ids, meta_info}` of one sequence; logprobs are [logprob, token id, null]."""
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in sequence.version_spans]
+    info: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": sequence.finish_reason,
+        "prompt_tokens": len(sequence.prompt),
+        "weight_version": spans[-1]["version"] if spans else "default",
+        "weight_versions": spans,
+        "completion_tokens": len(sequence.output_ids),
+    }
+    if sequence.return_logprob:
+        scored = [] if sequence.logprob_start is None else sequence.prompt[sequence.logprob_start :]
+        info["input_token_logprobs"] = list(zip([None, *sequence.input_logprobs], scored, repeat(None))) if scored else []
+        info["output_token_logprobs"] = list(zip(sequence.output_logprobs, sequence.output_ids, repeat(None)))
+    return {"text": output_text(sequence, tokenizer), "output_ids": sequence.output_ids, "meta_info": info}
 
 
 def output_text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
@@ -24,27 +37,3 @@ def output_text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     ids = sequence.output_ids[:-1] if is_trimmed and isinstance(matched, int) else sequence.output_ids
     text: str = tokenizer.decode(ids, skip_special_tokens=sequence.sampling.skip_special_tokens)
     return text.partition(matched)[0] if is_trimmed and isinstance(matched, str) else text
-
-
-def meta_info(sequence: Sequence) -> dict[str, Any]:
-    """Everything of a sequence that is not its tokens; logprobs are [logprob, token id, null]."""
-    spans = [{"version": version, "start": start, "end": end} for version, start, end in sequence.version_spans]
-    info: dict[str, Any] = {
-        "id": sequence.rid,
-        "finish_reason": sequence.finish_reason,
-        "prompt_tokens": len(sequence.prompt),
-        "weight_version": spans[-1]["version"] if spans else "default",
-        "weight_versions": spans,
-        "completion_tokens": len(sequence.output_ids),
-    }
-    if sequence.return_logprob:
-        info |= _logprobs(sequence)
-    return info
-
-
-def _logprobs(sequence: Sequence) -> dict[str, Any]:
-    scored = [] if sequence.logprob_start is None else sequence.prompt[sequence.logprob_start :]
-    return {
-        "input_token_logprobs": list(zip([None, *sequence.input_logprobs], scored, repeat(None))) if scored else [],
-        "output_token_logprobs": list(zip(sequence.output_logprobs, sequence.output_ids, repeat(None))),
-    }
