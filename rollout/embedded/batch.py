@@ -1,11 +1,12 @@
 """The running rows as tensors: what each row generated, and when it must end.
 
-Legend: N rows allocated, n rows in use (0..n-1, in the scheduler's order), G tokens generated at most, S stop ids.
+Legend: N rows at most, n rows in use (0..n-1, in the scheduler's order), G tokens generated at most, S stop ids.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from rollout.embedded.sequence import Sequence
 
@@ -15,38 +16,29 @@ NO_TOKEN = -1
 class RunningBatch:
     """Per-row state of the decode loop, kept in tensors so that a step costs no Python per token."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
         self.num_rows = 0
-        self._allocate(0, 0, 0)
+        self.last_token = torch.zeros(max_rows, dtype=torch.int64)
+        self.position = torch.zeros(max_rows, dtype=torch.int64)  # of last_token, which the cache does not hold yet
+        self.generated = torch.zeros(max_rows, dtype=torch.int64)
+        self.limit = torch.zeros(max_rows, dtype=torch.int64)
+        self.stop_ids = torch.zeros(max_rows, 0, dtype=torch.int64)
+        self.temperature = torch.ones(max_rows)
+        self.greedy = torch.zeros(max_rows, dtype=torch.bool)
+        self.tokens = torch.zeros(max_rows, 0, dtype=torch.int64)
+        self.logprobs = torch.zeros(max_rows, 0)
 
-    def _allocate(self, num_rows: int, max_new: int, num_stops: int) -> None:
-        self.last_token = torch.zeros(num_rows, dtype=torch.int64)
-        self.position = torch.zeros(num_rows, dtype=torch.int64)  # of last_token, which the cache does not hold yet
-        self.generated = torch.zeros(num_rows, dtype=torch.int64)
-        self.limit = torch.zeros(num_rows, dtype=torch.int64)
-        self.stop_ids = torch.full((num_rows, num_stops), NO_TOKEN, dtype=torch.int64)
-        self.temperature = torch.ones(num_rows)
-        self.greedy = torch.zeros(num_rows, dtype=torch.bool)
-        self.tokens = torch.zeros(num_rows, max_new, dtype=torch.int64)
-        self.logprobs = torch.zeros(num_rows, max_new)
-
-    def _fields(self) -> list[torch.Tensor]:
-        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
-
-    def reserve(self, num_rows: int, max_new: int, num_stops: int) -> None:
-        """Room for `num_rows` rows of `max_new` generated tokens and `num_stops` stop ids; contents are kept."""
-        rows, columns, stops = len(self.limit), self.tokens.shape[1], self.stop_ids.shape[1]
-        if num_rows <= rows and max_new <= columns and num_stops <= stops:
-            return
-        old, used = self._fields(), self.num_rows
-        self._allocate(max(2 * rows, num_rows), max(2 * columns, max_new) if max_new > columns else columns, max(stops, num_stops))
-        for new, kept in zip(self._fields(), old, strict=True):
-            narrow = new[:used] if kept.dim() == 1 else new[:used, : kept.shape[1]]
-            narrow.copy_(kept[:used])
+    def _widen(self, max_new: int, num_stops: int) -> None:
+        """Room for so many generated tokens and stop ids a row; contents are kept."""
+        if (missing := max_new - self.tokens.shape[1]) > 0:
+            grown = max(missing, self.tokens.shape[1])
+            self.tokens, self.logprobs = pad(self.tokens, (0, grown)), pad(self.logprobs, (0, grown))
+        if (missing := num_stops - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = pad(self.stop_ids, (0, missing), value=NO_TOKEN)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Append a row for each sequence, with the tokens it already has."""
-        self.reserve(self.num_rows + len(sequences), max(s.limit for s in sequences), max(max(len(s.stop_ids) for s in sequences), 1))
+        self._widen(max(s.limit for s in sequences), max(len(s.stop_ids) for s in sequences))
         rows, width = slice(self.num_rows, self.num_rows + len(sequences)), self.stop_ids.shape[1]
         self.position[rows] = torch.tensor([len(s.prompt) + len(s.output_ids) - 1 for s in sequences])
         self.generated[rows] = torch.tensor([len(s.output_ids) for s in sequences])
@@ -88,6 +80,7 @@ class RunningBatch:
         """Copy rows `sources` over rows `targets`; the first `num_left` rows remain."""
         if sources:
             source, target = torch.tensor(sources), torch.tensor(targets)
-            for field in self._fields():
-                field[target] = field[source]
+            for field in vars(self).values():
+                if isinstance(field, torch.Tensor):
+                    field[target] = field[source]
         self.num_rows = num_left

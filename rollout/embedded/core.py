@@ -37,7 +37,7 @@ class EngineCore:
         self.is_paused = False
         self.num_generated = 0
         self.tokenizer = tokenizer
-        self._batch = RunningBatch()
+        self._batch = RunningBatch(scheduler.max_running)
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()

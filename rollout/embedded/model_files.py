@@ -57,7 +57,7 @@ class ModelFiles:
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         """WeightsError, naming the tensor or file, when one is missing, unknown or unreadable."""
-        self._path, self._architecture, self._shapes = path, config.architecture, expected_shapes(config)
+        self._path, self._shapes = path, expected_shapes(config)
         self._map, self._hashes = _shared_index(path)
         self.is_immutable = bool(self._hashes)
         # Who writes to the files of any other directory while they are loaded is answered for by nobody.

@@ -53,7 +53,6 @@ class RankPart:
                 advertised(self.server.endpoint, config.weights_advertise, broker), keyring.pair.public if keyring else ""
             )
         self._snapshot = HostSnapshot()
-        self._wait_s = self._copy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
 
@@ -63,10 +62,9 @@ class RankPart:
             self.wait()
         with self.spans("copy", version=version) as copy:
             copied = self._snapshot.take(tensors)
-        self._wait_s, self._copy_s = wait.seconds, copy.seconds
-        self._pending = self._thread.submit(self._make, version, copied)
+        self._pending = self._thread.submit(self._make, version, copied, wait.seconds, copy.seconds)
 
-    def _make(self, version: int, copied: Taken) -> None:
+    def _make(self, version: int, copied: Taken, wait_s: float, copy_s: float) -> None:
         try:
             with self.spans("encode", version=version) as work:
                 made = self.store.publish(copied, version=version)
@@ -76,7 +74,7 @@ class RankPart:
         except BaseException as problem:  # whatever it is: rank 0 must not wait for a part that never comes
             self.report(version, Part(problem=f"{type(problem).__name__}: {problem}"))
             raise
-        self.report(version, Part(address=self.address, made=made, wait_s=self._wait_s, copy_s=self._copy_s))
+        self.report(version, Part(address=self.address, made=made, wait_s=wait_s, copy_s=copy_s))
 
     def wait(self) -> None:
         """Until the last publish is told of. Raises what made it fail."""
