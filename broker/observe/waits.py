@@ -41,7 +41,7 @@ def _why_no_leases(state: State) -> str:
 
 def why_leases_wait(state: State) -> dict[Kind, str]:
     """Why the lease requests of each kind wait."""
-    return {waiting.kind: admission.why_waiting(state, waiting) for waiting in state.waiting_leases.first_of_each_kind()}
+    return {waiting.kind: admission.why_waiting(state, waiting) for waiting in state.waiting_leases.one_of_each_kind()}
 
 
 def waiting(state: State) -> list[str]:

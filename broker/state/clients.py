@@ -23,6 +23,8 @@ from slimebus.bus.security.roles import SENDERS
 ROLES = ("rollout", "trainer", "consumer", "client")
 WITHOUT_HELLO = frozenset({m.Hello, m.Goodbye, m.Status, m.Evaluate, m.Set, m.Edit, m.Import})
 """Requests of anybody; a sender that has joined must be of a role that may send them all the same."""
+ABLE: dict[type[m.Message], tuple[str, ...]] = {kind: SENDERS.get(m.wire_name(kind), ()) for kind in m.REQUESTS}
+"""Request -> roles that may send it."""
 BEFORE_RUN_IS_KNOWN = WITHOUT_HELLO - {m.Goodbye}
 MAX_PREVIOUS = 16
 MAX_SUCCESSORS = 8
@@ -41,14 +43,16 @@ def check_sender(state: State, event: Event) -> None:
         text = f"{event.sender[:64]!r} names run {event.run[:64]!r}, this broker serves run {state.meta.run!r}"
         raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
     client = state.clients.get(event.sender) if kind in WITHOUT_HELLO else sender_of(state, event)
-    what = m.wire_name(kind)
-    able = SENDERS.get(what, ())
+    able = ABLE.get(kind, ())
     if client is not None and client.role not in able:
-        text = f"{event.sender!r} joined as {client.role}; only a {' or '.join(able) or 'nobody'} may send {what!r}"
+        text = f"{event.sender!r} joined as {client.role}; only a {' or '.join(able) or 'nobody'} may send {m.wire_name(kind)!r}"
         raise SlimebusError(text, code="role")
-    is_trainer = client is not None and (client.name, client.instance) == state.meta.trainer
-    if able == ("trainer",) and not is_trainer and kind is not m.Resume:
-        raise SlimebusError(f"{what} before resume; tell the broker first which step this trainer trains next", code="not_resumed")
+    if able != ("trainer",) or kind is m.Resume:
+        return
+    if client is None or (client.name, client.instance) != state.meta.trainer:
+        raise SlimebusError(
+            f"{m.wire_name(kind)} before resume; tell the broker first which step this trainer trains next", code="not_resumed"
+        )
 
 
 def sender_of(state: State, event: Event) -> Client:
@@ -282,7 +286,8 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
         _confirm(state, leases, list(leases.unconfirmed))
     else:
         num_confirmed = len(leases.groups) - len(leases.unconfirmed)
-        reply.list_leases = not _are(num_confirmed, leases.lease_sum - sum(leases.unconfirmed), beat)
+        confirmed_sum = leases.lease_sum - sum(leases.unconfirmed) if num_confirmed else 0
+        reply.list_leases = not _are(num_confirmed, confirmed_sum, beat)
     if not reply.list_leases:
         _extend(state, client, leases)
     state.reply(event.to, reply)

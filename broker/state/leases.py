@@ -43,9 +43,8 @@ def lease(state: State, event: Event, ask: Lease) -> None:
     if granted := state.groups.leased_at(*key):
         _answer(state, event.to, granted)
         return
-    if key not in waiting:
-        if len(waiting) >= rules.max_parked or len(waiting.of(event.sender)) >= rules.max_parked_per_client:
-            deal(state)  # those before it in the same burst may have their groups now
+    if key not in waiting and (len(waiting) >= rules.max_parked or waiting.num_of(event.sender) >= rules.max_parked_per_client):
+        deal(state)  # those before it in the same burst may have their groups now
         state.check_may_wait(waiting, event.sender)
     waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))
     if ask.wait_s == 0 or state.is_finished:
@@ -65,10 +64,11 @@ def deal(state: State) -> None:
     kinds = _open_kinds(state, refused)
     if not kinds:
         return
-    line = deque(waiting for waiting in state.waiting_leases.values() if waiting.kind in kinds and _is_live(state, waiting))
+    waits = (waiting for waiting in state.waiting_leases.values() if waiting.kind in kinds and _is_live(state, waiting))
+    line = deque((waiting, waiting.message.want * state.rules.samples_per_prompt) for waiting in waits)
     granted: dict[Address, list[Group]] = {}
     while line:
-        waiting = line.popleft()
+        waiting, num_wanted = line.popleft()
         group = _next_for(state, waiting, refused)
         if group is None:
             if not _open_kinds(state, refused):  # nobody behind it gets anything; thousands may wait
@@ -78,8 +78,9 @@ def deal(state: State) -> None:
         refused.clear()
         groups = granted.setdefault(waiting.to, [])
         groups.append(group)
-        if _may_have_more(state, waiting, groups):
-            line.append(waiting)
+        num_wanted -= num_samples_of(state, group)
+        if num_wanted > 0 and _fits_one_more(state, groups):
+            line.append((waiting, num_wanted))
         else:
             state.waiting_leases.take((waiting.client, waiting.to.request))
     for to, groups in granted.items():
@@ -94,7 +95,7 @@ def _open_kinds(state: State, refused: Refused) -> set[Kind]:
     has_prompt = state.groups.first_queued(TRAIN) is not None or prompts.may_draw(state)
     return {
         waiting.kind
-        for waiting in state.waiting_leases.first_of_each_kind()
+        for waiting in state.waiting_leases.one_of_each_kind()
         if waiting.client in state.clients
         and (_next_evaluated(state, waiting) is not None or (has_prompt and not _is_refused(state, waiting, refused)))
     }
@@ -105,10 +106,8 @@ def _is_live(state: State, waiting: Waiting[Lease]) -> bool:
     return client is not None and is_present(client)
 
 
-def _may_have_more(state: State, waiting: Waiting[Lease], groups: list[Group]) -> bool:
-    """True while a request has fewer samples than it wants, and its answer fits one header."""
-    if sum(num_samples_of(state, group) for group in groups) >= waiting.message.want * state.rules.samples_per_prompt:
-        return False
+def _fits_one_more(state: State, groups: list[Group]) -> bool:
+    """True while the answer that names these groups has room for another in its header."""
     size_bytes = 256 + len(msgspec.msgpack.encode(_sampling(state, groups[-1])))
     return (len(groups) + 1) * size_bytes <= REPLY_BYTES
 

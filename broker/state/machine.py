@@ -143,8 +143,9 @@ class Machine:
         """Answer whoever waited for what just happened; all effects of it."""
         state = self.state
         leases.deal(state)
-        batches.assign(state)
-        leases.deal(state)
+        if state.waiting_batches:
+            batches.assign(state)
+            leases.deal(state)  # what a batch takes, and what was too old for it, makes room
         consumers.serve(state)
         if state.is_finished and not state.finish_is_announced:
             state.finish_is_announced = True

@@ -63,13 +63,17 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
                 waiting.kind = (lineage, version, waiting.kind[2])
                 self.by_kind.setdefault(waiting.kind, {})[key] = None
 
-    def first_of_each_kind(self) -> list[Waiting[M]]:
-        """One request of each kind."""
-        return [self[next(iter(keys))] for keys in self.by_kind.values()]
+    def one_of_each_kind(self) -> list[Waiting[M]]:
+        """One request of each kind: the last, for a dictionary that loses its first ones takes long to find the next first."""
+        return [self[next(reversed(keys))] for keys in self.by_kind.values()]
 
     def of(self, client: str) -> list[K]:
         """The keys of a client's requests."""
         return list(self._of.get(client, ()))
+
+    def num_of(self, client: str) -> int:
+        """How many requests of a client wait."""
+        return len(self._of.get(client, ()))
 
 
 G = TypeVar("G")

@@ -146,9 +146,8 @@ class Server:
 
     def _receive_frames(self) -> list[Any]:
         """One message: bytes, and views of what is too large to copy. Raises zmq.Again when there is none."""
-        first = PlainSocket.recv(self.socket, DONTWAIT, False)
-        frames: list[Any] = [first.bytes]
-        has_more, self._header_frame = first.more, None
+        frames: list[Any] = [PlainSocket.recv(self.socket, DONTWAIT)]
+        has_more, self._header_frame = True, None
         while has_more:  # a message is there as a whole or not at all, so none of these waits
             frame = PlainSocket.recv(self.socket, 0, False)
             if self._header_frame is None:
