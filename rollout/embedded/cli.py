@@ -19,8 +19,10 @@ from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, SlimebusError, UsageEr
 @click.option("--port", default=30000, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 picks a free one.")
 @click.option("--max-running-requests", default=256, show_default=True, type=click.IntRange(1), help="Sequences decoded together.")
 @click.option("--max-queued-requests", default=4096, show_default=True, type=click.IntRange(0), help="Sequences that may wait; then 503.")
+@click.option("--max-prefill-tokens", default=8192, show_default=True, type=click.IntRange(1), help="Prompt tokens computed in one step.")
 @click.option("--kv-cache-gb", default=2.0, show_default=True, help="Most memory for keys and values, GiB.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Torch threads.")
+@click.option("--served-dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]), help="Computed type.")
 @click.option("--seed", type=int, help="Seed of the sampler; without one each start differs.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def engine(debug: bool, **options: Any) -> None:

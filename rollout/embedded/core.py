@@ -6,7 +6,6 @@ A step is: admit what waits and prefill it in one batch, then decode one token f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -18,8 +17,6 @@ from rollout.embedded.model_weights import ModelWeights
 from rollout.embedded.sampling import adjust_logits, sample
 from rollout.embedded.scheduler import Scheduler
 from rollout.embedded.sequence import Sequence, aborted, out_of_length, stopped
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EngineCore:
@@ -55,12 +52,12 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Generate at most one decode token a row; the sequences that finished."""
-        ended = self._prefill_admitted()
+        """Generate at most one decode token a row; sequences that finished, and streaming ones that grew."""
+        reported = self._prefill_admitted()
         if self.scheduler.running:
             rows = slice(0, self._batch.num_rows)
-            ended += self._sample(0, self.model.decode(self._batch.last_token[rows], self._batch.position[rows], self.cache))
-        return ended
+            reported += self._sample(0, self.model.decode(self._batch.last_token[rows], self._batch.position[rows], self.cache))
+        return list(dict.fromkeys(reported))
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -73,17 +70,6 @@ class EngineCore:
         for sequence in waiting + running:
             sequence.finish(aborted(), self.version)
         return waiting + running
-
-    def pause(self, mode: PauseMode) -> list[Sequence]:
-        """Stop stepping; `abort` ends what runs and waits, and returns it, `retract` sends what runs back to the queue."""
-        self.is_paused = True
-        if mode == "retract":
-            self.retract()
-        return self.abort(lambda _: True) if mode == "abort" else []
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self.is_paused = False
 
     @torch.inference_mode()
     def retract(self) -> None:
@@ -111,12 +97,12 @@ class EngineCore:
         self.cache.reserve(first + len(admitted), max(s.max_tokens for s in self.scheduler.running), rows_in_use=first)
         self._batch.add(admitted)
         logits_BV = self._prefill(first, admitted)
-        ended = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(admitted) if sequence.limit == 0})
-        if ended:  # rare: requests for zero tokens have left, and others have moved into their rows
+        reported = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(admitted) if sequence.limit == 0})
+        if reported:  # rare: requests for zero tokens have left, and others have moved into their rows
             logits_BV = logits_BV[[admitted.index(sequence) for sequence in self.scheduler.running[first:]]]
         if len(logits_BV):
-            ended += self._sample(first, logits_BV)
-        return ended
+            reported += self._sample(first, logits_BV)
+        return reported
 
     def _prefill(self, first: int, admitted: list[Sequence]) -> torch.Tensor:
         """Fill the cache rows of the admitted; logits [B, V] of the token after each."""
@@ -127,6 +113,8 @@ class EngineCore:
         tokens_BP = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in distinct])
         hidden = self.model.prefill(tokens_BP, self.cache, (first, source))
         for index, sequence in enumerate(admitted):
+            # What shared another's prefill counts as cached, as it would in a prefix cache.
+            sequence.num_cached_tokens = len(sequence.prompt) - 1 if token_lists[index] in token_lists[:index] else 0
             if sequence.logprob_start is not None and not sequence.output_ids:
                 self._score_prompt(sequence, hidden[source[index]])
         last = torch.tensor([len(tokens) - 1 for tokens in distinct])
@@ -142,7 +130,7 @@ class EngineCore:
         sequence.input_logprobs = logprobs_PV.gather(1, targets[:, None]).squeeze(1).tolist()
 
     def _sample(self, first: int, logits_BV: torch.Tensor) -> list[Sequence]:
-        """Sample and record a token for rows first..n-1; those that end."""
+        """Sample and record a token for rows first..n-1; those to report."""
         batch, running = self._batch, self.scheduler.running
         special = [(row, running[row]) for row in range(first, len(running)) if running[row].is_special]
         adjusted = [(row - first, int(batch.generated[row]), sequence) for row, sequence in special if sequence.sampling.is_adjusted]
@@ -159,10 +147,24 @@ class EngineCore:
         ended = batch.append(first, tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1))
         self.num_generated += len(tokens)
         reasons = {row: stopped(stop) if stop is not None else out_of_length(running[row].limit) for row, stop in ended}
-        watched = {row: sequence for row, sequence in special if sequence.is_watched}
-        batch.save(list(watched), list(watched.values()))
-        reasons |= {row: stopped(text) for row, sequence in watched.items() if (text := self._matched_stop(sequence)) is not None}
-        return self._finish(reasons)
+        watched = [row for row, sequence in special if sequence.is_watched]
+        streamed = self._check_watched(watched, reasons)
+        return self._finish(reasons) + streamed
+
+    def _check_watched(self, rows: list[int], reasons: dict[int, dict[str, object]]) -> list[Sequence]:
+        """Per-token work of the few sequences that ask for it; may add a stop string to `reasons`.
+
+        Those that stream and have not ended are returned.
+        """
+        running = self.scheduler.running
+        self._batch.save(rows, [running[row] for row in rows])
+        for row in rows:
+            sequence = running[row]
+            if (matched := self._matched_stop(sequence)) is not None:
+                reasons[row] = stopped(matched)
+            if sequence.stream:
+                sequence.update_spans(self.version)
+        return [running[row] for row in rows if running[row].stream and row not in reasons]
 
     def _matched_stop(self, sequence: Sequence) -> str | None:
         if not sequence.sampling.stop or self.tokenizer is None:

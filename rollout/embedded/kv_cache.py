@@ -17,12 +17,12 @@ MIN_TOKENS = 64
 class KVCache:
     """Grows on `reserve`, within `budget_bytes`; rows 0..n-1 are in use and stay together."""
 
-    def __init__(self, config: ModelConfig, budget_bytes: int) -> None:
-        self._config = config
-        self.bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * torch.float32.itemsize
+    def __init__(self, config: ModelConfig, budget_bytes: int, dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
+        self.bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.budget_tokens = budget_bytes // self.bytes_per_token
         self.num_rows, self.num_tokens = 0, 0
-        self.storage = torch.empty(self._shape(0, 0))
+        self.storage = torch.empty(self._shape(0, 0), dtype=dtype)
 
     def _shape(self, num_rows: int, num_tokens: int) -> tuple[int, ...]:
         config = self._config
@@ -38,7 +38,7 @@ class KVCache:
             return
         grown = self._rounded(num_rows, num_tokens)
         # Zeros, not empty: a masked position must hold a finite value, for 0 * nan is nan.
-        storage = torch.zeros(self._shape(*grown))
+        storage = torch.zeros(self._shape(*grown), dtype=self._dtype)
         kept = min(self.num_tokens, grown[1])
         if rows_in_use:
             storage[:, :, :rows_in_use, :, :kept] = self.storage[:, :, :rows_in_use, :, :kept]

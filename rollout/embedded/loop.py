@@ -1,10 +1,9 @@
-"""The decode thread: runs the core while there is work, sleeps while there is none."""
+"""The decode thread: runs the core while there is work, sleeps on a condition while there is none."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -17,14 +16,15 @@ Report = Callable[[list[Sequence]], None]
 
 
 class DecodeLoop:
-    """Owns the core's thread. `call` runs a function on it between two steps; `report` gets what each step ended.
+    """Owns the core's thread. `call` runs a function on it between two steps; `report` gets each step's sequences.
 
     `report` and `failed` are called on the decode thread; they must hand over quickly and not raise.
     """
 
     def __init__(self, core: EngineCore, report: Report, failed: Callable[[BaseException], None]) -> None:
         self._core, self._report, self._failed = core, report, failed
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
@@ -34,8 +34,9 @@ class DecodeLoop:
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its current step; False when it did not end in time."""
-        self._is_stopping = True
-        self._inbox.put(lambda: None)  # wakes it
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -53,20 +54,26 @@ class DecodeLoop:
             except Exception as error:  # noqa: BLE001 (carried to the caller)
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        with self._wake:
+            self._inbox.append(run)
+            self._wake.notify()
         return future
 
     def _run(self) -> None:
         try:
-            while not self._is_stopping:
-                self._run_actions()
-                if self._core.has_work and (ended := self._core.step()):
-                    self._report(ended)
+            while self._next_actions():
+                if self._core.has_work and (reported := self._core.step()):
+                    self._report(reported)
         except BaseException as error:  # noqa: BLE001 (the thread's boundary: the process must learn that it ended)
             self._failed(error)
 
-    def _run_actions(self) -> None:
-        """Those that came in; waits for one while there is nothing to decode."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._inbox.get(block=not (self._core.has_work or self._is_stopping))()
+    def _next_actions(self) -> bool:
+        """Run what came in; waits while there is neither that nor work. False when the loop must end."""
+        with self._wake:
+            while not (self._inbox or self._is_stopping or self._core.has_work):
+                self._wake.wait()
+            actions = list(self._inbox)
+            self._inbox.clear()
+        for action in actions:
+            action()
+        return not self._is_stopping

@@ -1,4 +1,4 @@
-"""The forward pass, in float32, of a dense decoder (Qwen3, Qwen2, Llama) over rows of a KV cache.
+"""The forward pass of a dense decoder (Qwen3, Qwen2, Llama) over rows of a KV cache.
 
 Legend: B rows, P prompt tokens (padded right), T cached tokens, H query heads, K key-value heads, G = H / K, D head size,
 C hidden size, V vocabulary.
@@ -23,16 +23,18 @@ class Model:
     def __init__(self, config: ModelConfig, weights: ModelWeights, max_tokens: int) -> None:
         """max_tokens: of a sequence, prompt and output."""
         self.config, self.weights, self.max_tokens = config, weights, max_tokens
-        self._cos, self._sin = rotary_tables(config.rope, config.head_dim, max_tokens)
+        cos, sin = rotary_tables(config.rope, config.head_dim, max_tokens)
+        dtype = weights.embedding.dtype
+        self._cos, self._sin = cos.to(dtype), sin.to(dtype)
         self._scale = config.head_dim**-0.5
 
     def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Write one token a row (rows 0..B-1) at its position into the cache; logits [B, V] of the next."""
+        """Write one token a row (rows 0..B-1) at its position into the cache; float32 logits [B, V] of the next."""
         num_tokens = int(positions_B.max()) + 1
         hidden_BC = self.weights.embedding[tokens_B]
         rotation = self._cos[positions_B].unsqueeze(1), self._sin[positions_B].unsqueeze(1)
         slots = self._cache_slots(positions_B, cache)
-        mask = self._decode_mask(positions_B, num_tokens)
+        mask = self._decode_mask(positions_B, num_tokens, hidden_BC.dtype)
         for layer, weights in enumerate(self.weights.layers):
             query, key, value = self._project(hidden_BC, weights, rotation)
             attended = self._attend_cached((query, key, value), cache.storage[layer], slots, mask)
@@ -58,8 +60,8 @@ class Model:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of final hidden states [..., C]."""
-        return F.linear(self._rms_norm(hidden, self.weights.norm), self.weights.head)
+        """float32 logits [..., V] of final hidden states [..., C]."""
+        return F.linear(self._rms_norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _project(self, hidden: torch.Tensor, weights: LayerWeights, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Query [..., H, D], key and value [..., K, D], query and key normed and rotated."""
@@ -81,10 +83,10 @@ class Model:
         heads = torch.arange(len(positions_B) * num_heads).view(-1, num_heads)
         return (heads * cache.num_tokens + positions_B[:, None]).flatten()
 
-    def _decode_mask(self, positions_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def _decode_mask(self, positions_B: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask [B * K, 1, T]: 0 up to and at a row's position, -inf after."""
         hidden = torch.arange(num_tokens) > positions_B.repeat_interleave(self.config.num_kv_heads)[:, None]
-        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).unsqueeze(1)
 
     def _attend_cached(
         self, qkv: tuple[torch.Tensor, ...], layer_cache: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor

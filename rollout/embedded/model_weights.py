@@ -19,10 +19,11 @@ from slimebus.weights.tensors import TensorForm
 
 
 class Unit(NamedTuple):
-    """A matrix and the tensors it was made of."""
+    """A matrix and the tensors it was made of. is_file: it is the file's own memory."""
 
     forms: tuple[TensorForm, ...]
     matrix: torch.Tensor
+    is_file: bool = False
 
 
 Units = dict[tuple[str, ...], Unit]
@@ -31,8 +32,8 @@ Units = dict[tuple[str, ...], Unit]
 class _Assembly:
     """Makes units out of files, or takes them over. copies: what is still to be written into memory of the version before."""
 
-    def __init__(self, files: ModelFiles, old: Units) -> None:
-        self._files, self._old = files, old
+    def __init__(self, files: ModelFiles, dtype: torch.dtype, old: Units) -> None:
+        self._files, self._dtype, self._old = files, dtype, old
         self.units: Units = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -47,10 +48,12 @@ class _Assembly:
     def _read(self, names: tuple[str, ...], repeats: tuple[int, ...], old: Unit | None) -> Unit:
         forms, values = zip(*map(self._files.read, names), strict=True)
         rows = repeats or tuple(map(len, values))
-        if old is not None:
+        if len(names) == 1 and not repeats and self._files.is_immutable and values[0].dtype == self._dtype:
+            return Unit(forms, values[0], is_file=True)
+        if old is not None and not old.is_file:
             self.copies += zip(old.matrix.split(list(rows)), values, strict=True)
             return Unit(forms, old.matrix)
-        matrix = torch.empty((sum(rows), *(values[0].shape if repeats else values[0].shape[1:])))
+        matrix = torch.empty((sum(rows), *(values[0].shape if repeats else values[0].shape[1:])), dtype=self._dtype)
         _copy(zip(matrix.split(list(rows)), values, strict=True))
         return Unit(forms, matrix)
 
@@ -79,14 +82,14 @@ class LayerWeights(NamedTuple):
 class ModelWeights:
     """All parameters of one version, ready for the forward pass."""
 
-    def __init__(self, path: Path, config: ModelConfig, *, old: ModelWeights | None = None) -> None:
-        """Read a model directory whole, as float32 (bf16 to fp32 is exact). old: the version before.
+    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, *, old: ModelWeights | None = None) -> None:
+        """Read a model directory whole, as `dtype` (bf16 to fp32 is exact). old: the version before, of the same dtype.
 
         With old, which may be in use meanwhile, these are complete only after `take_over`. Raises WeightsError as ModelFiles does;
         nothing of it can be seen then.
         """
         self._old_units = old.units if old else {}
-        assembly = _Assembly(ModelFiles(path, config), self._old_units)
+        assembly = _Assembly(ModelFiles(path, config), dtype, self._old_units)
         self.embedding = assembly.unit("model.embed_tokens.weight")
         self.head = self.embedding if config.tied_embeddings else assembly.unit("lm_head.weight")
         self.norm = assembly.unit("model.norm.weight")

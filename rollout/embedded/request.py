@@ -16,12 +16,14 @@ from rollout.embedded.sequence import Sequence
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`/generate` as SGLang takes it; what is not listed here is refused. `extra_key` has no effect, for there is no prefix cache."""
 
-    input_ids: list[int | list[int]]
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
     rid: str | list[str] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     extra_key: str | list[str] | None = None
+    stream: bool = False
 
 
 class RequestExpander:
@@ -31,16 +33,48 @@ class RequestExpander:
         self._config, self._context_length, self._tokenizer = model.config, model.max_tokens, tokenizer
 
     def expand(self, body: GenerateBody) -> tuple[list[Sequence], bool]:
-        """One sequence a prompt, and whether the answer is one object; ranges, token ids and lengths checked."""
-        if len({type(item) for item in body.input_ids}) > 1:
-            raise ValueError("input_ids mixes token ids and lists of token ids")
-        is_single = not body.input_ids or isinstance(body.input_ids[0], int)
-        prompts: list[Any] = [body.input_ids] if is_single else body.input_ids
-        given = [
-            _per_prompt(value, len(prompts), default)
-            for value, default in ((body.sampling_params, {}), (body.return_logprob, False), (body.logprob_start_len, -1))
+        """One sequence a prompt, or n of each, and whether the answer is one object; ranges, token ids and lengths checked."""
+        prompts, is_single = self._prompts(body)
+        count = len(prompts)
+        samplings = [SamplingParams.read(given, self._config.vocab_size) for given in _per_prompt(body.sampling_params, count, {})]
+        if len({sampling.n for sampling in samplings}) > 1:
+            raise ValueError("sampling_params: n must be the same for all prompts of a batch")
+        copies = samplings[0].n
+        rids = iter(_rids(body.rid, count, copies))
+        logprobs = _per_prompt(body.return_logprob, count, False)
+        starts = _per_prompt(body.logprob_start_len, count, -1)
+        sequences = [
+            self._sequence(
+                next(rids),
+                prompt,
+                sampling,
+                return_logprob=has_logprobs,
+                logprob_start=start if has_logprobs and 0 <= start < len(prompt) else None,
+                stream=body.stream,
+            )
+            for prompt, sampling, has_logprobs, start in zip(prompts, samplings, logprobs, starts, strict=True)
+            for _ in range(copies)
         ]
-        return list(map(self._sequence, _rids(body.rid, len(prompts)), prompts, *given)), is_single
+        return sequences, is_single and copies == 1
+
+    def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
+        """The prompts, and whether there is one that is no list of prompts."""
+        if (body.text is None) == (body.input_ids is None):
+            raise ValueError("give either text or input_ids, exactly one of them")
+        given: Any = body.input_ids if body.text is None else self._encoded(body.text)
+        if len({type(item) for item in given}) > 1:
+            raise ValueError("input_ids mixes token ids and lists of token ids")
+        is_single = not given or isinstance(given[0], int)
+        prompts = [given] if is_single else given
+        for prompt in prompts:
+            self._check(prompt)
+        return prompts, is_single
+
+    def _encoded(self, text: str | list[str]) -> list[int] | list[list[int]]:
+        if self._tokenizer is None:
+            raise ValueError("this model directory has no tokenizer.json; send input_ids instead of text")
+        tokenizer = self._tokenizer
+        return tokenizer.encode(text).ids if isinstance(text, str) else [tokenizer.encode(one).ids for one in text]
 
     def _check(self, prompt: list[int]) -> None:
         if not prompt:
@@ -51,16 +85,13 @@ class RequestExpander:
         if len(prompt) >= self._context_length:
             raise ValueError(f"The input ({len(prompt)} tokens) is longer than the model's context length ({self._context_length} tokens).")
 
-    def _sequence(self, rid: str, prompt: list[int], given: dict[str, Any], return_logprob: bool, start: int) -> Sequence:
-        self._check(prompt)
-        sampling = SamplingParams.read(given, self._config.vocab_size)
+    def _sequence(self, rid: str, prompt: list[int], sampling: SamplingParams, **asked: Any) -> Sequence:
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer.json in the model directory; use stop_token_ids")
         none: frozenset[int] = frozenset()
         stops = self._config.eos_token_ids | sampling.stop_token_ids
         ending, ignored = (none, stops) if sampling.ignore_eos else (stops, none)
-        scored_from = start if return_logprob and 0 <= start < len(prompt) else None
-        return Sequence(rid, prompt, sampling, self._limit(len(prompt), sampling), ending, ignored, return_logprob, scored_from)
+        return Sequence(rid, prompt, sampling, self._limit(len(prompt), sampling), ending, ignored, **asked)
 
     def _limit(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         room, limit = self._context_length - num_prompt_tokens, sampling.token_limit
@@ -83,15 +114,15 @@ def _per_prompt(value: object, count: int, default: object) -> list[Any]:
     return value
 
 
-def _rids(rid: str | list[str] | None, count: int) -> list[str]:
-    """Request ids as SGLang makes them: `rid_0`, `rid_1`, ... for a batch with one name."""
+def _rids(rid: str | list[str] | None, count: int, copies: int) -> list[str]:
+    """Request ids as SGLang makes them: `rid_0`, `rid_1`, ... for a batch with one name, fresh ones for n > 1."""
     if isinstance(rid, list):
         if len(rid) != count:
             raise ValueError("The specified rids length mismatch with the batch_size for batch processing.")
         if len(set(rid)) != len(rid):
             raise ValueError("rid: duplicate request ids within the batch")
-    if rid is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+    if rid is None or copies > 1:
+        return [uuid.uuid4().hex for _ in range(count * copies)]
     if isinstance(rid, str):
         return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
     return rid

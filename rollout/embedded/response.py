@@ -1,7 +1,8 @@
-"""Finished sequences as SGLang's JSON."""
+"""Finished (or growing) sequences as SGLang's JSON."""
 
 from __future__ import annotations
 
+import time
 from itertools import repeat
 from typing import Any
 
@@ -11,7 +12,7 @@ from rollout.embedded.sequence import Sequence
 
 
 def answer(sequence: Sequence, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """`{text, output_ids, meta_info}` of one sequence; logprobs are [logprob, token id, null]."""
+    """`{text, output_ids, meta_info}` of one sequence; mid-stream its finish_reason is null. Logprobs are [logprob, token id, null]."""
     spans = [{"version": version, "start": start, "end": end} for version, start, end in sequence.version_spans]
     info: dict[str, Any] = {
         "id": sequence.rid,
@@ -19,13 +20,16 @@ def answer(sequence: Sequence, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "prompt_tokens": len(sequence.prompt),
         "weight_version": spans[-1]["version"] if spans else "default",
         "weight_versions": spans,
+        "num_retractions": sequence.num_retractions,
         "completion_tokens": len(sequence.output_ids),
+        "cached_tokens": sequence.num_cached_tokens,
+        "e2e_latency": (sequence.finished_s or time.monotonic()) - sequence.created_s,
     }
     if sequence.return_logprob:
         scored = [] if sequence.logprob_start is None else sequence.prompt[sequence.logprob_start :]
         info["input_token_logprobs"] = list(zip([None, *sequence.input_logprobs], scored, repeat(None))) if scored else []
         info["output_token_logprobs"] = list(zip(sequence.output_logprobs, sequence.output_ids, repeat(None)))
-    return {"text": output_text(sequence, tokenizer), "output_ids": sequence.output_ids, "meta_info": info}
+    return {"text": output_text(sequence, tokenizer), "output_ids": list(sequence.output_ids), "meta_info": info}
 
 
 def output_text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:

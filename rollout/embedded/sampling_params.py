@@ -21,6 +21,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     top_k           -1: off
     max_new_tokens  null: up to the context length; left out: 128, or as many as the context has room for
     stop            strings, matched in the decoded text; stop_token_ids are kept in the output
+    n               samples of each prompt
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -32,6 +33,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     stop: Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)] = []
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    n: Annotated[int, msgspec.Meta(ge=1)] = 1
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.0

@@ -68,5 +68,6 @@ class Scheduler:
     def retract_all(self) -> None:
         """Put every running sequence back at the head of the queue, oldest first."""
         for sequence in sorted(self.running, key=lambda sequence: sequence.created_s, reverse=True):
+            sequence.num_retractions += 1
             self.waiting.appendleft(sequence)
         self.running.clear()

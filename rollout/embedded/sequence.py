@@ -14,7 +14,7 @@ class Sequence:
     """A prompt being continued. Output fields are filled when it finishes, is retracted, or is watched step by step.
 
     `limit` is the most tokens it may generate, `stop_ids` end it (and are kept), `weight_changes` lists
-    (version until then, tokens generated until then), `version_spans` (version, start, end) over the output.
+    (version until then, tokens generated until then).
     """
 
     rid: str
@@ -25,6 +25,7 @@ class Sequence:
     ignored_stop_ids: frozenset[int] = frozenset()  # with ignore_eos: they do not end it, and come no earlier than min_new_tokens either
     return_logprob: bool = False
     logprob_start: int | None = None
+    stream: bool = False
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -33,7 +34,10 @@ class Sequence:
     weight_changes: list[tuple[str, int]] = field(default_factory=list)
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)
     is_special: bool = field(init=False)
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
     created_s: float = field(default_factory=time.monotonic)
+    finished_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Fix `is_special`, whether the sequence takes any slow path: most take none, and a step then skips looking."""
@@ -43,7 +47,7 @@ class Sequence:
     @property
     def is_watched(self) -> bool:
         """Whether its tokens must be looked at after every step, not only at its end."""
-        return bool(self.sampling.stop) or self.sampling.is_penalised
+        return self.stream or bool(self.sampling.stop) or self.sampling.is_penalised
 
     @property
     def max_tokens(self) -> int:
@@ -62,6 +66,11 @@ class Sequence:
     def finish(self, reason: dict[str, Any], version: str) -> None:
         """Set the finish reason and fix which version made which tokens; `version` made the last ones."""
         self.finish_reason = reason
+        self.finished_s = time.monotonic()
+        self.update_spans(version)
+
+    def update_spans(self, version: str) -> None:
+        """Recompute `version_spans`, (version, start, end) over output tokens, `version` being the current one."""
         spans: list[tuple[str, int, int]] = []
         for name, end in [*self.weight_changes, (version, len(self.output_ids))]:
             if spans and end <= spans[-1][2]:

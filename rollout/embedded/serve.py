@@ -27,8 +27,6 @@ from slimebus.bus.errors import ConfigError
 
 SHUTDOWN_S = 1.0
 """For each of two: the HTTP server, which gives answers under way a quarter of it, and again when they are cancelled; the decode thread."""
-MAX_PREFILL_TOKENS = 8192
-"""Prompt tokens computed in one step."""
 # Torch releases the GIL in every operation; without this the decode thread waits up to 5 ms to get it back.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -37,12 +35,13 @@ def load_engine(settings: Settings) -> EngineCore:
     """Read the model and build everything that needs no socket."""
     torch.set_num_threads(settings.threads)
     config = ModelConfig.read(settings.model_path)
-    cache = KVCache(config, int(settings.kv_cache_gb * 2**30))
+    dtype = getattr(torch, settings.served_dtype)
+    cache = KVCache(config, int(settings.kv_cache_gb * 2**30), dtype)
     max_tokens = min(config.context_length, cache.budget_tokens)
     if max_tokens < 2:
         raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
-    scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=MAX_PREFILL_TOKENS, fits=cache.fits)
-    model = Model(config, ModelWeights(settings.model_path, config), max_tokens)
+    scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, fits=cache.fits)
+    model = Model(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
     return EngineCore(model, cache, scheduler, seed=settings.seed, tokenizer=_read_tokenizer(settings.model_path / "tokenizer.json"))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from rollout.embedded.core import EngineCore, PauseMode
+from rollout.embedded.core import EngineCore
 from rollout.embedded.loop import DecodeLoop
 from rollout.embedded.model_weights import ModelWeights
 from rollout.embedded.request import GenerateBody, RequestExpander
@@ -23,8 +23,7 @@ from slimebus.bus.errors import WeightsError
 HEALTH_TIMEOUT_S = 20.0  # SGLang's: a health check that generates nothing for so long is a 503
 
 T = TypeVar("T")
-Answer = Callable[..., Awaitable[object]]
-"""To the body of a POST, or to a GET: what is sent as JSON, or a response as it is."""
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -40,7 +39,7 @@ class UpdateWeights(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Pause(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of /pause_generation."""
 
-    mode: PauseMode = "abort"
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,10 +47,6 @@ class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     rid: str = ""
     abort_all: bool = False
-
-
-class Nothing(msgspec.Struct):
-    """Body of /continue_generation."""
 
 
 class QueueFull(Exception):
@@ -65,7 +60,7 @@ class EngineServer:
         self._settings, self._core, self._api_key = settings, core, api_key
         self._expander = RequestExpander(core.model, core.tokenizer)
         self._model_path = settings.model_path
-        self._waiters: dict[Sequence, asyncio.Future[dict[str, Any]]] = {}
+        self._waiters: dict[Sequence, asyncio.Queue[dict[str, Any]]] = {}
         self._update_lock = asyncio.Lock()
         self._event_loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._event_loop.create_future()
@@ -74,73 +69,49 @@ class EngineServer:
 
     def application(self) -> web.Application:
         """The aiohttp application with every endpoint."""
-        app = web.Application(client_max_size=256 * 1024 * 1024)
-        posts: dict[str, tuple[type[msgspec.Struct], Answer]] = {
-            "/generate": (GenerateBody, self.generate),
-            "/abort_request": (Abort, self.abort_request),
-            "/pause_generation": (Pause, self.pause_generation),
-            "/continue_generation": (Nothing, self.continue_generation),
-            "/update_weights_from_disk": (UpdateWeights, self.update_weights_from_disk),
-        }
-        gets: dict[str, Answer] = {
-            "/ready": self.ready,
-            "/ping": self.ping,
-            "/health": self.health,
-            "/health_generate": self.health,
-            "/model_info": self.model_info,
-            "/server_info": self.server_info,
-        }
-        app.add_routes([web.post(path, self._handler(answer, kind)) for path, (kind, answer) in posts.items()])
-        app.add_routes([web.get(path, self._handler(answer)) for path, answer in gets.items()])
+        app = web.Application(client_max_size=256 * 1024 * 1024, middlewares=[_asks_for_key(self._api_key), _errors_as_json])
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/abort_request", self.abort_request),
+                web.post("/pause_generation", self.pause_generation),
+                web.post("/continue_generation", self.continue_generation),
+                web.post("/update_weights_from_disk", self.update_weights_from_disk),
+                web.get("/ready", self.ready),
+                web.get("/ping", self.ping),
+                web.get("/health", self.health),
+                web.get("/health_generate", self.health),
+                web.get("/model_info", self.model_info),
+                web.get("/server_info", self.server_info),
+            ]
+        )
         return app
-
-    def _handler(self, answer: Answer, kind: type[msgspec.Struct] | None = None) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """HTTP around an answer, with SGLang's key and errors: 401, 400 for what the request got wrong, 503 for a full queue.
-
-        A control call is carried out to its end although its client has gone: cut off half-way it would leave locks and weights half-way.
-        """
-
-        async def handle(request: web.Request) -> web.Response:
-            if not self._may_ask(request):
-                return _json({"error": "Unauthorized"}, 401)
-            try:
-                work = answer(*([await _typed(request, kind)] if kind else []))
-                found = await (work if kind is GenerateBody else asyncio.shield(work))
-            except ValueError as error:
-                return _json({"error": {"message": str(error)}}, 400)
-            except QueueFull as error:
-                return _json({"error": {"message": str(error)}}, 503)
-            return found if isinstance(found, web.Response) else _json(found)
-
-        return handle
-
-    def _may_ask(self, request: web.Request) -> bool:
-        """Each call but a health check carries the key, where there is one."""
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        is_open = not self._api_key or request.path.startswith("/health")
-        return is_open or hmac.compare_digest(given, f"Bearer {self._api_key}".encode())
 
     # -- generation ----------------------------------------------------------------------------------------------
 
-    async def generate(self, body: GenerateBody) -> object:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate."""
+        body = await _typed(request, GenerateBody)
         sequences, is_single = self._expander.expand(body)
-        waiters = self._admit(sequences)
+        answers = self._admit(sequences)
         try:
-            answers = await asyncio.gather(*waiters)
-            return answers[0] if is_single else answers
+            if body.stream:
+                return await self._stream(request, answers, {} if is_single else {one.rid: i for i, one in enumerate(sequences)})
+            found = {one["meta_info"]["id"]: one for one in [await answers.get() for _ in sequences]}
+            ordered = [found[sequence.rid] for sequence in sequences]
+            return _json(ordered[0] if is_single else ordered)
         finally:
             self._forget(sequences)
 
-    def _admit(self, sequences: list[Sequence]) -> list[asyncio.Future[dict[str, Any]]]:
-        """Queue sequences on the decode thread; their answers to come. QueueFull counts those that other handlers wait for."""
+    def _admit(self, sequences: list[Sequence]) -> asyncio.Queue[dict[str, Any]]:
+        """Queue sequences on the decode thread; where their answers come. QueueFull counts those that other handlers wait for."""
         limit = self._settings.max_running_requests + self._settings.max_queued_requests
         if len(self._waiters) + len(sequences) > limit:
             raise QueueFull(f"{len(self._waiters)} sequences run or wait, {len(sequences)} more exceed the limit of {limit}; retry later")
-        waiters = {sequence: self._event_loop.create_future() for sequence in sequences}
-        self._waiters |= waiters
+        answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._waiters |= dict.fromkeys(sequences, answers)
         self.decode_loop.call(lambda core: core.add(sequences))
-        return list(waiters.values())
+        return answers
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Stop waiting; what has not finished (the client went away) is aborted."""
@@ -150,13 +121,29 @@ class EngineServer:
         if unfinished:
             self.decode_loop.call(lambda core: core.abort(unfinished.__contains__))
 
-    def _report_from_thread(self, ended: list[Sequence]) -> None:
-        self._event_loop.call_soon_threadsafe(self._deliver, ended)  # the decode thread does not pay for text
+    async def _stream(self, request: web.Request, answers: asyncio.Queue[dict[str, Any]], index_of: dict[str, int]) -> web.StreamResponse:
+        """Cumulative answers as they come, in any order of the sequences. index_of: of a batch, the index of each id."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        num_open = len(index_of) or 1
+        while num_open:
+            chunk = await answers.get()
+            num_open -= chunk["meta_info"]["finish_reason"] is not None
+            about = {"index": index_of[chunk["meta_info"]["id"]]} if index_of else {}
+            await response.write(b"data: " + _encode(chunk | about) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
-    def _deliver(self, ended: list[Sequence]) -> None:
-        for sequence in ended:
-            if (waiter := self._waiters.get(sequence)) is not None and not waiter.done():
-                waiter.set_result(answer(sequence, self._core.tokenizer))
+    def _report_from_thread(self, sequences: list[Sequence]) -> None:
+        # A growing sequence goes on changing: its answer is made here, before the next step. A finished one is made
+        # on the event loop, so that the decode thread does not pay for text.
+        chunks = [(sequence, None if sequence.finish_reason else answer(sequence, self._core.tokenizer)) for sequence in sequences]
+        self._event_loop.call_soon_threadsafe(self._deliver, chunks)
+
+    def _deliver(self, chunks: list[tuple[Sequence, dict[str, Any] | None]]) -> None:
+        for sequence, chunk in chunks:
+            if (waiter := self._waiters.get(sequence)) is not None:
+                waiter.put_nowait(chunk or answer(sequence, self._core.tokenizer))
 
     def _fail_from_thread(self, error: BaseException) -> None:
         self._event_loop.call_soon_threadsafe(self.failure.set_exception, error)
@@ -167,8 +154,9 @@ class EngineServer:
         """What the action gives, run between two decode steps."""
         return await asyncio.wrap_future(self.decode_loop.call(action))
 
-    async def abort_request(self, body: Abort) -> web.Response:
+    async def abort_request(self, request: web.Request) -> web.Response:
         """POST /abort_request: what starts with `rid`, or all, ends with what it has; 200 also when nothing matches, as SGLang."""
+        body = await _typed(request, Abort)
 
         def abort(core: EngineCore) -> None:
             self._report_from_thread(core.abort(lambda sequence: body.abort_all or sequence.matches(body.rid)))
@@ -177,18 +165,32 @@ class EngineServer:
             await self._on_core(abort)
         return web.Response()
 
-    async def pause_generation(self, body: Pause) -> object:
+    async def pause_generation(self, request: web.Request) -> web.Response:
         """POST /pause_generation: abort ends what runs, retract puts it back in the queue, in_place freezes it."""
-        await self._on_core(lambda core: self._report_from_thread(core.pause(body.mode)))
-        return {"message": "Generation paused successfully.", "status": "ok"}
+        mode = (await _typed(request, Pause)).mode
 
-    async def continue_generation(self, body: Nothing) -> object:
+        def pause(core: EngineCore) -> None:
+            core.is_paused = True
+            if mode == "abort":
+                self._report_from_thread(core.abort(lambda _: True))
+            if mode == "retract":
+                core.retract()
+
+        await self._on_core(pause)
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
         """POST /continue_generation."""
-        await self._on_core(EngineCore.resume)
-        return {"message": "Generation continued successfully.", "status": "ok"}
 
-    async def update_weights_from_disk(self, body: UpdateWeights) -> object:
+        def resume(core: EngineCore) -> None:
+            core.is_paused = False
+
+        await self._on_core(resume)
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         """POST /update_weights_from_disk: read and check all, then swap between two decode steps."""
+        body = await _typed(request, UpdateWeights)
         async with self._update_lock:
             try:
                 weights = await asyncio.to_thread(self._read_weights, Path(body.model_path))
@@ -197,14 +199,15 @@ class EngineServer:
             await self._on_core(lambda core: core.swap_weights(weights, body.weight_version))
             self._model_path = Path(body.model_path)
         num_paused = len(self._core.scheduler.running) if self._core.is_paused else 0
-        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": num_paused}
+        return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": num_paused})
 
     def _read_weights(self, path: Path) -> ModelWeights:
-        return ModelWeights(path, self._core.model.config, old=self._core.model.weights)
+        served = self._core.model.weights
+        return ModelWeights(path, self._core.model.config, served.embedding.dtype, old=served)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    async def health(self) -> web.Response:
+    async def health(self, request: web.Request) -> web.Response:
         """GET /health and /health_generate: 200 when the decode thread takes a turn and is not paused."""
         try:
             is_healthy = await asyncio.wait_for(self._on_core(lambda core: not core.is_paused), HEALTH_TIMEOUT_S)
@@ -212,21 +215,21 @@ class EngineServer:
             is_healthy = False
         return web.Response(status=200 if is_healthy else 503)
 
-    async def ready(self) -> web.Response:
+    async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: 200 unless paused."""
         return web.Response(status=503 if self._core.is_paused else 200)
 
-    async def ping(self) -> web.Response:
+    async def ping(self, request: web.Request) -> web.Response:
         """GET /ping: 200, also when paused."""
         return web.Response()
 
-    async def model_info(self) -> object:
+    async def model_info(self, request: web.Request) -> web.Response:
         """GET /model_info."""
         started_with = str(self._settings.model_path)
         names = {"model_path": str(self._model_path), "served_model_name": started_with, "tokenizer_path": started_with}
-        return names | {"is_generation": True, "weight_version": self._core.version}
+        return _json(names | {"is_generation": True, "weight_version": self._core.version})
 
-    async def server_info(self) -> object:
+    async def server_info(self, request: web.Request) -> web.Response:
         """GET /server_info: the settings, and the load in `internal_states`."""
         core = self._core
         about = msgspec.structs.asdict(self._settings) | {"model_path": str(self._settings.model_path), "version": "slimebus-cpu"}
@@ -237,10 +240,10 @@ class EngineServer:
             "is_paused": core.is_paused,
             "token_capacity": core.cache.budget_tokens,
         }
-        return about | {"context_length": core.model.max_tokens, "weight_version": core.version, "internal_states": [load]}
+        return _json(about | {"context_length": core.model.max_tokens, "weight_version": core.version, "internal_states": [load]})
 
 
-async def _typed(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
+async def _typed(request: web.Request, kind: type[Body]) -> Body:
     """The body. Raises ValueError for one that is malformed, or has a field that this engine could only ignore."""
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
@@ -251,3 +254,34 @@ async def _typed(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.St
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=_encode(value), status=status, content_type="application/json")
+
+
+def _asks_for_key(api_key: str) -> Any:
+    """SGLang's check: each call but a health check carries the key, where there is one."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        is_open = not api_key or request.path.startswith("/health")
+        if not is_open and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {api_key}".encode()):
+            return _json({"error": "Unauthorized"}, 401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    return check
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """SGLang's error shape, `{"error": {"message"}}`: 400 for what the request got wrong, 503 for a full queue.
+
+    A control call is carried out to its end although its client has gone: cut off half-way it would leave locks and weights half-way.
+    """
+    try:
+        work = handler(request)
+        response: web.StreamResponse = await (work if request.path == "/generate" else asyncio.shield(work))
+    except ValueError as error:
+        return _json({"error": {"message": str(error)}}, 400)
+    except QueueFull as error:
+        return _json({"error": {"message": str(error)}}, 503)
+    return response

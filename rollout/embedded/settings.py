@@ -18,6 +18,8 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     port: int
     max_running_requests: int
     max_queued_requests: int
+    max_prefill_tokens: int
     kv_cache_gb: float
     threads: int
+    served_dtype: str
     seed: int | None

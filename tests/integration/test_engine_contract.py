@@ -129,7 +129,7 @@ def test_a_stop_token_is_kept_in_the_output_and_cut_from_the_text(engine: Engine
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, ""), (True, "aaa")])
 def test_a_stop_string_ends_the_sequence_and_is_cut_from_the_text_alone(engine: Engine, no_stop_trim: bool, text: str):
     forced = {"temperature": 0.0, "max_new_tokens": 12, "logit_bias": {str(LETTER_A): 100.0}}
-    body = {"input_ids": PROMPTS[0], "sampling_params": {**forced, "stop": ["aaa"], "no_stop_trim": no_stop_trim}}
+    body = {"text": "hello", "sampling_params": {**forced, "stop": ["aaa"], "no_stop_trim": no_stop_trim}}
     status, answer = engine.post("/generate", body)
     assert status == 200
     assert answer["output_ids"] == [LETTER_A] * 3
@@ -160,8 +160,7 @@ def test_a_request_that_says_no_length_is_cut_at_the_contexts_end(engine: Engine
 
 
 @pytest.mark.parametrize(
-    "field",
-    [{"stream": True}, {"lora_path": "x"}, {"session_params": {"id": "x"}}, {"return_hidden_states": True}, {"token_ids_logprob": [1]}],
+    "field", [{"lora_path": "x"}, {"session_params": {"id": "x"}}, {"return_hidden_states": True}, {"token_ids_logprob": [1]}]
 )
 def test_what_the_embedded_engine_does_not_serve_is_refused(engine: Engine, field: dict[str, Any]):
     if engine.kind == "embedded":
@@ -187,6 +186,13 @@ def test_penalties_count_generated_tokens_and_are_part_of_the_logprobs(engine: E
         counts[token] += 1
 
 
+def test_n_samples_come_as_a_list_grouped_by_prompt(engine: Engine):
+    body = {"input_ids": [PROMPTS[0], PROMPTS[1]], "sampling_params": {**GREEDY, "n": 2}}
+    status, answers = engine.post("/generate", body)
+    assert status == 200
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [3, 3, 7, 7]
+
+
 def test_input_logprobs_score_the_prompt_and_the_first_is_null(engine: Engine):
     sampling = {"temperature": 0.0, "max_new_tokens": 1}
     body = {"input_ids": PROMPTS[1], "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
@@ -195,6 +201,24 @@ def test_input_logprobs_score_the_prompt_and_the_first_is_null(engine: Engine):
     assert [entry[1] for entry in scored] == PROMPTS[1]
     assert scored[0][0] is None
     assert all(entry[0] < 0 for entry in scored[1:])
+
+
+def test_a_stream_is_cumulative_and_ends_with_done(engine: Engine):
+    async def stream() -> list[bytes]:
+        body = {"input_ids": PROMPTS[0], "sampling_params": GREEDY, "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(engine.process.url + "/generate", json=body) as response:
+            return [line async for line in response.content if line.strip()]
+
+    import json
+
+    lines = asyncio.run(stream())
+    assert lines[-1].strip() == b"data: [DONE]"
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+    assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+    sizes = [len(chunk["output_ids"]) for chunk in chunks]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 12
 
 
 def test_abort_returns_what_was_generated_and_leaves_the_others(engine: Engine):

@@ -22,6 +22,8 @@ def core_of() -> Callable[..., Any]:
     """Builds an EngineCore on a model directory."""
 
     def build(path: Path, *, max_running: int = 8, kv_bytes: int = 1 << 24, seed: int = 0, **options: Any) -> Any:
+        import torch
+
         from rollout.embedded.core import EngineCore
         from rollout.embedded.kv_cache import KVCache
         from rollout.embedded.model import Model
@@ -30,8 +32,8 @@ def core_of() -> Callable[..., Any]:
         from rollout.embedded.scheduler import Scheduler
 
         config = ModelConfig.read(path)
-        cache = KVCache(config, kv_bytes)
-        model = Model(config, ModelWeights(path, config), config.context_length)
+        cache = KVCache(config, kv_bytes, torch.float32)
+        model = Model(config, ModelWeights(path, config, torch.float32), config.context_length)
         scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, fits=cache.fits)
         return EngineCore(model, cache, scheduler, seed=seed, **options)
 
@@ -46,7 +48,7 @@ def sequence_of() -> Callable[..., Any]:
         from rollout.embedded.sampling_params import SamplingParams
         from rollout.embedded.sequence import Sequence
 
-        asked = {name: params.pop(name) for name in ("logprob_start",) if name in params}
+        asked = {name: params.pop(name) for name in ("stream", "logprob_start") if name in params}
         sampling = SamplingParams.read({"temperature": 0.0, "max_new_tokens": 8, **params}, SHAPE["vocab_size"])
         return Sequence(rid, prompt, sampling, sampling.token_limit or 0, stop_ids, return_logprob=True, **asked)
 

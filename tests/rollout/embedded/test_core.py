@@ -112,6 +112,7 @@ def test_a_shared_prompt_is_computed_once_and_gives_every_copy_the_same(qwen3, c
     run(core)
     expected, _ = greedy(model, prompt, 8)
     assert [sequence.output_ids for sequence in sequences] == [expected] * 4
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0, *[len(prompt) - 1] * 3]
 
 
 def test_an_aborted_sequence_keeps_what_it_has_and_the_others_go_on(qwen3, core_of, sequence_of):
@@ -141,7 +142,7 @@ def test_a_retracted_sequence_ends_with_the_tokens_it_would_have_had(qwen3, core
     run(core)
     for sequence in sequences:
         tokens, logprobs = greedy(model, sequence.prompt, 9)
-        assert sequence.output_ids == tokens
+        assert (sequence.output_ids, sequence.num_retractions) == (tokens, 1)
         torch.testing.assert_close(sequence.output_logprobs, logprobs, atol=1e-5, rtol=0)
 
 

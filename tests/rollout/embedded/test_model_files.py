@@ -35,7 +35,7 @@ def read(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
 def test_bf16_is_read_as_float32_without_a_change(tensors, qwen3):
     config, saved = tensors
-    served = served_by(ModelWeights(qwen3[0], config))
+    served = served_by(ModelWeights(qwen3[0], config, torch.float32))
     assert all(torch.equal(served[name], saved[name].float()) for name in expected_shapes(config))
 
 
@@ -150,14 +150,14 @@ def test_what_changed_is_written_over_what_it_replaces_and_nothing_else_is_read(
     tensors, qwen3, folder: SharedFolder, monkeypatch: pytest.MonkeyPatch
 ):
     config, saved = tensors
-    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config)
+    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32)
     before, places = served_by(old), memory(old)
     changed = "model.layers.1.mlp.up_proj.weight"
     other = saved | {changed: saved[changed] + 1}
     newer = shared(folder, other, qwen3[0], version=1)
     read_names, read_one = [], ModelFiles.read
     monkeypatch.setattr(ModelFiles, "read", lambda self, name: read_names.append(name) or read_one(self, name))
-    new = ModelWeights(newer.directory, config, old=old)
+    new = ModelWeights(newer.directory, config, torch.float32, old=old)
     assert set(read_names) == {"model.layers.1.mlp.gate_proj.weight", changed}, "what is fused with it, too"
     assert all(torch.equal(values, saved[name].float()) for name, values in before.items()), "the old one is still in use"
     new.take_over()
@@ -165,27 +165,54 @@ def test_what_changed_is_written_over_what_it_replaces_and_nothing_else_is_read(
     assert all(torch.equal(values, other[name].float()) for name, values in served_by(new).items())
 
 
+def test_what_is_served_out_of_the_workers_memory_is_exchanged_and_not_written_to(tensors, qwen3, folder: SharedFolder):
+    config, saved = tensors
+    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.bfloat16)
+    norm = old.norm
+    changed = saved | {"model.norm.weight": saved["model.norm.weight"] + 1}
+    new = ModelWeights(shared(folder, changed, qwen3[0], version=1).directory, config, torch.bfloat16, old=old)
+    new.take_over()
+    assert torch.equal(new.norm, changed["model.norm.weight"])
+    assert torch.equal(norm, saved["model.norm.weight"])
+
+
 def test_a_checkpoint_is_the_first_version_already(tensors, qwen3, folder: SharedFolder):
     config, saved = tensors
-    start = ModelWeights(qwen3[0], config)
-    assert memory(ModelWeights(shared(folder, saved, qwen3[0]).directory, config, old=start)) == memory(start)
+    start = ModelWeights(qwen3[0], config, torch.float32)
+    assert memory(ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32, old=start)) == memory(start)
 
 
 def test_a_directory_from_elsewhere_after_a_shared_one_is_served(tensors, qwen3, folder: SharedFolder, tmp_path: Path):
     config, saved = tensors
-    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config)
+    old = ModelWeights(shared(folder, saved, qwen3[0]).directory, config, torch.float32)
     other = saved | {"model.norm.weight": saved["model.norm.weight"] + 1}
     save_file(other, tmp_path / "model.safetensors")
-    new = ModelWeights(tmp_path, config, old=old)
+    new = ModelWeights(tmp_path, config, torch.float32, old=old)
     new.take_over()
     assert torch.equal(new.norm, other["model.norm.weight"].float())
     assert new.embedding is old.embedding
 
 
+def test_served_as_stored_is_the_workers_memory(tensors, qwen3, folder: SharedFolder):
+    config, saved = tensors
+    version = shared(folder, saved, qwen3[0])
+    weights = ModelWeights(version.directory, config, torch.bfloat16)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+
+    def file_at(address: int) -> str:
+        spans = ((line.split("-")[0], line.split("-")[1].split()[0], line.split()[-1]) for line in maps)
+        return next((file for start, end, file in spans if int(start, 16) <= address < int(end, 16)), "")
+
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
+        assert file_at(memory(weights)[name]).endswith(version.tensors[name].file.name)
+    weights.norm.zero_()
+    assert torch.equal(ModelWeights(version.directory, config, torch.bfloat16).norm, saved["model.norm.weight"]), "the file never changes"
+
+
 def test_files_of_elsewhere_are_copied_for_they_may_change(tensors, qwen3, tmp_path: Path):
     config, saved = tensors
     save_file(saved, tmp_path / "model.safetensors")
-    weights = ModelWeights(tmp_path, config)
+    weights = ModelWeights(tmp_path, config, torch.bfloat16)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.write(bytes(file.seek(0, 2) - file.seek(0)))
     assert all(torch.equal(served, saved[name]) for name, served in served_by(weights).items())
@@ -199,7 +226,7 @@ def test_a_damaged_shared_tensor_is_refused_by_name(tensors, qwen3, folder: Shar
     tensor.file.chmod(0o600)
     tensor.file.write_bytes(damage(content))
     with pytest.raises(WeightsError, match=tensor.file.name):
-        ModelWeights(tensor.file.parent, config)
+        ModelWeights(tensor.file.parent, config, torch.float32)
 
 
 @pytest.mark.parametrize("change", ["unlink", "swap", "unnamed"])
@@ -217,11 +244,12 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tensors, qwen3, folder:
         said["metadata"]["hashes"].pop("model.norm.weight")
         index.write_text(json.dumps(said))
     with pytest.raises(WeightsError):
-        ModelWeights(version.directory, config)
+        ModelWeights(version.directory, config, torch.float32)
 
 
-def test_what_is_served_is_what_was_published(tensors, qwen3, folder: SharedFolder):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_served_is_what_was_published(tensors, qwen3, folder: SharedFolder, dtype: torch.dtype):
     config, saved = tensors
-    served = served_by(ModelWeights(shared(folder, saved, qwen3[0]).directory, config))
+    served = served_by(ModelWeights(shared(folder, saved, qwen3[0]).directory, config, dtype))
     assert served.keys() == saved.keys()
     assert all(torch.equal(values.to(torch.bfloat16), saved[name]) for name, values in served.items())

@@ -73,7 +73,7 @@ def test_penalties_follow_their_formulas(sequence_of):
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
-        ({"n": 2}, "unknown field `n`"),
+        ({"n": 0}, r"\$.n"),
         ({"top_k": 0, "temperature": 1e-5}, "top_k"),
         ({"min_new_tokens": 129}, "min_new_tokens"),
         ({"logit_bias": {"16": 1.0}}, "logit_bias"),

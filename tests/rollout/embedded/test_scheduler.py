@@ -56,3 +56,4 @@ def test_retracted_sequences_go_first_and_oldest_first(scheduler, sequence_of):
     scheduler.admit()
     scheduler.retract_all()
     assert list(scheduler.waiting) == sequences
+    assert [sequence.num_retractions for sequence in sequences] == [1, 1, 1, 1, 0]
