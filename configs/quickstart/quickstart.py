@@ -17,12 +17,12 @@ from typing import Any
 
 import click
 import yaml
-from curve import draw_curve
 from rich.console import Console
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.cli.config import resolve
 from slimebus.view import report
+from slimebus.view.chart import draw_curve
 from slimebus.view.local_run import LocalRun, describe
 from slimebus.view.report import result_table
 

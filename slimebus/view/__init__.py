@@ -1,1 +1,1 @@
-"""What a run shows of itself: live panel, result table, report, timeline."""
+"""What a run shows of itself: live panel, chart, result table, report, timeline."""

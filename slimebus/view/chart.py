@@ -1,4 +1,4 @@
-"""The picture of the quick start: accuracy, reward and lag over time, as one PNG."""
+"""The picture of a run: accuracy, reward and lag over time, as one PNG."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,11 +59,13 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(near) / len(near) for near in around]
 
 
-def spread(one: float, two: float, gap: float) -> tuple[float, float]:
-    """Two heights at least `gap` apart, moved evenly from where they are wanted: labels that do not overlap."""
+def spread(one: float, two: float, gap: float, least: float) -> tuple[float, float]:
+    """Two heights at least `gap` apart, moved evenly from where they are wanted, and lifted to `least`: labels that do not overlap."""
     missing = max(0.0, gap - abs(one - two)) / 2
     sign = 1 if one >= two else -1
-    return one + sign * missing, two - sign * missing
+    one, two = one + sign * missing, two - sign * missing
+    lift = max(0.0, least - min(one, two))
+    return one + lift, two + lift
 
 
 def _draw_learning(axes: "Axes", times: list[float], rewards: list[float], eval_times: list[float], evals: Rows) -> None:
@@ -78,7 +80,7 @@ def _draw_learning(axes: "Axes", times: list[float], rewards: list[float], eval_
     axes.tick_params(length=0, labelbottom=False)
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.spines[["top", "left", "right"]].set_visible(False)
-    accuracy_height, reward_height = spread(accuracies[-1], smooth[-1], 0.13)
+    accuracy_height, reward_height = spread(accuracies[-1], smooth[-1], 0.13, 0.05)
     _label(axes, accuracy_height, ACCURACY, f"accuracy {accuracies[-1]:.2f}", "held-out, greedy")
     _label(axes, reward_height, REWARD, f"reward {smooth[-1]:.2f}", "of the training samples")
 
