@@ -16,7 +16,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{file}: {error}; expected a Hugging Face model directory") from None
+        raise ConfigError(f"{file}: {getattr(error, 'strerror', error)}; expected a Hugging Face model directory") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
