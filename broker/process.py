@@ -28,7 +28,7 @@ from slimebus.cli.config.agreement import settings_of
 from slimebus.cli.config.check import evaluation_problems
 from slimebus.cli.config.file_checks import label_problems
 from slimebus.cli.config.load import raise_all
-from slimebus.cli.config.schema import is_reward_spread
+from slimebus.cli.dynamic_filter import is_reward_spread
 
 log = logging.getLogger("broker")
 

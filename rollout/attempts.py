@@ -22,7 +22,8 @@ from slimebus.bus.sample_table import check_group
 from slimebus.bus.samples import encode_group
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config.schema import RolloutConfig
-from slimebus.cli.metrics import BusyMeter, Spans
+from slimebus.cli.metrics import BusyMeter
+from slimebus.cli.spans import Spans
 
 log = logging.getLogger("rollout")
 

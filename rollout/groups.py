@@ -16,7 +16,8 @@ from rollout.tokenizer import Tokenizer
 from slimebus.bus.errors import HookError, ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
-from slimebus.cli.config.schema import RunConfig, is_reward_spread
+from slimebus.cli.config.schema import RunConfig
+from slimebus.cli.dynamic_filter import is_reward_spread
 
 log = logging.getLogger("rollout")
 

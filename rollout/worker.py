@@ -23,7 +23,8 @@ from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, Heartbeat, HeartbeatReply, Hint, Lease, LeasedGroup, LeaseReply, Welcome
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config import Resolved
-from slimebus.cli.metrics import MetricsWriter, Spans
+from slimebus.cli.metrics import MetricsWriter
+from slimebus.cli.spans import Spans
 from slimebus.weights.threads import num_threads
 
 log = logging.getLogger("rollout")

@@ -9,7 +9,7 @@ import logging
 import time
 
 from slimebus.cli.config import RunConfig
-from slimebus.cli.metrics import Spans
+from slimebus.cli.spans import Spans
 from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan, share_plan
 from trainer.broker_session import BrokerSession
 from trainer.checkpoint.schedule import CheckpointSchedule

@@ -14,7 +14,7 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.config.file_checks import trainer_problems
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.launch import end_with_parent
-from slimebus.cli.metrics import Spans
+from slimebus.cli.spans import Spans
 from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import saved_step
 from trainer.compat.cpu_compat import import_megatron

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.messages import MAX_BATCH_SIZE, Count, Positive, Scalar
-from slimebus.cli.config.load import describe
+from slimebus.cli.config.convert import describe
 from slimebus.cli.config.schema import NonNegative
 
 Sampling = dict[str, Scalar | list[str | int]]

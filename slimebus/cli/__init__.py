@@ -1,1 +1,1 @@
-"""The `slimebus` command: root, commands, config, hooks, logs, metrics."""
+"""The `slimebus` command: root, commands, config, hooks, logs, metrics, spans."""

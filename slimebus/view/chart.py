@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.formatting import duration
 from slimebus.view.report import Report, Rows
-from slimebus.view.trace import ACCURACY, GREY, INK, LAG, REWARD, RULE, STYLE, beside
+from slimebus.view.trace_chart import ACCURACY, GREY, INK, LAG, REWARD, RULE, STYLE, beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

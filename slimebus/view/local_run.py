@@ -19,7 +19,7 @@ from slimebus.cli.launch import Child, Fleet, free_port
 from slimebus.client.connect import visit
 from slimebus.view import report
 from slimebus.view.live_panel import LivePanel
-from slimebus.view.report import result_table
+from slimebus.view.result_table import result_table
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client

@@ -12,7 +12,8 @@ from typing import Any
 import click
 import pytest
 
-from slimebus.cli.config.flags import ConfigCommand, fields_of, sections
+from slimebus.cli.config.fields import fields_of, sections
+from slimebus.cli.config.flags import ConfigCommand
 from slimebus.cli.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, paths
 from slimebus.cli.root import root
 

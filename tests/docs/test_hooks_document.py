@@ -20,7 +20,7 @@ from rollout.response import Response, Task
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import resolve
-from slimebus.cli.config.flags import sections
+from slimebus.cli.config.fields import sections
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))

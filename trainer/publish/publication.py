@@ -15,7 +15,7 @@ from slimebus.bus.security.exposure import is_local
 from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config import Resolved
-from slimebus.cli.metrics import Spans
+from slimebus.cli.spans import Spans
 from slimebus.client import connect as joining
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import DiskChain

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from slimebus.bus.security.exposure import advertised
 from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.cli.config.schema import WeightsConfig
-from slimebus.cli.metrics import Spans
+from slimebus.cli.spans import Spans
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.pull.connection import with_key
 from slimebus.weights.store.server import WeightServer

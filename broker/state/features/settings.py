@@ -19,7 +19,7 @@ from broker.state.rules import Rules
 from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.messages import Scalar, Set, SetReply
-from slimebus.cli.config.load import describe
+from slimebus.cli.config.convert import describe
 
 MAX_CHANGES = 4096
 """Changes kept, by which a repeat of a request is known."""

@@ -33,7 +33,7 @@ def trace(
     if plot is None:
         return
     try:
-        from slimebus.view.trace import draw_trace
+        from slimebus.view.trace_chart import draw_trace
 
         draw_trace(spans, plot, begin_s=begin_s, end_s=end_s)
     except ModuleNotFoundError as absent:

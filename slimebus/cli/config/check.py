@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import MAX_BATCH_SIZE
 from slimebus.bus.security.exposure import check_bind
-from slimebus.cli.config.schema import REWARD_SPREAD, RunConfig, is_reward_spread
+from slimebus.cli.config.schema import RunConfig
+from slimebus.cli.dynamic_filter import REWARD_SPREAD, is_reward_spread
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 HOST = re.compile(r"[^\s/:]+|\[[^\]\s]+\]")

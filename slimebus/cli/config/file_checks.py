@@ -17,8 +17,9 @@ from slimebus.bus.errors import ConfigError, DataError, HookError
 from slimebus.bus.prompt_files import FileSpec, parse
 from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
 from slimebus.cli import hooks
-from slimebus.cli.config.load import Resolved, nearest
-from slimebus.cli.config.schema import is_reward_spread
+from slimebus.cli.config.convert import nearest
+from slimebus.cli.config.load import Resolved
+from slimebus.cli.dynamic_filter import is_reward_spread
 from slimebus.model_folder import read_config, vocabulary_problems
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")

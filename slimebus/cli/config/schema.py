@@ -346,12 +346,3 @@ def paths() -> dict[str, FieldInfo]:
         elif field.name not in OPEN_MAPS:
             found[field.name] = field
     return found
-
-
-REWARD_SPREAD = "check_reward_nonzero_std"
-"""The built-in dynamic sampling filter, by the name that slime's users know."""
-
-
-def is_reward_spread(path: str) -> bool:
-    """True for the built-in filter, also as slime's own import path; the broker applies it, and no worker loads it."""
-    return path.rpartition(":")[2].rpartition(".")[2] == REWARD_SPREAD and ".py:" not in path

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slimebus.cli.metrics import SCHEDSTAT, Spans
+from slimebus.cli.spans import SCHEDSTAT, Spans
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

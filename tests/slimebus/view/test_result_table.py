@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from slimebus.view.report import Result, result_table, rows
+from slimebus.view.result_table import Result, result_table, rows
 
 
 def result() -> Result:

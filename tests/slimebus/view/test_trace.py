@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.cli.commands.trace import trace as command
 from slimebus.view import trace
-from slimebus.view.trace import SpanRow, window
+from slimebus.view.trace import SpanRow
+from slimebus.view.trace_chart import window
 
 
 def span(name: str, begin: float, end: float, process: str = "trainer", **about: Any) -> SpanRow:

@@ -4,7 +4,7 @@ import pytest
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import resolve
-from slimebus.cli.config.flags import docstrings, sections
+from slimebus.cli.config.fields import docstrings, sections
 from slimebus.cli.config.schema import paths
 
 
