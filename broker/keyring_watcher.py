@@ -17,7 +17,7 @@ log = logging.getLogger("slimebus.broker")
 
 
 class Change(NamedTuple):
-    """What is new in the keys: names that may speak no more, public keys that went, and whether the broker has another pair."""
+    """What is new in the keys: names and public keys that were revoked, and whether the broker has another pair."""
 
     revoked: frozenset[str]
     is_narrower: bool
@@ -54,7 +54,7 @@ class KeyringWatcher:
 
 
 def security(endpoint: str, keyring: Keyring | None) -> dict[str, Any]:
-    """The status of the door: how connections are protected, how many keys are allowed, and what is wrong."""
+    """The `security` section of the status: how connections are protected, how many keys are allowed, and what is wrong."""
     if keyring is None:
         return {"transport": "plain", "keys": 0, "problem": insecure_note(endpoint)}
     return {"transport": "curve", "keys": len(keyring.grants), "problem": keyring.problem}

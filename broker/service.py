@@ -69,7 +69,7 @@ class Broker:
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         self.store, self.clock, self.frames = store, clock or SystemClock(), ReplyFrames(store, eval_rows or {}, self._with_own)
-        self.awake = SuspendTolerantClock(self.clock)
+        self.broker_clock = SuspendTolerantClock(self.clock)
         self.metrics = JsonLines(metrics_path)
         self._uncommitted: UncommittedBurst | None = None
         self._store_problem = ""
@@ -104,7 +104,7 @@ class Broker:
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
         gc.disable()  # a million groups are made here and none is garbage; looking for some doubles the time
         try:
-            machine.restore(rows, self.awake.now)
+            machine.restore(rows, self.broker_clock.now)
         except (Damaged, msgspec.DecodeError, UnicodeDecodeError) as bad:
             raise damaged_store(f"of run {self.server.run!r}", bad) from None
         finally:
@@ -125,7 +125,7 @@ class Broker:
             return self._run_uncommitted(self._uncommitted)
         before = self._store_problem
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s)))
-        now = self.awake.advance()
+        now = self.broker_clock.advance()
         effects: list[Effect] = []
         all_heard = len(requests) < self.server.burst
         if self.keys is not None:
@@ -135,7 +135,7 @@ class Broker:
             effects += self._apply(requests, now)
         deadline = self.machine.next_deadline()
         is_due = not requests or (deadline is not None and deadline <= now)
-        if is_due and self.awake.may_check_deadlines(all_heard=all_heard):
+        if is_due and self.broker_clock.may_check_deadlines(all_heard=all_heard):
             effects += self.machine.tick(now)
         try:
             self._perform(effects)
@@ -157,11 +157,11 @@ class Broker:
 
     def last_status(self) -> dict[str, Any]:
         """The status as it is now; also after close."""
-        return self._with_own(self.machine.status(self.awake.advance()))
+        return self._with_own(self.machine.status(self.broker_clock.advance()))
 
     def _wait_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
-        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.awake.advance()))
+        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.broker_clock.advance()))
 
     # --- effects ---
 
@@ -213,7 +213,7 @@ class Broker:
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):
-                self._perform(self.machine.lose_record(bad.table, bad.key, self.awake.advance()))
+                self._perform(self.machine.recover_record(bad.table, bad.key, self.broker_clock.advance()))
             self.server.answer(reply.to.peer, reply.to.request, error_reply(bad))
         else:
             self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
@@ -250,9 +250,9 @@ class Broker:
     def _run_uncommitted(self, burst: UncommittedBurst) -> int:
         requests = self.server.receive(min(MAX_IDLE_S, max(0.0, burst.retry_at - self.clock.monotonic())))
         now = self.clock.monotonic()
-        self.awake.advance()
+        self.broker_clock.advance()
         for request in requests:
-            self._emit(self.machine.answer_uncommitted(event_of(request), self.hints.last, burst.problem, self.awake.now), {})
+            self._emit(self.machine.answer_uncommitted(event_of(request), self.hints.last, burst.problem, self.broker_clock.now), {})
         if now >= burst.retry_at:
             self._retry(burst, now)
         return len(requests)

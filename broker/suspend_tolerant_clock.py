@@ -1,10 +1,10 @@
-"""Time as the broker lived it, and when it may judge who was silent."""
+"""Broker time, which stops while the machine is suspended, and when deadlines may be checked."""
 
 from slimebus.bus.clock import Clock
 
 LONGEST_TURN_S = 2.0
 """More than any turn of a healthy broker takes: it looks around twice a second."""
-MAX_UNJUDGED_S = 1.0
+MAX_UNCHECKED_S = 1.0
 """While requests come faster than they are read, deadlines are looked at once in this time all the same."""
 
 
@@ -16,7 +16,7 @@ class SuspendTolerantClock:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.now, self.judged_at = clock, 0.0, 0.0
+        self.clock, self.now, self.checked_at = clock, 0.0, 0.0
         self._seen = clock.monotonic()
 
     def advance(self) -> float:
@@ -25,12 +25,12 @@ class SuspendTolerantClock:
         passed_s, self._seen = seen - self._seen, seen
         self.now += min(max(0.0, passed_s), LONGEST_TURN_S)
         if not 0 <= passed_s <= LONGEST_TURN_S:
-            self.judged_at = self.now
+            self.checked_at = self.now
         return self.now
 
     def may_check_deadlines(self, *, all_heard: bool) -> bool:
         """True when deadlines may be looked at: everything that had arrived is read, or they waited long enough."""
-        is_time = all_heard or self.now - self.judged_at >= MAX_UNJUDGED_S
+        is_time = all_heard or self.now - self.checked_at >= MAX_UNCHECKED_S
         if is_time:
-            self.judged_at = self.now
+            self.checked_at = self.now
         return is_time

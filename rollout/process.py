@@ -16,7 +16,7 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.config.file_checks import worker_problems
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.launch import interrupt_on_sigterm
-from slimebus.client import connect as joining
+from slimebus.client import connect
 
 log = logging.getLogger("rollout")
 
@@ -28,12 +28,12 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     raise_all(worker_problems(resolved))
     if bind := resolved.config.weights.fanout_bind:
         check_bind(bind, "weights.fanout_bind", has_keys=resolved.keys_path is not None, insecure=resolved.config.security.insecure)
-    client = joining.client_of(resolved, broker, role="rollout", name=name or joining.process_name("worker"))
+    client = connect.client_of(resolved, broker, role="rollout", name=name or connect.process_name("worker"))
     client.rejoins = True
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
-        welcome = joining.join(client, "rollout", resolved.config.broker.connect_timeout_s)
-        joining.say_starting(client, welcome, "loads its tokenizer")
+        welcome = connect.join(client, "rollout", resolved.config.broker.connect_timeout_s)
+        connect.say_starting(client, welcome, "loads its tokenizer")
         tokenizer = Tokenizer(resolved.model_dir, apply_chat_template=resolved.config.data.apply_chat_template)
         uvloop.run(_run(resolved, client, welcome, tokenizer))
     except KeyboardInterrupt:

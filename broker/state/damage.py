@@ -35,7 +35,7 @@ def decoded(table: str, key: str, value: bytes | SlimebusError) -> Any:
     return record
 
 
-def lose_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
+def recover_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
     """A starting broker found rows damaged, as (table, key, why): what needs them is made again or let go, named and counted."""
     for table, key, why in sorted(lost, key=lambda row: row[0] != "steps"):  # a lost group is looked for in the steps
         state.tally(state.meta.counted, f"damaged rows of {table}")
@@ -71,7 +71,7 @@ def _make_step_again(state: State, key: str) -> None:
 def _lose_group(state: State, group_id: str) -> None:
     """A group of a step stays in it, so that the step can be committed: a trainer that fetches it finds its samples damaged."""
     if group_id.startswith("eval/"):
-        evaluation.lose_group(state, group_id, LOST_ROW)
+        evaluation.recover_group(state, group_id, LOST_ROW)
     elif state.find_ended(group_id) is None:
         prompt = prompts.find(state, group_id)
         group = Group(id=group_id, position=prompt.position if prompt is not None else 0)
@@ -84,7 +84,7 @@ def _lose_group(state: State, group_id: str) -> None:
         state.enter(group, f"lost>{group.phase} {LOST_ROW}")
 
 
-def lose_record(state: State, table: str, key: str) -> None:
+def recover_record(state: State, table: str, key: str) -> None:
     """A record of a group was found damaged or missing: it is made again from what is whole."""
     group = state.groups.by_id.get(key.partition("\n")[0])
     if group is None:

@@ -1,7 +1,7 @@
 """What becomes of a group: one row for each thing that can happen to it in each phase, and one function that carries it out.
 
 Three counters of a group end in its death: `failures` after max_attempts; `losses` (workers that vanished with it, in a row) and
-`times_stale` after PATIENCE x max_attempts. A worker that is killed or restarted says little about its groups, so it takes more of
+`times_stale` after LOSS_LIMIT_FACTOR x max_attempts. A worker that is killed or restarted says little about its groups, so it takes more of
 them; a prompt that kills each of its workers, or is too stale each time it is done, ends all the same.
 """
 
@@ -12,7 +12,8 @@ from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEU
 from slimebus.bus.envelope import one_line
 from slimebus.bus.errors import SlimebusError
 
-PATIENCE = 3
+LOSS_LIMIT_FACTOR = 3
+"""Of max_attempts: what a group may lose its workers, or be too stale, in a row."""
 
 
 class Fate(NamedTuple):
@@ -87,7 +88,7 @@ def fate_of(state: State, group: Group, cause: str) -> Fate:
         return fate
     count = getattr(group, fate.counts) + 1
     setattr(group, fate.counts, count)
-    limit = state.rules.max_attempts * (1 if fate.counts == "failures" else PATIENCE)
+    limit = state.rules.max_attempts * (1 if fate.counts == "failures" else LOSS_LIMIT_FACTOR)
     return DIE if count >= limit else fate
 
 

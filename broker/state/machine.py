@@ -70,7 +70,7 @@ class Machine:
         state.restore(records)
         settings.restore(state)
         evaluation.cancel_impossible(state)
-        damage.lose_rows(state, lost)
+        damage.recover_rows(state, lost)
         self._restart_deadlines()
         watchdog.restored(state)
 
@@ -108,7 +108,7 @@ class Machine:
     def apply(self, events: Sequence[Event], now: float, *, store_problem: str = "") -> list[Effect]:
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
-        Whoever waits is looked at once a burst: what the last request changed is what counts. `store_problem`: why the store takes no
+        Waiting requests are answered once a burst, after its last request. `store_problem`: why the store takes no
         samples now; empty when it does.
         """
         self.state.now, self.state.store_problem = now, store_problem
@@ -126,10 +126,10 @@ class Machine:
         clients.revoke_keys(self.state, keys)
         return self._settled()
 
-    def lose_record(self, table: str, key: str, now: float) -> list[Effect]:
+    def recover_record(self, table: str, key: str, now: float) -> list[Effect]:
         """A record of a group was found damaged or missing: it is made again from what is whole."""
         self.state.now = now
-        damage.lose_record(self.state, table, key)
+        damage.recover_record(self.state, table, key)
         return self._settled()
 
     def tick(self, now: float) -> list[Effect]:

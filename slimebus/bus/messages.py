@@ -293,7 +293,7 @@ class Publish(Message):
 class Batch(Message):
     """The groups of `step`: the same answer until it is committed. Parked at most `wait_s` seconds.
 
-    `trained`: the first step that this trainer has not committed; a broker that knows of fewer has lost its last moments and says so.
+    `trained`: the first step that this trainer has not committed; a broker that knows of fewer lost writes in a power cut and says so.
     """
 
     step: Count

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slimebus")
 
-PATIENCE_S = 5.0
+ANSWER_S = 5.0
 
 
 def broker_address(resolved: Resolved, given: str | None) -> str:
@@ -60,7 +60,7 @@ def join(client: "Client", role: str, timeout_s: float) -> Welcome:
     """Join; every few seconds log what is waited for. Differences of settings are logged. Raises Unreachable after `timeout_s`."""
     waited = 0.0
     while True:
-        patience = min(PATIENCE_S, timeout_s - waited)
+        patience = min(ANSWER_S, timeout_s - waited)
         try:
             welcome = client.join(role, timeout_s=patience)
         except Unreachable:

@@ -24,7 +24,7 @@ from slimebus.client.connect import join
 
 log = logging.getLogger("slimebus.consumer")
 
-PATIENCE_S = 30.0
+ANSWER_S = 30.0
 LONGEST_ASK_S = 60.0
 """Of one request; a longer read is made of several."""
 
@@ -133,17 +133,17 @@ class Consumer:
         SlimebusError `field_exists`.
         """
         put = PutFields(group=group.id, lease=group.lease)
-        answer = self.client.call(put, encode_fields(fields), timeout_s=2 * PATIENCE_S)
+        answer = self.client.call(put, encode_fields(fields), timeout_s=2 * ANSWER_S)
         return answer.expect(PutFieldsReply).result != "gone"
 
     def _ask(self, asked: Read) -> Reply:
         try:
-            return self.client.call(asked, timeout_s=asked.wait_s + PATIENCE_S)
+            return self.client.call(asked, timeout_s=asked.wait_s + ANSWER_S)
         except SlimebusError as bad:
             if bad.code != "position":
                 raise
             log.warning("%s", bad.text)
-            return self.client.call(msgspec.structs.replace(asked, after=0), timeout_s=asked.wait_s + PATIENCE_S)
+            return self.client.call(msgspec.structs.replace(asked, after=0), timeout_s=asked.wait_s + ANSWER_S)
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
         if reply.finished:

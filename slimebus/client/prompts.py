@@ -20,7 +20,7 @@ log = logging.getLogger("slimebus")
 KEYS = PromptKeys(tools="tools")
 BATCH_PROMPTS = 2048
 BATCH_BYTES = 4 * 1024 * 1024
-PATIENCE_S = 5.0
+ANSWER_S = 5.0
 
 
 class Pushed(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class PromptClient:
         """One push of at most 4096 records, sent until it is answered."""
         deadline, is_logged = time.monotonic() + self.timeout_s, False
         while True:
-            patience = min(PATIENCE_S, max(0.1, deadline - time.monotonic()))
+            patience = min(ANSWER_S, max(0.1, deadline - time.monotonic()))
             try:
                 return self._call(Push(key=key, front=front), records, patience)
             except SlimebusError as problem:

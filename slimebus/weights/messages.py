@@ -34,7 +34,7 @@ ServerAddress = Annotated[str, Meta(max_length=512, pattern=r"^(tcp://.*)?\Z")]
 
 
 class VersionGone(WeightsError):
-    """These bytes of that version can no longer be had; a new manifest says what can."""
+    """These bytes are no longer stored; a new manifest says what is."""
 
     code = "gone"
 
@@ -43,7 +43,7 @@ class ManifestRequest(Message):
     """What leads to your newest version from the one that I have? have_version NO_BASE: I have none.
 
     want: rather to this version, if you keep what leads there from mine, because another publisher is no further.
-    serves: the address at which I pass payloads on to others, empty: nowhere. avoid: sources that did not do.
+    serves: the address at which I pass payloads on to others, empty: nowhere. avoid: sources that failed.
     """
 
     have_lineage: str = ""
@@ -79,7 +79,7 @@ class ChunkRequest(Message):
 
 
 class ChunkReply(Message):
-    """One bulk frame for each piece asked for, in order. gone: indices of pieces that can no longer be had; their frames are empty.
+    """One bulk frame for each piece asked for, in order. gone: indices of pieces that are no longer stored; their frames are empty.
 
     later: the server is still pulling some piece itself; there are no frames, ask again. is_pulling: False while it has not asked for that
     version yet, which is worth a moment's wait and no more.

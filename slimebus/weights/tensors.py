@@ -94,7 +94,7 @@ class Weights:
 
 MAX_DIMENSIONS = 32
 MAX_BYTES = 1 << 62
-"""Beyond both nothing real lies; products of a shape that lies stay cheap."""
+"""Above any real tensor; they keep the size of a forged shape cheap to compute."""
 
 
 def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:

@@ -2,7 +2,7 @@
 
 from manual_clock import ManualClock
 
-from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNJUDGED_S, SuspendTolerantClock
+from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNCHECKED_S, SuspendTolerantClock
 
 
 def test_time_goes_on_while_turns_follow_each_other() -> None:
@@ -38,7 +38,7 @@ def test_under_constant_load_deadlines_are_looked_at_all_the_same() -> None:
     machine = ManualClock()
     awake = SuspendTolerantClock(machine)
     assert not awake.may_check_deadlines(all_heard=False)
-    machine.advance(MAX_UNJUDGED_S)
+    machine.advance(MAX_UNCHECKED_S)
     awake.advance()
     assert awake.may_check_deadlines(all_heard=False)
     assert not awake.may_check_deadlines(all_heard=False)

@@ -54,7 +54,7 @@ class BrokerProcess:
         rng, world = self.world.random, self.world
         monotonic_s = rng.choice([0.0, rng.uniform(-1e6, 1e6)])
         self.clock = MachineClock(world.timeline, monotonic_ahead_s=monotonic_s, wall_ahead_s=1e6 + self.wall_ahead_s)
-        self.awake = SuspendTolerantClock(self.clock)
+        self.broker_clock = SuspendTolerantClock(self.clock)
         self.machine = self.restored()
         meta = self.machine.state.meta
         self._last_hint = m.Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest)
@@ -69,7 +69,7 @@ class BrokerProcess:
     def restored(self) -> Machine:
         """A machine made from what is on the disk."""
         machine = Machine(self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.wall() * 1000))
-        machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.disk.scan(t)], self.awake.now)
+        machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.disk.scan(t)], self.broker_clock.now)
         return machine
 
     def crash(self, *, down_s: float, torn: int = 0) -> None:
@@ -108,7 +108,7 @@ class BrokerProcess:
         """One burst: receive, decide, commit, answer. Returns how many requests it had: long waits have thousands of turns without any."""
         assert self.machine is not None
         events = [self.inbox.popleft() for _ in range(min(BURST, len(self.inbox)))]
-        now = self.awake.advance()
+        now = self.broker_clock.advance()
         try:
             self._turn(self.machine, events, now)
         except Crashed:
@@ -130,7 +130,7 @@ class BrokerProcess:
             decided = machine.apply(part, now, store_problem=problem)
             watch.applied(machine, part, decided)
             effects += decided
-        if self.awake.may_check_deadlines(all_heard=len(events) < BURST):
+        if self.broker_clock.may_check_deadlines(all_heard=len(events) < BURST):
             watch.before_tick(machine)
             late = machine.tick(now)
             watch.ticked(machine, late)
@@ -157,7 +157,12 @@ class BrokerProcess:
             except StoreError as full:
                 self.world.trace("broker holds what the full disk does not take")
                 self.held = UncommittedBurst(
-                    writes=writes, effects=effects, problem=full, since=self.awake.now, retry_at=self.awake.now + RETRY_S, said_at=0.0
+                    writes=writes,
+                    effects=effects,
+                    problem=full,
+                    since=self.broker_clock.now,
+                    retry_at=self.broker_clock.now + RETRY_S,
+                    said_at=0.0,
                 )
                 return
             self._may_crash("committed")
@@ -218,7 +223,7 @@ class BrokerProcess:
             try:
                 bulk = [frame for part in reply.bulk for frame in self._frames(part)]
             except Damaged as gone:
-                self._perform(machine, machine.lose_record(gone.table, gone.key, self.awake.now))
+                self._perform(machine, machine.recover_record(gone.table, gone.key, self.broker_clock.now))
                 self.world.answer(reply.to, m.Error(code=gone.code, text=gone.text, retryable=gone.retryable), [])
             else:
                 self.world.answer(reply.to, reply.message, bulk)
@@ -250,5 +255,5 @@ class BrokerProcess:
             return
         self.is_over = machine.is_over and self.held is None
         deadline = machine.next_deadline()
-        idle_s = MAX_IDLE_S if deadline is None else min(MAX_IDLE_S, max(0.001, deadline - self.awake.now))
+        idle_s = MAX_IDLE_S if deadline is None else min(MAX_IDLE_S, max(0.001, deadline - self.broker_clock.now))
         self._wake_at = self.world.now + idle_s

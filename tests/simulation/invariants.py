@@ -11,7 +11,7 @@ from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.machine import Machine
 from broker.state.records import Client
-from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNJUDGED_S
+from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNCHECKED_S
 from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Invariants:
         self._check_records(state)
         self._check_indexes(state)
         self._check_deadlines(state)
-        machine.status(self.world.broker.awake.now)
+        machine.status(self.world.broker.broker_clock.now)
 
     def _check_prompts(self, state: State) -> None:
         source, meta = self.world.scenario.source, state.meta
@@ -305,9 +305,9 @@ class Invariants:
         timers = set(state.timers._deadline)
         needed: set[Any] = {("unconfirmed lease", lease) for held in state.groups.by_worker.values() for lease in held.unconfirmed}
         needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
-        overdue_s = self.world.broker.awake.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
+        overdue_s = self.world.broker.broker_clock.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
         held_s = 10.0  # while a full disk holds the broker, nobody is judged
-        require(overdue_s <= LONGEST_TURN_S + MAX_UNJUDGED_S + held_s, f"a lease outlives its deadline by {overdue_s:.1f} s")
+        require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S + held_s, f"a lease outlives its deadline by {overdue_s:.1f} s")
         needed |= {(table.name, key) for table in _parked(state) for key in table}
         needed |= {("client", name) for name in state.clients}
         leak = {key for key in timers - needed if key[1] is not None and (key[0] != "leases of" or key[1] not in state.groups.by_worker)}

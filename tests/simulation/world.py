@@ -143,7 +143,7 @@ class World:
 
     def _picture(self) -> Any:
         machine = self.broker.machine
-        return "the broker is down" if machine is None else machine.status(self.broker.awake.now)["waiting"]
+        return "the broker is down" if machine is None else machine.status(self.broker.broker_clock.now)["waiting"]
 
     def _check_end(self) -> None:
         trained, rules = self.trainer.trained, self.rules

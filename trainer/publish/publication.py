@@ -16,7 +16,7 @@ from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config import Resolved
 from slimebus.cli.spans import Spans
-from slimebus.client import connect as joining
+from slimebus.client import connect
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.store.version_store import VersionStore
@@ -43,7 +43,7 @@ class Publication:
 
     def __init__(self, resolved: Resolved, policy: Policy, client: Client | None, spans: Spans, broker: str | None = None) -> None:
         self.resolved, self.config, self.policy, self.spans = resolved, resolved.config, policy, spans
-        self.broker = joining.broker_address(resolved, broker)
+        self.broker = connect.broker_address(resolved, broker)
         self.lineage = ""
         self.part: RankPart | None = None
         self.coordinator: Coordinator | None = None
@@ -68,7 +68,7 @@ class Publication:
             keyring = PullKeyring.of(self._client)
             self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
         elif chain is None and self.resolved.keys_path is not None:
-            self._key_client = joining.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
+            self._key_client = connect.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
             keyring = PullKeyring(self._key_client)
         store = VersionStore(
             keep=KEPT_VERSIONS,
@@ -105,7 +105,7 @@ class Publication:
         return self.coordinator.metrics if self.coordinator is not None else {}
 
     def wait(self) -> None:
-        """Until this rank's part of the last version is told of; on rank 0, until the version is announced. Raises what went wrong."""
+        """Until this rank's part of the last version is reported; on rank 0, until the version is announced. Raises what went wrong."""
         if self.part is not None:
             self.part.wait()
 

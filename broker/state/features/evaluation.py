@@ -136,7 +136,7 @@ def give_up_group(state: State, group: Group, reason: str) -> None:
     _close(state, group, f"given up: {reason}")
 
 
-def lose_group(state: State, group_id: str, reason: str) -> None:
+def recover_group(state: State, group_id: str, reason: str) -> None:
     """The record of an evaluation group is lost: its samples count as failed."""
     for running in _running(state):
         dataset = next((name for name in running.tallies if group_id.startswith(f"eval/{running.serial}/{name}/")), None)

@@ -164,14 +164,14 @@ def broker_keys(folder: Path) -> list[str]:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Let a key in no more. Raises UsageError when there is none."""
+    """Revoke a key. Raises UsageError when there is none."""
     allowed = read_allow_list(folder / ALLOWED)
     _entry(folder, allowed, name).revoked = True
     write_allow_list(folder / ALLOWED, allowed)
 
 
 def rotate(folder: Path, name: str, *, grace_s: float) -> Path:
-    """Replace a key pair; the older one is let in for `grace_s` seconds more. Returns the file to copy."""
+    """Replace a key pair; the older one stays valid for `grace_s` seconds. Returns the file to copy."""
     allowed = read_allow_list(folder / ALLOWED)
     entry = _entry(folder, allowed, name)
     entry.previous, entry.previous_until = (entry.public, time.time() + grace_s) if grace_s > 0 else ("", 0.0)

@@ -25,7 +25,7 @@ class RefusalLimiter:
         self._window_ends = 0.0
 
     def refused(self, peer: bytes) -> bool:
-        """Count a refusal; True for the one that was the last straw."""
+        """Count a refusal; True when this one reaches the limit."""
         if self.clock() >= self._window_ends or len(self._refusals) >= self.max_peers:
             self._refusals.clear()
             self._window_ends = self.clock() + self.window_s

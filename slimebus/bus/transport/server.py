@@ -58,7 +58,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a server holds in memory at most, besides MAX_REPLIES replies that wait for one peer.
 
     max_connections: open at once. max_queued: messages of one connection that wait to be looked at, before TCP makes its sender
-    wait. burst_bytes: bulk after which a burst ends: whoever asks for little waits for no more than so much to reach the disk, and at
+    wait. burst_bytes: bulk after which a burst ends: a small request waits for at most that much to reach the disk, and at
     some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of large replies on their way (transport/unsent.py).
     """
 

@@ -41,7 +41,7 @@ PART_FILE = re.compile(r"([0-9]+)-([0-9]+)\.(full|delta)")
 CHAIN_FILE = re.compile(rf"latest\.json|{PART_FILE.pattern}|\.({PART_FILE.pattern}|latest\.json)\.[0-9]+\.unfinished")
 LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,128}")
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_WRITE_PAUSE_S = 0.02, 1.0, 10.0
-PATIENCE_S = 300.0
+UNAVAILABLE_S = 300.0
 """So long a publisher tries again where the directory is full or cannot be reached."""
 
 
@@ -107,7 +107,9 @@ class DiskChain:
     seconds, and each step may be repeated: the same is written again.
     """
 
-    def __init__(self, root: Path, lineage: str, *, keep: int = 8, part: int = 0, parts: int = 1, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, root: Path, lineage: str, *, keep: int = 8, part: int = 0, parts: int = 1, patience_s: float = UNAVAILABLE_S
+    ) -> None:
         self.folder, self.keep, self.part, self.parts = chain_dir(root, lineage), keep, part, parts
         self._patience_s, self._closing = patience_s, threading.Event()
         self._written = self._full = NO_BASE

@@ -5,7 +5,7 @@
     releases the lock                       pull what is still missing: usually nothing
 
 No worker trusts another: manifests, and with them hashes, come from the publisher, and each worker hashes what it takes. The kernel
-releases the lock of a killed worker; a worker that shows no sign of life for PATIENCE_S is not waited for.
+releases the lock of a killed worker; a worker that shows no sign of life for LOCK_SILENCE_S is not waited for.
 """
 
 import logging
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slimebus.weights")
 
-PATIENCE_S = 10.0
+LOCK_SILENCE_S = 10.0
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.1
 
 
@@ -76,9 +76,9 @@ class HostPullSharing:
                 )
             if self._lock.stamp() != stamp:
                 stamp, heard_at = self._lock.stamp(), now
-            if now - heard_at > PATIENCE_S:
+            if now - heard_at > LOCK_SILENCE_S:
                 log.warning("%s on this host, which pulls from %s, was not heard of for %.0f s; not waiting for it",
-                            self._lock.owner(), self._place, PATIENCE_S)  # fmt: skip
+                            self._lock.owner(), self._place, LOCK_SILENCE_S)  # fmt: skip
                 self._hung = stamp  # until it shows another sign of life
                 return False
             if cancelled.wait(look_s):

@@ -97,7 +97,7 @@ class WeightServerConnection:
         return answers
 
     def _parse(self, frames: list[memoryview]) -> list[Answer]:
-        """Only what answers a request is a sign of life: whoever talks of other things is as good as silent."""
+        """Only answers to a request reset the stall timer."""
         try:
             got = envelope.decode(frames, TYPES)
         except SlimebusError as bad:
@@ -202,7 +202,7 @@ def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float
 
 MAX_PIECES = 64
 LATER_STALLS = 10
-"""A source that says `later` for so many stall times, and sends nothing, does not do."""
+"""A source that only answers `later` for this many stall times is dropped."""
 BEGIN_S = 1.0
 """So long a source that has not asked for the version yet, and sends nothing, is waited for."""
 LATER_PAUSE_S = 0.02
@@ -211,7 +211,7 @@ BUSY = "busy"
 
 
 class BadSource(Again):
-    """A worker that payloads were to come from did not do; its publisher has them too. is_past: it does for newer versions."""
+    """A worker failed as a source of payloads; its publisher has them too. is_past: it may serve newer versions."""
 
     def __init__(self, source: str, why: str, *, is_past: bool = False) -> None:
         super().__init__(f"worker {source} {why}; its publisher is asked")
@@ -287,7 +287,7 @@ class Stream:
         self.pending[self.connection.send(chunk.request)] = chunk
 
     def _postpone(self, chunk: Chunk, patience_s: float) -> None:
-        """The source is there, but has nothing yet; that is not believed for ever."""
+        """The source has nothing yet; after `patience_s` seconds of that it counts as bad."""
         if self.source and self.quiet_s > patience_s:
             raise BadSource(self.source, f"has had nothing for {self.quiet_s:.0f} s")
         self._later.append((time.monotonic() + LATER_PAUSE_S, chunk))

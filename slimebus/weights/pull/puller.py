@@ -35,7 +35,7 @@ CHUNK_BYTES = 1 << 20
 MAX_SOURCES = 8
 """Connections to other workers that are kept."""
 MAX_AVOIDED = 16
-"""Workers that did not do and are not pulled from; the one that is longest ago is tried again."""
+"""Workers that failed and are not pulled from; the one that failed longest ago is tried again."""
 MAX_ASKERS = 32
 """Publishers that are asked for their manifest at once; each may have to merge a chain first."""
 MIN_POOLED_BYTES = 1 << 18

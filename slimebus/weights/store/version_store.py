@@ -24,7 +24,7 @@ from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, TensorForm
 from slimebus.weights.threads import Stages, Threads
 
 KEPT_FRACTION = 0.5
-"""Of the model's size: what merged deltas take at most. Who pulls one that had to go asks for the manifest, and so for the merge, again."""
+"""Of the model's size: what merged deltas take at most. Who pulls an evicted one asks for the manifest again, which merges it again."""
 
 
 class Delta(NamedTuple):
@@ -327,7 +327,7 @@ class VersionStore:
     def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
         """The payload of a tensor as a manifest of that version named it. It stays what it is for as long as it is stored.
 
-        Raises VersionGone when it can no longer be had.
+        Raises VersionGone when it is no longer stored.
         """
         history = self._require_history()
         newest = history[-1].info.version

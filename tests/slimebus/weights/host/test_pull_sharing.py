@@ -139,7 +139,7 @@ WeightPuller([{server.endpoint!r}], host=host).pull(deadline_s=60)
 def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(
     store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_sharing, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(pull_sharing, "LOCK_SILENCE_S", 0.3)
     published = store.publish(values(1))
     hanging = HostPullSharing(SharedFolder(tmp_path), server.endpoint)
     hanging.begin()
@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(
     waiting = join()
     have = waiting.pull(deadline_s=30)
     assert have.digest == published.digest
-    monkeypatch.setattr(pull_sharing, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(pull_sharing, "LOCK_SILENCE_S", 1000.0)
     newer = store.publish(values(2))
     assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
     hanging.end()
@@ -163,7 +163,7 @@ def test_a_lock_file_that_cannot_be_opened_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path], None],
 ) -> None:
-    monkeypatch.setattr(pull_sharing, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(pull_sharing, "LOCK_SILENCE_S", 0.1)
     published = store.publish(values(1))
     puller = join()
     assert puller._host is not None
