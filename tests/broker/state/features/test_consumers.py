@@ -182,6 +182,19 @@ def test_cursors_are_bounded_and_the_one_furthest_behind_goes_first(desk: Any) -
     assert "c7" not in desk.state.consumers
 
 
+def test_a_consumer_that_fell_silent_in_a_read_is_forgotten_with_its_read(critic: Any) -> None:
+    number = critic.send("critic", m.Read(count=1, wait_s=600.0))
+    critic.pass_time(critic.rules.client_timeout_s + 1)
+    for i in range(consumers.MAX_CONSUMERS):
+        critic.join(f"c{i}", "consumer")
+        read(critic, name=f"c{i}")
+    assert "critic" not in critic.state.consumers
+    assert critic.status["parked"] == []
+    critic.join("w", "rollout", instance="2")
+    critic.fill(1)
+    assert number not in critic.answers
+
+
 def test_consumers_stand_in_the_status(critic: Any) -> None:
     critic.fill(4)
     first = read(critic, count=3)
