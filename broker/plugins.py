@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slimebus.bus.errors import HookError
+from slimebus.cli.hooks import text_of
 
 log = logging.getLogger("broker")
 
@@ -14,12 +15,12 @@ SLOW_S = 0.1
 
 
 def call_plugin(name: str, plugin: Callable[..., Any], *given: Any) -> Any:
-    """What the plug-in returns. Raises HookError with its name for whatever it raises."""
+    """What the plug-in returns. Raises HookError with its name for whatever it raises, SystemExit too."""
     started = time.monotonic()
     try:
         answer = plugin(*given)
-    except Exception as bad:  # a plug-in may fail in any way
-        raise HookError(f"{name} failed: {type(bad).__name__}: {bad}") from bad
+    except BaseException as bad:  # signals set a flag in the broker: none of these is a Ctrl-C
+        raise HookError(f"{name} failed: {type(bad).__name__}: {text_of(bad)}") from bad
     if (took := time.monotonic() - started) > SLOW_S:
         log.warning("%s took %.2f s; the broker answers nobody meanwhile", name, took)
     return answer

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout import partials, rewards
 from rollout.engines.pool import Engines
-from rollout.plugins import Plugin, PluginError, failure, text_of
+from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response, Task, normalise, to_sample
 from rollout.tokenizer import Tokenizer
 from slimebus.bus.errors import HookError, ProtocolError, SlimebusError
@@ -18,6 +18,7 @@ from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.cli.config.schema import RunConfig
 from slimebus.cli.dynamic_filter import is_reward_spread
+from slimebus.cli.hooks import text_of
 
 log = logging.getLogger("rollout")
 

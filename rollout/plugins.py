@@ -19,10 +19,10 @@ import rollout
 import slimebus
 from slimebus.bus.errors import HookError
 from slimebus.cli import hooks
+from slimebus.cli.hooks import text_of
 
 CANCEL_S = 6.0
 """How long a cancelled plug-in may clean up; then it is left behind."""
-SHOWN = 300
 
 INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARIES = [sysconfig.get_path("stdlib"), *(str(Path(module.__file__ or "").parent) for module in (rollout, slimebus))]
@@ -133,16 +133,6 @@ def user_line(error: BaseException, function: Callable[..., Any] | None = None) 
 
 def _is_library(file: str) -> bool:
     return any(file.startswith(f"{folder}/") for folder in _LIBRARIES) or not INSTALLED.isdisjoint(Path(file).parts)
-
-
-def text_of(value: object) -> str:
-    """What an exception says, or how any other value prints; short, and whatever it does when it is asked."""
-    try:
-        text = str(value) if isinstance(value, BaseException) else repr(value)
-    except BaseException:  # noqa: BLE001  the plug-in's own class says it
-        text = f"(a {type(value).__name__} that cannot be printed)"
-    text = text if len(text) <= SHOWN else text[:SHOWN] + "..."
-    return text.encode(errors="replace").decode()  # lone surrogates cannot be sent
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout.plugins import Plugin, PluginError, text_of
+from rollout.plugins import Plugin, PluginError
 from rollout.response import Response, reward_number
 from slimebus.bus.errors import UsageError
 from slimebus.bus.sample_table import MAX_REWARD
+from slimebus.cli.hooks import text_of
 
 BUILT_IN = {"exact": "rollout.rewards.exact:reward", "math": "rollout.rewards.math:reward", "random": "rollout.rewards.random:reward"}
 

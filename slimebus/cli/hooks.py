@@ -13,6 +13,8 @@ from typing import Any
 
 from slimebus.bus.errors import HookError
 
+SHOWN = 300
+
 
 def load(path: str, *, base: Path | None = None, arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """The callable at `path`: in a file or module of the folder `base` (that of the run's YAML), or in an installed package.
@@ -80,8 +82,14 @@ def _from_file(path: str, file_name: str, base: Path | None) -> ModuleType:
 
 def _broken(path: str, where: str, bad: BaseException) -> HookError:
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(bad.__traceback__)]
+    return HookError(f"hook {path!r}: {where} failed when loaded, at {lines[-1]}: {type(bad).__name__}: {text_of(bad)}")
+
+
+def text_of(value: object) -> str:
+    """What an exception says, or how any other value prints; short, and whatever it does when it is asked."""
     try:
-        text = str(bad)
+        text = str(value) if isinstance(value, BaseException) else repr(value)
     except BaseException:  # noqa: BLE001  the plug-in's own class says it
-        text = "(its text cannot be shown)"
-    return HookError(f"hook {path!r}: {where} failed when loaded, at {lines[-1]}: {type(bad).__name__}: {text}")
+        text = f"(a {type(value).__name__} that cannot be printed)"
+    text = text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text.encode(errors="replace").decode()  # lone surrogates cannot be sent

@@ -1,8 +1,11 @@
 """A user's source, well and badly behaved."""
 
+import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -100,6 +103,33 @@ def test_a_take_that_fails_changes_nothing(trouble: str, reason: str) -> None:
     prompt = source.take(1)
     assert prompt is not None
     assert msgspec.msgpack.decode(prompt.record)["prompt"] == "p2", "none was lost"
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("method", ["take", "save", "feedback"])
+@pytest.mark.parametrize(
+    "problem",
+    [SystemExit(3), asyncio.CancelledError(), Unprintable(), OSError("no file a\udc80")],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_whatever_a_source_raises_is_a_failure_that_can_be_shown(method: str, problem: BaseException) -> None:
+    hook = Counting()
+    source = HookSource("h", hook)
+    good = getattr(hook, method)
+    setattr(hook, method, Mock(side_effect=problem))
+    with contextlib.suppress(HookError):
+        source.take(0)
+    source.feedback(_result(0))
+    source.saved()
+    report = source.report()
+    assert report["last_failure"].startswith(f"{method} failed: {type(problem).__name__}")
+    msgspec.json.encode(report)
+    setattr(hook, method, good)
+    assert source.take(1) is not None
 
 
 def test_many_prompts_of_a_burst_encode_the_state_twice_and_not_for_each_prompt() -> None:

@@ -214,11 +214,12 @@ def test_a_buffer_filter_is_offered_only_what_is_fresh_enough(new_desk: Any) -> 
         ("0/0", "gave str; expected a list"),
         ([0, 1], "expected a list of group ids"),
         (HookError("buffer filter f.py:f: KeyError: 'x'"), "KeyError"),
+        (SystemExit("enough"), "SystemExit: enough"),
     ],
 )
 def test_a_bad_answer_of_a_buffer_filter_is_refused_counted_and_the_run_goes_on(new_desk: Any, answer: Any, text: str) -> None:
     def bad(groups: Sequence[ReadyGroup], batch: BatchWanted) -> Any:
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
