@@ -67,6 +67,16 @@ def test_commands_load_nothing_heavy() -> None:
     assert not [str(f.relative_to(ROOT)) for f in files if roots(imports(f)) & HEAVY]
 
 
+LOWER = [("slimebus/weights/store", "slimebus.weights.pull")]
+"""A folder, and what it must not import: that imports the folder."""
+
+
+@pytest.mark.parametrize(("folder", "upper"), LOWER)
+def test_what_others_build_on_imports_none_of_them(folder: str, upper: str) -> None:
+    assert sources(folder)
+    assert not {str(f.relative_to(ROOT)) for f in sources(folder) for name in imports(f) if f"{name}.".startswith(f"{upper}.")}
+
+
 def test_modules_do_not_import_in_circles() -> None:
     modules = {}
     for package in ("slimebus", *ROLES):

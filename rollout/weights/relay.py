@@ -5,7 +5,8 @@ from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config.schema import WeightsConfig
 from slimebus.weights.pull.connection import with_key
-from slimebus.weights.store.server import RelayPayloads, WeightServer
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.store.server import WeightServer
 
 
 class WeightRelay:

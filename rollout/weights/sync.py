@@ -24,7 +24,7 @@ from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import SCHEME, DiskPuller, chain_dir
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion
-from slimebus.weights.pull.plan import PullLoop
+from slimebus.weights.pull.pull_loop import PullLoop
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.tensors import Weights
 

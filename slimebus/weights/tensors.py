@@ -145,3 +145,10 @@ def digest_of(forms: Iterable[TensorForm]) -> str:
     """
     ordered = sorted(forms, key=lambda tensor: tensor.name)
     return hash_bytes("".join(f"{t.name} {t.dtype} {','.join(map(str, t.shape))} {t.hash}\n" for t in ordered).encode())
+
+
+class Target(NamedTuple):
+    """The version that a round is about."""
+
+    lineage: str
+    version: int

@@ -23,9 +23,9 @@ from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
-from slimebus.weights.pull.plan import Job, Plan, Target
+from slimebus.weights.pull.plan import Job, Plan
 from slimebus.weights.store.version_store import Delta, entry_of
-from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Tensor, Weights, checksum, digest_of
+from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Target, Tensor, Weights, checksum, digest_of
 
 MAGIC = b"SLMBDF01"
 HEAD_BYTES = 32

@@ -27,9 +27,10 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import DELTA, SAME, Manifest
-from slimebus.weights.pull.plan import Again, Plan, PullLoop, Target
+from slimebus.weights.pull.plan import Plan
+from slimebus.weights.pull.pull_loop import Again, PullLoop
 from slimebus.weights.store.version_store import VersionStore
-from slimebus.weights.tensors import NO_BASE, Weights, checksum
+from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum
 
 log = logging.getLogger("slimebus.weights")
 

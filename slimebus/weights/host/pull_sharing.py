@@ -22,7 +22,8 @@ from slimebus.weights.messages import TensorEntry
 from slimebus.weights.tensors import checksum
 
 if TYPE_CHECKING:
-    from slimebus.weights.pull.plan import Plan, Target
+    from slimebus.weights.pull.plan import Plan
+    from slimebus.weights.tensors import Target
 
 log = logging.getLogger("slimebus.weights")
 

@@ -1,10 +1,4 @@
-"""A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop.
-
-The chunks of a pull on their way through it: asked for, put in their places, asked for again.
-
-    jobs --cut--> chunks --`credits` of them in flight--> replies --> bytes in their places --> complete jobs
-                    ^------ later, busy, silence -----------'
-"""
+"""A puller's connection to one weight server: a blocking DEALER, because bulk data does not belong on an event loop."""
 
 import contextlib
 import logging
@@ -12,9 +6,9 @@ import random
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import zmq
 
@@ -25,8 +19,7 @@ from slimebus.bus.security.exposure import is_local
 from slimebus.bus.security.key_file import KeyPair
 from slimebus.bus.transport.curve import end_watch, handshakes, refusal, watch_handshakes
 from slimebus.bus.transport.dealer import connect
-from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Piece
-from slimebus.weights.pull.plan import Again, Job, Target
+from slimebus.weights.messages import TYPES
 
 log = logging.getLogger("slimebus.weights")
 
@@ -198,145 +191,3 @@ def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float
     for connection in connections:
         poller.register(connection.socket, zmq.POLLIN)
     poller.poll(round(1000 * timeout_s))
-
-
-MAX_PIECES = 64
-LATER_STALLS = 10
-"""A source that only answers `later` for this many stall times is dropped."""
-BEGIN_S = 1.0
-"""So long a source that has not asked for the version yet, and sends nothing, is waited for."""
-LATER_PAUSE_S = 0.02
-BUSY = "busy"
-"""The error of a server that has too much on its way to others already; as good as `later`."""
-
-
-class BadSource(Again):
-    """A worker failed as a source of payloads; its publisher has them too. is_past: it may serve newer versions."""
-
-    def __init__(self, source: str, why: str, *, is_past: bool = False) -> None:
-        super().__init__(f"worker {source} {why}; its publisher is asked")
-        self.source, self.is_past = source, is_past
-
-
-class Chunk(NamedTuple):
-    """One request and where the bytes of its answer belong: job, offset, length of each piece."""
-
-    request: ChunkRequest
-    places: list[tuple[Job, int, int]]
-
-
-def chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[Chunk]:
-    """The jobs cut into requests of chunk_bytes; small payloads share one."""
-    places: list[tuple[Job, int, int]] = []
-    room = chunk_bytes
-    for job in jobs:
-        offset, size = 0, job.missing_bytes
-        while offset < size:
-            length = min(room, size - offset)
-            places.append((job, offset, length))
-            offset, room = offset + length, room - length
-            if room == 0 or len(places) == MAX_PIECES:
-                yield _chunk(places, target)
-                places, room = [], chunk_bytes
-    if places:
-        yield _chunk(places, target)
-
-
-def _chunk(places: list[tuple[Job, int, int]], target: Target) -> Chunk:
-    pieces = [Piece(job.entry.name, job.base_version, offset, length) for job, offset, length in places]
-    return Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
-
-
-class Stream:
-    """The chunks of the jobs of one connection, in flight."""
-
-    def __init__(self, connection: WeightServerConnection, jobs: Sequence[Job], chunks: Iterator[Chunk], credits: int) -> None:
-        self.connection, self.jobs, self._chunks, self._credits = connection, jobs, chunks, credits
-        self.source = jobs[0].source if jobs else ""
-        self.pending: dict[int, Chunk] = {}
-        self._later: deque[tuple[float, Chunk]] = deque()
-        self._useful_at = time.monotonic()
-        self.gone = ""
-
-    def fill(self, *, more: bool) -> bool:
-        """Send requests up to the credits, if any more; False when nothing is left to send or to wait for."""
-        if not self.pending:
-            self.connection.listen()
-        while self._later and self._later[0][0] <= time.monotonic():
-            self._send(self._later.popleft()[1])
-        while more and len(self.pending) + len(self._later) < self._credits:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._send(chunk)
-        return bool(self.pending or self._later)
-
-    @property
-    def quiet_s(self) -> float:
-        """Since something useful came."""
-        return time.monotonic() - self._useful_at
-
-    @property
-    def lack(self) -> str:
-        """For people: what has not come, and from whom."""
-        total, missing = sum(job.size for job in self.jobs), sum(job.missing_bytes for job in self.jobs)
-        problem = f": {self.connection.refusal}" if self.connection.refusal else ""
-        return f"{self.connection.endpoint} had not sent {missing} of {total} bytes, and nothing for {self.quiet_s:.1f} s{problem}"
-
-    def _send(self, chunk: Chunk) -> None:
-        self.pending[self.connection.send(chunk.request)] = chunk
-
-    def _postpone(self, chunk: Chunk, patience_s: float) -> None:
-        """The source has nothing yet; after `patience_s` seconds of that it counts as bad."""
-        if self.source and self.quiet_s > patience_s:
-            raise BadSource(self.source, f"has had nothing for {self.quiet_s:.0f} s")
-        self._later.append((time.monotonic() + LATER_PAUSE_S, chunk))
-
-    def receive(self, counts: Counter[str]) -> list[Job]:
-        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
-        complete: list[Job] = []
-        for request_id, message, bulk in self.connection.receive(0):
-            chunk = self.pending.pop(request_id, None)
-            if chunk is None:
-                continue
-            if isinstance(message, ChunkReply) and not message.later:
-                complete += self._take(chunk, message, bulk, counts)
-            elif isinstance(message, ChunkReply):
-                self._postpone(chunk, LATER_STALLS * self.connection.stall_s if message.is_pulling else BEGIN_S)
-            elif not isinstance(message, SlimebusError):
-                raise self._wrong(f"answered a chunk request with {type(message).__name__}")
-            elif message.code == BUSY:
-                self._postpone(chunk, LATER_STALLS * self.connection.stall_s)
-            elif message.retryable or self.source:
-                raise self._wrong(f"answered: {message.text}")
-            else:
-                raise message
-        if self.pending and self.connection.is_stalled:
-            if self.source:
-                raise BadSource(self.source, "does not answer")
-            self.connection.reconnect()
-            lost, self.pending = self.pending, {}
-            for chunk in lost.values():
-                self._send(chunk)
-        return complete
-
-    def _wrong(self, what: str) -> Again:
-        return BadSource(self.source, what) if self.source else Again(f"{self.connection.endpoint} {what}")
-
-    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[Job]:
-        """Put the pieces where they belong. A job with a piece that is gone never completes."""
-        complete: list[Job] = []
-        gone = set(reply.gone)
-        expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
-        if [len(frame) for frame in bulk] != expected:
-            raise self._wrong("answered a chunk request with other pieces than asked for")
-        for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
-            if index in gone:
-                self.gone = job.entry.name
-                continue
-            self._useful_at = time.monotonic()
-            job.put(offset, frame)
-            counts["received_bytes"] += length
-            if not job.missing_bytes:
-                complete.append(job)
-        return complete

@@ -21,10 +21,12 @@ from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, W
 from slimebus.bus.security.key_file import KeyPair
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
-from slimebus.weights.pull.connection import LATER_PAUSE_S, BadSource, Stream, WeightServerConnection, chunks, wait_for_any
-from slimebus.weights.pull.plan import Again, Job, Plan, PullLoop, Target
-from slimebus.weights.store.server import RelayPayloads
-from slimebus.weights.tensors import NO_BASE, Weights
+from slimebus.weights.pull.connection import WeightServerConnection, wait_for_any
+from slimebus.weights.pull.plan import Job, Plan
+from slimebus.weights.pull.pull_loop import Again, PullLoop
+from slimebus.weights.pull.stream import LATER_PAUSE_S, BadSource, Stream, chunks
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.tensors import NO_BASE, Target, Weights
 from slimebus.weights.threads import Threads
 
 log = logging.getLogger("slimebus.weights")

@@ -16,10 +16,11 @@ from slimebus.bus import envelope, protocol
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Error, Message
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest
-from slimebus.weights.pull import connection as connection_module
+from slimebus.weights.pull import stream as stream_module
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store import version_store as store_module
-from slimebus.weights.store.server import RelayPayloads, WeightServer
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Weights
 
@@ -252,7 +253,7 @@ def naming(store: VersionStore, source: str) -> Any:
 
 @pytest.mark.parametrize("answer", GARBAGE, ids=lambda answer: answer.__name__)
 def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(connection_module, "LATER_STALLS", 3)
+    monkeypatch.setattr(stream_module, "LATER_STALLS", 3)
     values = noise(0.1)
     store = VersionStore()
     store.publish({"w": values})

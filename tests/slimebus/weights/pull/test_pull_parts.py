@@ -10,11 +10,11 @@ import pytest
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.messages import Manifest, ManifestRequest
-from slimebus.weights.pull.plan import Target
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.server import RelayPayloads, WeightServer
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
-from slimebus.weights.tensors import NO_BASE
+from slimebus.weights.tensors import NO_BASE, Target
 
 Model = dict[str, Any]
 

@@ -12,11 +12,11 @@ from slimebus.bus.security.key_file import KeyPair, make_pair
 from slimebus.bus.security.key_folder import grant
 from slimebus.weights.messages import ManifestRequest
 from slimebus.weights.pull.connection import WeightServerConnection, with_key
-from slimebus.weights.pull.plan import Target
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.server import RelayPayloads, WeightServer
+from slimebus.weights.store.relay_payloads import RelayPayloads
+from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
-from slimebus.weights.tensors import Weights
+from slimebus.weights.tensors import Target, Weights
 
 
 class Worker:

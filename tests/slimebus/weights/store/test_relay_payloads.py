@@ -3,8 +3,8 @@
 import pytest
 
 from slimebus.weights.messages import VersionGone
-from slimebus.weights.pull.plan import Target
-from slimebus.weights.store.server import NotYet, RelayPayloads
+from slimebus.weights.store.relay_payloads import NotYet, RelayPayloads
+from slimebus.weights.tensors import Target
 
 NOW = Target("L", 7)
 

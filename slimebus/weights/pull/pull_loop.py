@@ -1,0 +1,107 @@
+"""What every puller does: rounds, until one ends with a verified version, the deadline comes, or somebody cancels."""
+
+import logging
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+
+from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.weights.host.pull_sharing import HostPullSharing
+from slimebus.weights.pull.plan import Plan
+from slimebus.weights.tensors import Weights
+from slimebus.weights.threads import Stages
+
+log = logging.getLogger("slimebus.weights")
+
+LOG_EVERY_S = 10.0
+
+
+class Again(Exception):
+    """Not an error: the pull goes round once more. The plan no longer holds; what is verified stays.
+
+    is_news: False for one that says less than what was wrong before.
+    """
+
+    def __init__(self, text: str, *, is_news: bool = True) -> None:
+        super().__init__(text)
+        self.is_news = is_news
+
+
+class PullLoop(ABC):
+    """Used by one thread at a time; `cancel` and `close` may come from others. place: what is pulled from, for people.
+
+    host: the workers of this host, which pull once for all of them; tensors then come to be in its folder.
+    stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
+    else. What is verified beside the wire is in neither.
+    counts: since it was made, received_bytes, delta_tensors, full_tensors, wrong_bytes, rounds, from_workers (rounds whose payloads came
+    from other workers), bad_sources; neighbour_tensors, neighbour_bytes: from other workers of this host, through shared memory.
+    """
+
+    def __init__(self, place: str, host: HostPullSharing | None) -> None:
+        self._place, self._host = place, host
+        self._cancelled = threading.Event()
+        self._pulling = threading.Lock()
+        self._unfinished: Plan | None = None
+        self.counts: Counter[str] = Counter()
+        self.stages = Stages()
+
+    @abstractmethod
+    def _round(self, plan: Plan, deadline: float) -> Weights:
+        """One attempt. Raises Again for the next, and SlimebusError where none would help."""
+
+    def pull(self, have: Weights | None = None, deadline_s: float = 60.0) -> Weights:
+        """The newest complete version; `have` itself when it is that.
+
+        Survives lost connections, restarted servers and newer versions that appear meanwhile. Raises WeightsError when no version
+        verified within deadline_s seconds; what did verify is not pulled again by the next pull from the same `have`.
+        """
+        with self._pulling:
+            self.stages = Stages()
+            plan, self._unfinished = self._unfinished, None
+            if plan is None or plan.have is not have:
+                plan = Plan(have, folder=self._host.folder if self._host else None, counts=self.counts)
+            if self._host is not None:
+                self._host.begin()
+            try:
+                return self._pull(plan, deadline_s)
+            except SlimebusError as bad:
+                self._unfinished = plan.rested()
+                if isinstance(bad, WeightsError):
+                    raise
+                raise WeightsError(bad.text, code=bad.code, retryable=bad.retryable) from None
+            finally:
+                if self._host is not None:
+                    self._host.end()
+
+    def _pull(self, plan: Plan, deadline_s: float) -> Weights:
+        said_at = time.monotonic()
+        deadline, reason, in_vain = said_at + deadline_s, "", 0
+        while not self._cancelled.is_set():
+            verified_before = plan.num_verified
+            try:
+                return self._round(plan, deadline)
+            except Again as again:
+                reason = str(again) if again.is_news or not reason else reason
+            self.counts["rounds"] += 1
+            in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
+            now = time.monotonic()
+            if now >= deadline:
+                raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self._place}: {reason}")
+            if now - said_at > LOG_EVERY_S:
+                said_at = now
+                log.warning("no verified version from %s so far: %s", self._place, reason)
+            self._cancelled.wait(_pause_s(in_vain))
+        raise WeightsError("the pull was cancelled")
+
+    def cancel(self) -> None:
+        """End a pull that another thread waits for; for good."""
+        self._cancelled.set()
+
+    close = cancel
+
+
+def _pause_s(in_vain: int) -> float:
+    """Jittered, from 5 ms to half a second while rounds verify nothing."""
+    return random.uniform(0.5, 1.0) * min(0.5, 0.005 * 2.0 ** min(in_vain, 10))
