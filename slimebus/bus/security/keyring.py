@@ -13,8 +13,9 @@ from typing import Protocol
 import msgspec
 
 from slimebus.bus.errors import ProtocolError, UsageError
+from slimebus.bus.security.allow_list import Grant, Grants, grant, grants_of, read_allow_list
 from slimebus.bus.security.key_file import BROKER, KeyPair, is_key, read_key
-from slimebus.bus.security.key_folder import ALLOWED, BROKER_KEY, Grant, Grants, grant, grants_of, read_allow_list
+from slimebus.bus.security.key_folder import ALLOWED, BROKER_KEY
 from slimebus.bus.security.roles import ROLES
 
 log = logging.getLogger("slimebus.security")

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import Future
 
 from slimebus.bus.messages import Keys, KeysReply
-from slimebus.bus.security.key_folder import Grants
+from slimebus.bus.security.allow_list import Grants
 from slimebus.bus.security.keyring import grants_from
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply

@@ -17,7 +17,7 @@ from zmq.backend import Socket as PlainSocket
 from slimebus.bus import envelope
 from slimebus.bus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.bus.messages import TYPES, Error, Hello, Message
-from slimebus.bus.security.key_folder import Grant
+from slimebus.bus.security.allow_list import Grant
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.security.roles import JOINS_AS, PULL
 from slimebus.bus.transport.authenticator import ConnectionAuthenticator

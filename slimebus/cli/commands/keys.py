@@ -9,8 +9,8 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.bus.security import key_folder
+from slimebus.bus.security.allow_list import Entry, read_allow_list
 from slimebus.bus.security.key_file import BROKER
-from slimebus.bus.security.key_folder import Entry, read_allow_list
 from slimebus.bus.security.roles import ROLES
 from slimebus.cli.formatting import columns
 

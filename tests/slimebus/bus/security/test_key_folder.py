@@ -1,6 +1,5 @@
 """The folder of keys: what is written, who can read it, what changes and what is refused."""
 
-import json
 import stat
 import time
 from pathlib import Path
@@ -9,10 +8,10 @@ import pytest
 
 from slimebus.bus.errors import UsageError
 from slimebus.bus.security import key_folder
+from slimebus.bus.security.allow_list import grants_of, read_allow_list
 from slimebus.bus.security.credentials import credentials_at, credentials_of
 from slimebus.bus.security.exposure import check_bind, insecure_note, is_local
 from slimebus.bus.security.key_file import read_key
-from slimebus.bus.security.key_folder import grants_of, read_allow_list
 from slimebus.bus.security.keyring import FolderKeyring, grants_from, rows_of
 from slimebus.cli.config import resolve
 
@@ -107,35 +106,6 @@ def test_the_brokers_key_changes_in_two_steps(folder: Path) -> None:
     key_folder.switch_broker(folder)
     assert read_key(folder / "broker.key").public == upcoming == (folder / "broker.pub").read_text().strip()
     assert read_key(folder / "trainer.key").broker == [upcoming]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "not an allow-list"),
-        ('{"clients": {"a": {"role": "king", "public": "x"}}}', "a: role 'king'"),
-        ('{"clients": {"a": {"role": "rollout", "public": "x"}}}', "a: 'x' is not a public key"),
-    ],
-)
-def test_a_wrong_allow_list_is_named_and_a_broker_that_runs_keeps_the_one_before(folder: Path, text: str, why: str) -> None:
-    keyring = FolderKeyring(folder)
-    before = keyring.grants
-    (folder / "allowed.json").write_text(text)
-    keyring.refresh()
-    assert (keyring.grants, why in keyring.problem) == (before, True)
-    with pytest.raises(UsageError, match=why):
-        FolderKeyring(folder)
-    (folder / "allowed.json").unlink()
-    keyring.refresh()
-    assert (keyring.grants, "no such allow-list" in keyring.problem) == (before, True)
-
-
-def test_one_public_key_under_two_names_is_refused(folder: Path) -> None:
-    tree = json.loads((folder / "allowed.json").read_text())
-    tree["clients"]["copy"] = tree["clients"]["rollout"]
-    (folder / "allowed.json").write_text(json.dumps(tree))
-    with pytest.raises(UsageError, match="have the same public key; give each its own"):
-        FolderKeyring(folder)
 
 
 def test_a_key_is_found_by_role_and_of_two_of_one_role_a_file_is_named(folder: Path, tmp_path: Path) -> None:
