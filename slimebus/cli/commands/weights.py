@@ -30,9 +30,9 @@ def weights() -> None:
 @as_json_option
 def list_(path: Path, as_json: bool) -> None:
     """List the tensors of PATH, or the versions of a chain."""
-    from slimebus.weights.files import inspection
+    from slimebus.weights.files import listing
 
-    rows = inspection.rows_of(path)
+    rows = listing.rows_of(path)
     shown = [["x".join(map(str, cell)) if isinstance(cell, list) else cell for cell in row.values()] for row in rows]
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(columns(shown, list(rows[0]) if rows else ())))
 
@@ -48,14 +48,14 @@ def diff(a: Path, b: Path, out: Path | None, exact: bool, as_json: bool) -> None
 
     Only bfloat16 and float16 tensors have steps; a changed tensor of another dtype travels whole.
     """
-    from slimebus.weights.files import delta_file, inspection
+    from slimebus.weights.files import comparison, delta_file
 
     base, target = _read(a, exact=exact), _read(b, exact=exact)
-    found = inspection.compare(base, target)
+    found = comparison.compare(base, target)
     if out is not None:
         manifest, payloads = delta_file.between(base, target)
         found["file"] = {"path": str(out), "bytes": delta_file.write(out, manifest, payloads)}
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspection.lines(found)))
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(comparison.lines(found)))
 
 
 @weights.command()
@@ -64,11 +64,11 @@ def diff(a: Path, b: Path, out: Path | None, exact: bool, as_json: bool) -> None
 @click.argument("out", type=click.Path(path_type=Path))
 def apply(a: Path, delta: Path, out: Path) -> None:
     """Apply the file DELTA to the model A and write the result as the model directory OUT; every tensor is verified."""
-    from slimebus.weights.files import delta_file, inspection
+    from slimebus.weights.files import delta_file, listing
     from slimebus.weights.files.safetensors_file import write_model
 
     found = delta_file.read(delta)
-    made = delta_file.apply(found, delta_file.base_for(found, inspection.read(a)))
+    made = delta_file.apply(found, delta_file.base_for(found, listing.read(a)))
     write_model(out, made.tensors, config_from=a if (a / "config.json").is_file() else None)
     click.echo(f"{out}: {len(made.tensors)} tensors, {made.size_bytes} bytes, digest {made.digest}")
 
@@ -80,9 +80,9 @@ def apply(a: Path, delta: Path, out: Path) -> None:
 @click.pass_context
 def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None) -> None:
     """Check every byte of PATH against its hashes. Exit code 1 when something is wrong."""
-    from slimebus.weights.files import inspection
+    from slimebus.weights.files import listing, verification
 
-    found, problems = inspection.verify(path, None if base is None else inspection.read(base))
+    found, problems = verification.verify(path, None if base is None else listing.read(base))
     if digest and digest != found:
         problems.append(f"the digest is {found or 'unknown'}, expected {digest}")
     for problem in problems:
@@ -94,7 +94,7 @@ def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None
 
 def _read(path: Path, *, exact: bool) -> "Weights":
     from slimebus.weights.codec.rounding import rounded
-    from slimebus.weights.files import inspection
+    from slimebus.weights.files import listing
     from slimebus.weights.files.safetensors_file import as_weights
 
-    return as_weights({name: tensor if exact else rounded(tensor) for name, tensor in inspection.read(path).items()})
+    return as_weights({name: tensor if exact else rounded(tensor) for name, tensor in listing.read(path).items()})

@@ -14,7 +14,7 @@ from slimebus_command import slimebus
 from slimebus.bus.errors import WeightsError
 from slimebus.cli.commands.weights import weights
 from slimebus.cli.root import main
-from slimebus.weights.files import inspection
+from slimebus.weights.files import listing
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.files.safetensors_file import as_weights, read_model, write_file, write_model
 from slimebus.weights.store.version_store import VersionStore
@@ -201,7 +201,7 @@ def test_what_cannot_be_read_is_named_with_exit_code_2(
     def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(inspection, "rows_of", refused)
+    monkeypatch.setattr(listing, "rows_of", refused)
     monkeypatch.setattr(sys, "argv", ["slimebus", "weights", "ls", str(pair[0])])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,131 +1,17 @@
-"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain; whether every byte is right;
-and what changed between two versions: how many values, by how much, in which layers, and what each codec makes of it.
-"""
+"""What changed between two versions: how many values, by how much, in which layers, and what each codec makes of it."""
 
-import contextlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.cli.formatting import columns
 from slimebus.weights.codec import delta_codec
-from slimebus.weights.codec.rounding import rounded
-from slimebus.weights.files import delta_file, disk_chain
-from slimebus.weights.files.safetensors_file import as_weights, read_model
-from slimebus.weights.messages import DELTA, SAME
-from slimebus.weights.tensors import DTYPE_BYTES, NO_BASE, STEPPED_DTYPES, Tensor, TensorForm, Weights, checksum, hash_bytes
-
-
-def is_chain(path: Path) -> bool:
-    """True for the folder of a lineage."""
-    return path.is_dir() and ((path / disk_chain.LATEST).is_file() or bool(disk_chain.part_files(path)))
-
-
-def _is_file(path: Path) -> bool:
-    """True for what leads to a version, or is one: by its name or by how it begins."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return path.suffix in (".delta", ".full") or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
-
-
-def read(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a model, of a .full file, or of the newest version of a chain. Raises WeightsError and OSError."""
-    if is_chain(path):
-        return disk_chain.DiskPuller(path).pull(None, 1.0).tensors
-    if not _is_file(path):
-        return read_model(path)
-    found = delta_file.read(path)
-    if found.manifest.base != NO_BASE:
-        raise FatalWeightsError(
-            f"{path} is a delta to version {found.manifest.version}: it has what changed and no model; expected a model directory, "
-            "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it"
-        )
-    return delta_file.apply(found, None).tensors
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
-    if is_chain(path):
-        return list(_version_rows(path))
-    if _is_file(path):
-        return [
-            {**_form_row(e.form), "kind": e.kind, "bytes": e.size, "changed": e.num_changed} for e in delta_file.read(path).manifest.tensors
-        ]
-    forms = sorted(as_weights(read_model(path)).forms, key=lambda form: natural(form.name))
-    return [{**_form_row(form), "bytes": form.size} for form in forms]
-
-
-def _form_row(form: TensorForm) -> dict[str, Any]:
-    return {**form._asdict(), "shape": list(form.shape)}
-
-
-def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    for file in disk_chain.part_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
-            size, manifest = file.stat().st_size, delta_file.read(file).manifest
-            yield {
-                "version": manifest.version,
-                "file": file.name,
-                "kind": file.suffix[1:],
-                "lineage": manifest.lineage,
-                "base": manifest.base,
-                "bytes": size,
-                "tensors": len(manifest.tensors),
-                "changed": sum(entry.num_changed for entry in manifest.tensors),
-                "digest": manifest.digest,
-            }
-
-
-def verify(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
-    """The digest of what lies there, and what is wrong with it, one line each; every byte is read. float32 counts as it is published."""
-    try:
-        if is_chain(path):
-            return _verify_chain(path)
-        if _is_file(path):
-            return _verify_file(path, base)
-        return as_weights({name: rounded(tensor) for name, tensor in read_model(path).items()}).digest, []
-    except WeightsError as bad:
-        return "", [bad.text]
-
-
-def _verify_file(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
-    found = delta_file.read(path)
-    if base is not None or found.manifest.base == NO_BASE:
-        start = None if base is None else delta_file.base_for(found, base)
-        return delta_file.apply(found, start).digest, []
-    problems = []
-    for entry in found.manifest.tensors:
-        payload = b"".join(found.payloads.get(entry.name, ()))
-        is_right = checksum(payload) == entry.payload_hash if entry.kind == DELTA else hash_bytes(payload) == entry.hash
-        if entry.kind != SAME and not is_right:
-            problems.append(f"tensor {entry.name!r} does not have the bytes that its manifest says")
-    return found.manifest.digest, problems
-
-
-def _verify_chain(folder: Path) -> tuple[str, list[str]]:
-    """From the newest full copy delta by delta to the newest version, and each older delta for itself."""
-    latest = disk_chain.read_latest(folder)
-    if latest is None:
-        return "", [f"no {disk_chain.LATEST}"]
-    problems = []
-    for file in [file for file, version in disk_chain.part_files(folder).items() if version <= latest.version]:
-        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
-            problems += [f"{file.name}: {text}" for text in verify(file, None)[1]]
-    latest = disk_chain.read_latest(folder) or latest
-    needed = [*latest.files(latest.full, "full"), *latest.delta_files(latest.full)]
-    missing = [f"{name} is missing" for name in needed if not (folder / name).is_file()]
-    problems += missing if disk_chain.read_latest(folder) == latest else []
-    return ("", problems) if problems else (disk_chain.DiskPuller(folder).pull(None, 1.0).digest, [])
-
+from slimebus.weights.tensors import DTYPE_BYTES, STEPPED_DTYPES, Tensor, Weights
 
 LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.")
 BOUNDS = (1, 2, 3, 8, 15, 64, 256, 1 << 16)

@@ -1,0 +1,73 @@
+"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimebus.bus.errors import FatalWeightsError
+from slimebus.weights.files import delta_file, disk_chain
+from slimebus.weights.files.comparison import natural
+from slimebus.weights.files.safetensors_file import as_weights, read_model
+from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm
+
+
+def is_chain(path: Path) -> bool:
+    """True for the folder of a lineage."""
+    return path.is_dir() and ((path / disk_chain.LATEST).is_file() or bool(disk_chain.part_files(path)))
+
+
+def is_version_file(path: Path) -> bool:
+    """True for what leads to a version, or is one: by its name or by how it begins."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix in (".delta", ".full") or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
+
+
+def read(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a model, of a .full file, or of the newest version of a chain. Raises WeightsError and OSError."""
+    if is_chain(path):
+        return disk_chain.DiskPuller(path).pull(None, 1.0).tensors
+    if not is_version_file(path):
+        return read_model(path)
+    found = delta_file.read(path)
+    if found.manifest.base != NO_BASE:
+        raise FatalWeightsError(
+            f"{path} is a delta to version {found.manifest.version}: it has what changed and no model; expected a model directory, "
+            "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it"
+        )
+    return delta_file.apply(found, None).tensors
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
+    if is_chain(path):
+        return list(_version_rows(path))
+    if is_version_file(path):
+        return [
+            {**_form_row(e.form), "kind": e.kind, "bytes": e.size, "changed": e.num_changed} for e in delta_file.read(path).manifest.tensors
+        ]
+    forms = sorted(as_weights(read_model(path)).forms, key=lambda form: natural(form.name))
+    return [{**_form_row(form), "bytes": form.size} for form in forms]
+
+
+def _form_row(form: TensorForm) -> dict[str, Any]:
+    return {**form._asdict(), "shape": list(form.shape)}
+
+
+def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in disk_chain.part_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
+            size, manifest = file.stat().st_size, delta_file.read(file).manifest
+            yield {
+                "version": manifest.version,
+                "file": file.name,
+                "kind": file.suffix[1:],
+                "lineage": manifest.lineage,
+                "base": manifest.base,
+                "bytes": size,
+                "tensors": len(manifest.tensors),
+                "changed": sum(entry.num_changed for entry in manifest.tensors),
+                "digest": manifest.digest,
+            }
