@@ -233,6 +233,10 @@ def leave(state: State, client: Client, reason: str, *, cause: str = "worker lef
     """Take back what a client holds and waits for."""
     for group in state.groups.leased_by(client.name):
         end_lease(state, group, cause, reason)
+    _end_waits(state, client)
+
+
+def _end_waits(state: State, client: Client) -> None:
     for key in state.waiting_leases.of(client.name):
         state.waiting_leases.take(key)
     state.waiting_reads.take(client.name)
@@ -264,6 +268,7 @@ def on_silence(state: State, name: str) -> None:
 
 def _forget(state: State, client: Client) -> None:
     del state.clients[client.name]
+    _end_waits(state, client)
     state.timers.cancel(("client", client.name))
     _keep(state, client)
     if client.name == state.pace.trainer:

@@ -64,7 +64,7 @@ def deal(state: State) -> None:
     kinds = _open_kinds(state, refused)
     if not kinds:
         return
-    waits = (waiting for waiting in state.waiting_leases.values() if waiting.kind in kinds and _is_live(state, waiting))
+    waits = (waiting for waiting in state.waiting_leases.values() if waiting.kind in kinds and is_present(state.clients[waiting.client]))
     line = deque((waiting, waiting.message.want * state.rules.samples_per_prompt) for waiting in waits)
     granted: dict[Address, list[Group]] = {}
     while line:
@@ -96,14 +96,8 @@ def _open_kinds(state: State, refused: Refused) -> set[Kind]:
     return {
         waiting.kind
         for waiting in state.waiting_leases.one_of_each_kind()
-        if waiting.client in state.clients
-        and (_next_evaluated(state, waiting) is not None or (has_prompt and not _is_refused(state, waiting, refused)))
+        if _next_evaluated(state, waiting) is not None or (has_prompt and not _is_refused(state, waiting, refused))
     }
-
-
-def _is_live(state: State, waiting: Waiting[Lease]) -> bool:
-    client = state.clients.get(waiting.client)
-    return client is not None and is_present(client)
 
 
 def _fits_one_more(state: State, groups: list[Group]) -> bool:

@@ -123,3 +123,21 @@ def test_the_status_makes_one_reason_for_leases_that_wait_for_the_same(crowd: An
     assert made.count <= 4
     assert any(line.startswith("200 workers wait for a lease: ") for line in status["waiting"])
     assert len([row for row in status["parked"] if row["kind"] == "lease"]) == 200
+
+
+def test_a_silent_worker_that_makes_room_for_another_takes_its_waiting_request_with_it(new_desk: Any) -> None:
+    """It was the newest of its kind, and one request of a kind stands for all."""
+    desk = new_desk(max_staleness=float("inf"), buffer_capacity=4, max_clients=3)
+    desk.begin()
+    desk.fill(4)
+    desk.join("w2", "rollout")
+    ask = m.Lease(want=1, wait_s=600.0, needs_weights=False)
+    number, _ = desk.send("w", ask), desk.send("w2", ask)
+    for _ in range(40):
+        desk.pass_time(1.0)
+        for name in ("t", "w"):
+            desk.ask(name, m.Heartbeat())
+    desk.join("w3", "rollout")
+    assert "w2" not in desk.state.clients
+    desk.train(0)
+    assert len(desk.answers[number].groups) == 1
