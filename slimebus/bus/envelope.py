@@ -54,9 +54,15 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode(message: Message, *, id: int, run: str = "", sender: str = "", epoch: int = 0, v: int = PROTOCOL_VERSION) -> bytes:
-    """The header frame of `message`, in protocol version `v`. Raises ProtocolError when it would exceed the header bound."""
-    body = msgspec.Raw(_encoder.encode(message))
-    frame = _encoder.encode(Header(v=v, type=wire_name(type(message)), id=id, run=run, sender=sender, epoch=epoch, body=body))
+    """The header frame of `message`, in protocol version `v`.
+
+    Raises ProtocolError when it would exceed the header bound, or has what msgpack cannot hold.
+    """
+    try:
+        body = msgspec.Raw(_encoder.encode(message))
+        frame = _encoder.encode(Header(v=v, type=wire_name(type(message)), id=id, run=run, sender=sender, epoch=epoch, body=body))
+    except (TypeError, ValueError, OverflowError, RecursionError) as bad:
+        raise ProtocolError(f"{wire_name(type(message))} cannot be sent: {bad}") from None
     if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"{wire_name(type(message))}: header of {len(frame)} bytes, at most {MAX_HEADER_BYTES}; "

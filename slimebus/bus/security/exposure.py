@@ -18,7 +18,7 @@ OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
 def is_address(text: str) -> bool:
     """True for tcp://HOST:PORT with a port of 0 to 65535, or another transport's address."""
     found = ADDRESS.fullmatch(text)
-    return found is not None and int(found["port"] or 0) <= 65535
+    return found is not None and text.isprintable() and int(found["port"] or 0) <= 65535
 
 
 def is_local(address: str) -> bool:

@@ -196,7 +196,7 @@ class Server:
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:
-            log.error("reply too large: %s", bad.text)
+            log.error("reply not sent: %s", bad.text)
             self.answer(peer, request_id, envelope.error_reply(bad))
             return
         size = sum(map(len, bulk)) if bulk else 0

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 import zmq
 from answering import Answering, polite
@@ -16,7 +17,7 @@ from waiting import wait_until
 
 from slimebus.bus import envelope
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError, Unreachable, UsageError
-from slimebus.bus.messages import Error, Goodbye, Heartbeat, HeartbeatReply, Hello, Message, Ok, Put, Status, Welcome
+from slimebus.bus.messages import Error, Goodbye, Heartbeat, HeartbeatReply, Hello, Message, Ok, Put, Set, Status, Welcome
 from slimebus.bus.transport.client import MAX_BULK_BYTES, Client
 from slimebus.bus.transport.server import Request, Server
 
@@ -45,6 +46,14 @@ def test_an_error_reply_raises_with_the_servers_code(answering: Callable[..., An
     with pytest.raises(SlimebusError, match="broker: group 7 is not leased") as caught:
         client.call(Status(), timeout_s=5)
     assert caught.value.code == "wrong_state"
+
+
+@pytest.mark.parametrize("value", ["\udcff", 1 << 80, np.int64(1)])
+def test_a_request_that_cannot_be_sent_ends_alone(answering: Callable[..., Answering], connect: Callable[..., Client], value: Any) -> None:
+    client = connect(answering().server.endpoint)
+    with pytest.raises(ProtocolError, match="set cannot be sent: "):
+        client.call(Set(key="k", settings={"max_staleness": value}), timeout_s=60)
+    assert client.call(Status(), timeout_s=60)
 
 
 def test_an_answer_that_cannot_be_read_ends_its_request_alone(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
