@@ -39,7 +39,7 @@ class Converter:
             if key in values:
                 try:
                     chosen[key] = self._value(field.type, values[key], prefix + key)
-                except (msgspec.ValidationError, OverflowError):
+                except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
                     self._refuse(prefix + key, f"{prefix}{key}: got {_shown(values[key])}; expected {describe(field.type)}")
             elif field.required and values is given:
                 self._refuse(prefix + key, f"{prefix}{key} is not set", place=self.origin.get(name))

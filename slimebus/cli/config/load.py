@@ -110,9 +110,11 @@ def raise_all(problems: Sequence[str]) -> None:
 
 def _read(file: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The map of the file, and the place of each of its values by dotted name."""
+    origin: dict[str, str] = {}
     try:
         text = file.read_text()
         node, tree = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        _note_places(node, "", str(file), origin, problems)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; `slimebus init` writes a commented one") from None
     except (OSError, UnicodeDecodeError) as bad:
@@ -123,8 +125,6 @@ def _read(file: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, st
         raise ConfigError(_not_yaml(file, bad)) from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{file}: expected a map of sections, got a {type(tree).__name__}")
-    origin: dict[str, str] = {}
-    _note_places(node, "", str(file), origin, problems)
     return tree or {}, origin
 
 

@@ -52,6 +52,8 @@ def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None
         ("broker:\n  max_staleness: .nan\n", "broker.max_staleness: got nan; expected a number >= 0"),
         ("broker:\n  lease_s: .inf\n", "broker.lease_s: got inf; expected a number > 0"),
         ("a: " + "[" * 5000 + "]" * 5000, "run.yaml: nested too deeply; expected a map of sections"),
+        ("eval: &here {datasets: *here}\n", "run.yaml: nested too deeply; expected a map of sections"),
+        ('trainer: {save_interval: "\\udc80"}\n', "trainer.save_interval: got '\\udc80'; expected a whole number"),
         ("name: ../../x\n", "name: '../../x'; expected 1 to 64 letters"),
         ("name: 3\n", "name: got 3; expected text (in quotes"),
         ("seed:\n", "run.yaml:1: seed: got nothing; expected a whole number >= 0"),
