@@ -18,11 +18,11 @@ import msgspec
 
 from broker.hints import HintPublisher
 from broker.keyring_watcher import KeyringWatcher, security
+from broker.machine import Machine
 from broker.reply_frames import ReplyFrames, Writes
 from broker.source import FileRows
 from broker.source.interface import PromptSource
 from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, RowTable, Write
-from broker.state.machine import Machine
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from broker.observe import waits, watchdog
-from broker.state import prompts
+from broker.observe import watchdog
+from broker.state import prompts, wait_reasons
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import is_present, is_starting
 from broker.state.features import consumers, evaluation, settings
@@ -46,7 +46,7 @@ def status(state: State) -> dict[str, Any]:
         "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),
         "consumers": consumers.rows(state),
-        "waiting": waits.waiting(state),
+        "waiting": wait_reasons.waiting(state),
         "stalled": watchdog.report(state),
         "bounds": _bounds(state),
         "pace": _pace(state),
@@ -59,7 +59,7 @@ def _state(state: State) -> str:
         return "finished"
     if state.is_finishing:
         return "evaluating"
-    return "running" if state.meta.lineage and waits.trainer_of(state) else "waiting for a trainer"
+    return "running" if state.meta.lineage and wait_reasons.trainer_of(state) else "waiting for a trainer"
 
 
 def _source(state: State) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _client(state: State, client: Client) -> dict[str, Any]:
 
 
 def _parked(state: State) -> list[dict[str, Any]]:
-    reason, why = waits.reason_for, waits.why_leases_wait(state)
+    reason, why = wait_reasons.reason_for, wait_reasons.why_leases_wait(state)
     batches = sorted(state.waiting_batches.items())
     leases, evaluations = list(state.waiting_leases.values())[:MAX_ROWS], list(state.waiting_evaluations.values())[:MAX_ROWS]
     return [

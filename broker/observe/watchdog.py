@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from broker.observe import waits
-from broker.state import admission, choice, prompts
+from broker.state import admission, choice, prompts, wait_reasons
 from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent
 from broker.state.features import consumers
@@ -198,7 +197,7 @@ def _ready(state: State) -> str:
 
 
 def _waits_for_groups(state: State, trainer: Client) -> Cause:
-    reason, lacking = waits.reason_for(state, state.meta.next_step), state.groups.awaiting_fields
+    reason, lacking = wait_reasons.reason_for(state, state.meta.next_step), state.groups.awaiting_fields
     if lacking and len(state.groups.ready) + len(lacking) >= state.rules.batch_size:
         names = {who for name in consumers.missing_fields(state) for who in consumers.producers(state, name)}
         return Cause("consumer", sorted(names)[:MAX_NAMES], reason)

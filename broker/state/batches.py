@@ -5,8 +5,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.observe import waits
-from broker.state import admission, choice, fates, prompts, staleness
+from broker.state import admission, choice, fates, prompts, staleness, wait_reasons
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
 from broker.state.features import consumers
@@ -75,7 +74,7 @@ def answer_timed_out(state: State, step: int) -> None:
     """Answer a waiting batch request whose wait ran out: nothing, and who waits for whom."""
     if step in state.waiting_batches:
         state.answer(
-            state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=waits.reason_for(state, step))
+            state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=wait_reasons.reason_for(state, step))
         )
 
 

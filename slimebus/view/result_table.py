@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slimebus.cli.formatting import duration
-from slimebus.view.interval import wilson
+from slimebus.wilson_interval import wilson
 
 if TYPE_CHECKING:
     from rich.table import Table

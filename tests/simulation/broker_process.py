@@ -11,9 +11,9 @@ from simulation.actor import RUN
 from simulation.clock import MachineClock
 from simulation.disk import Disk
 
+from broker.machine import Machine
 from broker.service import RESTORED_TABLES
 from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPayload, StoredPrompt, Write
-from broker.state.machine import Machine
 from broker.store import Damaged, StoreError
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from broker.uncommitted_burst import RETRY_S, UncommittedBurst

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simulation.actor import require
 
+from broker.machine import Machine
 from broker.state.broker_state import State
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
-from broker.state.machine import Machine
 from broker.state.records import Client
 from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNCHECKED_S
 from slimebus.bus import messages as m

@@ -8,10 +8,10 @@ from unittest import mock
 from simulation import broker_process
 
 from broker import suspend_tolerant_clock
+from broker.machine import Machine
 from broker.state import admission, batches, clients, fates, leases, prompts, staleness, timeline
 from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
-from broker.state.machine import Machine
 from broker.state.waiting import WaitingRequests
 from slimebus.bus import sample_table
 

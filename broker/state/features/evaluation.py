@@ -18,7 +18,7 @@ from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Evaluate, EvaluateReply
 from slimebus.bus.sample_table import SampleFacts
-from slimebus.view.interval import Z_95, wilson
+from slimebus.wilson_interval import Z_95, wilson
 
 MAX_RUNNING = 16
 MAX_DONE = 256

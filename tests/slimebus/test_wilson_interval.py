@@ -1,6 +1,6 @@
 import pytest
 
-from slimebus.view.interval import wilson
+from slimebus.wilson_interval import wilson
 
 
 def test_interval_agrees_with_the_formula_worked_by_hand() -> None:
