@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from rollout import partials, rewards
+from rollout import partials
 from rollout.engines.pool import Engines
 from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response, Task, normalise, to_sample
+from rollout.rewards import registry, scoring
 from rollout.tokenizer import Tokenizer
 from slimebus.bus.errors import HookError, ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
@@ -57,9 +58,9 @@ class GroupMaker:
         """vocab_size: the model's; token ids of hooks are below it."""
         self.config, self.tokenizer, self.engines, self.vocab_size = config, tokenizer, engines, vocab_size
         r = config.rollout
-        self.reward = rewards.find(r.rm_type, r.custom_rm_path, base)
+        self.reward = registry.find(r.rm_type, r.custom_rm_path, base)
         self.eval_rewards = {
-            name: rewards.find(d.rm_type, d.custom_rm_path, base) if d.rm_type or d.custom_rm_path else self.reward
+            name: registry.find(d.rm_type, d.custom_rm_path, base) if d.rm_type or d.custom_rm_path else self.reward
             for name, d in config.eval.datasets.items()
         }
         path = r.custom_generate_function_path
@@ -79,7 +80,7 @@ class GroupMaker:
             responses = await self._generate(tasks, self._begun(tasks, partial), is_eval=leased.kind == "eval")
         self._fill_text(responses)
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
-        problems = await rewards.score(reward, responses, self.config.rollout.reward_timeout_s)
+        problems = await scoring.score(reward, responses, self.config.rollout.reward_timeout_s)
         for problem in {p.alike: p for p in problems if p is not None}.values():
             log.warning("group %s: %s", leased.group, problem.text)
         if problems[0] is not None and all(problems) and leased.kind == "train":

@@ -14,9 +14,9 @@ from broker.buffer_filter import ReadyGroup, load_plugin
 from broker.source import load_source
 from broker.source.interface import GroupResult
 from broker.state.records import BatchWanted
-from rollout import rewards
 from rollout.groups import Dropped, GroupMaker
 from rollout.response import Response, Task
+from rollout.rewards import registry
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import resolve
@@ -129,4 +129,4 @@ def test_every_hook_of_the_config_has_its_section_and_example() -> None:
 
 def test_built_in_rewards_are_listed() -> None:
     table = PAGE.split("### Built-in rewards", 1)[1].split("\n## ", 1)[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(rewards.BUILT_IN)
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(registry.BUILT_IN)

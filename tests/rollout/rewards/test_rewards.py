@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout import rewards
 from rollout.plugins import Plugin
 from rollout.response import Response, Task
-from rollout.rewards import exact, math, random
+from rollout.rewards import exact, math, random, registry, scoring
 from slimebus.bus.errors import UsageError
 
 
@@ -52,11 +51,11 @@ def test_random_is_the_same_for_the_same_tokens() -> None:
 
 def test_an_unknown_built_in_reward_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="no built-in reward 'mth'; expected one of exact, math, random"):
-        rewards.find("mth", "", None)
+        registry.find("mth", "", None)
 
 
 def score(reward: Any, made: list[Response], timeout_s: float = 5.0) -> list[Any]:
-    return asyncio.run(rewards.score(Plugin("reward a:b", reward), made, timeout_s))
+    return asyncio.run(scoring.score(Plugin("reward a:b", reward), made, timeout_s))
 
 
 def test_a_reward_that_raises_fails_its_sample_alone() -> None:
