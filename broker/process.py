@@ -25,7 +25,7 @@ from slimebus.bus.transport.server import Limits
 from slimebus.cli import logs
 from slimebus.cli.config import Resolved, RunConfig
 from slimebus.cli.config.agreement import settings_of
-from slimebus.cli.config.check import evaluation_problems
+from slimebus.cli.config.field_rules import evaluation_problems
 from slimebus.cli.config.file_checks import label_problems
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.dynamic_filter import is_reward_spread

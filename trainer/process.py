@@ -84,7 +84,7 @@ def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, br
 def export_checkpoint(resolved: Resolved, out: Path) -> int | None:
     """Write the newest checkpoint to `out` in Hugging Face layout; the number of steps it has trained, on rank 0 alone."""
     import_megatron()
-    from trainer.checkpoint.contents import load_checkpoint
+    from trainer.checkpoint.save_load import load_checkpoint
     from trainer.model.parallel import is_main_rank
     from trainer.model.policy import Policy
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from broker.plugins import call_plugin
+from broker.source.file_rows import FileRows
 from broker.source.interface import GroupResult, Prompt, PromptSource
-from broker.source.rows import FileRows
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.bus.prompt_record import PromptKeys, record_of
 from slimebus.cli import hooks

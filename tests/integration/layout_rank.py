@@ -26,7 +26,7 @@ from trainer.compat import cpu_compat
 cpu_compat.import_megatron()
 
 from trainer.batches.batch import Group  # noqa: E402
-from trainer.checkpoint.contents import load_checkpoint, save_checkpoint  # noqa: E402
+from trainer.checkpoint.save_load import load_checkpoint, save_checkpoint  # noqa: E402
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 

@@ -8,7 +8,7 @@ import pytest
 
 from trainer import loop
 from trainer.batches.step_batch import NOT_YET, StepPlan
-from trainer.checkpoint.contents import Progress
+from trainer.checkpoint.save_load import Progress
 from trainer.loop import next_batch, train
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from slimebus.bus.errors import Fenced
 from slimebus.cli.config import Resolved
-from trainer.checkpoint.contents import Progress, load_checkpoint, save_checkpoint
 from trainer.checkpoint.folder import oldest_step, saved_step
+from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint
 from trainer.model.policy import Policy
 
 log = logging.getLogger("trainer")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from slimebus.cli.config.check import evaluation_problems
+from slimebus.cli.config.field_rules import evaluation_problems
 from slimebus.cli.config.file_checks import file_problems
 from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
 from slimebus.cli.config.load import raise_all, read, without

@@ -13,8 +13,8 @@ import msgspec
 import yaml
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config.check import rule_problems
 from slimebus.cli.config.convert import Converter
+from slimebus.cli.config.field_rules import rule_problems
 from slimebus.cli.config.schema import OPEN_MAPS, RunConfig, paths
 
 TYPED = ("--", "SLIMEBUS_")

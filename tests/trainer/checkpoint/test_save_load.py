@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slimebus.bus.errors import DataError, Fenced
-from trainer.checkpoint.contents import Progress, load_checkpoint, save_checkpoint
 from trainer.checkpoint.folder import latest_checkpoint
+from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint
 
 
 def weights(policy):
