@@ -116,7 +116,8 @@ class Attempts:
                 await asyncio.gather(*open_, return_exceptions=True)
         except TimeoutError:
             num_left = sum(not task.done() for task in open_)
-            log.warning("%d groups were not handed over within %.1f s", num_left, self.config.drain_timeout_s)
+            if num_left:
+                log.warning("%d groups were not handed over within %.1f s", num_left, self.config.drain_timeout_s)
         except SlimebusError as bad:
             log.warning("groups are given back unfinished: %s", bad.text)
 

@@ -43,15 +43,20 @@ class BrokerSession:
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}
         welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s)
-        connect.say_starting(self.client, welcome, "loads its model")
+        connect.say_starting(self.client, welcome, "loads its model", self._on_lost)
         self._beat_every_s = welcome.heartbeat_s
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
 
     def begin(self, start: "Progress", publication: "Publication", vocab_size: int) -> None:
-        """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained."""
+        """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained.
+
+        Raises Fenced when another trainer has taken this one's place meanwhile.
+        """
         from trainer.batches.batch_client import BatchClient
 
+        if self.lost is not None:
+            raise self.lost
         self._started = time.monotonic()
         self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size)
         self.client.keep_alive(self._beat_every_s, self._beat, self._on_beat, self._on_lost)

@@ -5,6 +5,8 @@ import json
 import warnings
 from pathlib import Path
 
+PROBLEMS = 24
+
 
 def main() -> None:
     """Load the model, solve greedily, print the first three right ones."""
@@ -21,7 +23,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(arguments.model))
     model = AutoModelForCausalLM.from_pretrained(str(arguments.model))
     shown = 0
-    for text in arguments.problems.read_text().splitlines()[:24]:
+    for text in arguments.problems.read_text().splitlines()[:PROBLEMS]:
         row = json.loads(text)
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)
         made = model.generate(**prompt, max_new_tokens=56, do_sample=False)[0, prompt["input_ids"].shape[1] :]
@@ -31,6 +33,8 @@ def main() -> None:
             shown += 1
         if shown == 3:
             return
+    if not shown:
+        print(f"  it solved none of the first {PROBLEMS}")  # noqa: T201
 
 
 if __name__ == "__main__":

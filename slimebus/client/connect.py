@@ -5,10 +5,10 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from slimebus.bus.errors import Unreachable
+from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Heartbeat, Welcome
 from slimebus.bus.security.credentials import credentials_of
 from slimebus.bus.security.exposure import reachable
@@ -76,7 +76,12 @@ def join(client: "Client", role: str, timeout_s: float) -> Welcome:
         return welcome
 
 
-def say_starting(client: "Client", welcome: Welcome, what: str) -> None:
+def say_lost(problem: SlimebusError) -> None:
+    """Log why the broker refuses this process from now on."""
+    log.error("%s", problem.text)
+
+
+def say_starting(client: "Client", welcome: Welcome, what: str, on_lost: Callable[[SlimebusError], None] = say_lost) -> None:
     """Until `keep_alive` is called again, tell the broker that this process lives and what it does; a model may take minutes to load."""
     beat = Heartbeat(state=f"starting: {what}")
-    client.keep_alive(welcome.heartbeat_s, lambda: beat, lambda reply: None, lambda lost: log.error("%s", lost.text))
+    client.keep_alive(welcome.heartbeat_s, lambda: beat, lambda reply: None, on_lost)

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import zmq
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError
 from slimebus.bus.security.exposure import reachable
+from slimebus.bus.transport.server import bind_socket
 from slimebus.cli.commands.status import ask_status
 from slimebus.cli.config import Resolved
 from slimebus.cli.launch import Child, Fleet, free_port
@@ -130,10 +132,15 @@ def _signals() -> Iterator[list[int]]:
 
 
 def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: int) -> str:
-    """Start one broker, one trainer and `workers` rollout workers; the broker's address."""
+    """Start one broker, one trainer and `workers` rollout workers; the broker's address.
+
+    Raises UsageError before any of them when the address is in use: they would join the run of the other broker, and disturb it.
+    """
     address = resolved.config.broker.bind
     if address.endswith(":0"):
         address = f"{address[:-2]}:{free_port()}"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        bind_socket(socket, address)
     fleet.start("broker", ["broker", *arguments, "--bind", address])
     reach = reachable(address)
     fleet.start("trainer", ["trainer", *arguments, "--broker", reach])

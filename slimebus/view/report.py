@@ -57,7 +57,8 @@ def summarise(report: Report) -> dict[str, Any]:
     """Steps, lag, dropped groups by reason, delta size and idle shares of a run (the keys of result.json)."""
     steps = report.steps
     samples = [row.get("num_samples", 0.0) for row in steps]
-    deltas = [r["weights_delta_bytes"] / r["weights_total_bytes"] for r in steps if r.get("weights_delta_bytes")]
+    sizes = [(row.get("weights_delta_bytes", 0), row.get("weights_total_bytes", 0)) for row in steps]
+    deltas = [delta / total for delta, total in sizes if delta < total]  # the first version is whole
     return {
         "steps": len(steps),
         "lag_mean": round(sum(row["lag_mean"] * n for row, n in zip(steps, samples, strict=True)) / (sum(samples) or 1.0), 4),

@@ -87,7 +87,10 @@ class LoadAttack:
         self.file.write_text(yaml.safe_dump(config(folder, self.address)))
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.environment = environment
-        self.broker = Process("broker", [sys.executable, "-m", "slimebus", "broker", str(self.file)], folder / "broker.log", environment)
+        log = folder / "broker.log"
+        with log.open("ab") as out:
+            command = [sys.executable, "-m", "slimebus", "broker", str(self.file)]
+            self.broker = Process("broker", subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment), log)
         self.pair_log = folder / "pair.log"
         with self.pair_log.open("wb") as out:
             self.pair = subprocess.Popen(

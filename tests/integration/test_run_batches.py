@@ -1,6 +1,7 @@
 """What a step is made of, in live runs: filtered, over-sampled, chosen by a plug-in, filled by tokens."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_run_in_which_everything_is_filtered_ends_with_a_word(tmp_path: Path, 
         trainer.expected.add(1)
         run.start("rollout", name="w1")
         assert trainer.wait() == 1
-        assert "the last 20 groups were all dropped by the dynamic sampling filter and none was kept" in trainer.text()
+        assert re.search(r"the last 2[0-4] groups were all dropped by the dynamic sampling filter and none was kept", trainer.text())
         status = run.status()
         assert status["step"] == 0
         assert 20 <= status["filter"]["in_a_row"] <= 24, "and those in flight when the last of the 20 was dropped"

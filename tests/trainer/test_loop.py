@@ -6,8 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from slimebus.bus.errors import Fenced
 from trainer import loop
 from trainer.batches.step_batch import NOT_YET, StepPlan
+from trainer.broker_session import BrokerSession
 from trainer.checkpoint.save_load import Progress
 from trainer.loop import next_batch, train
 
@@ -63,3 +65,12 @@ def test_a_trainer_tells_the_broker_whose_checkpoint_it_goes_on_from_and_saves_u
     assert session.begin.call_args.args[:2] == (start, publication)
     assert checkpoints.check_newest.call_count == 2, "before and after the broker was told"
     assert checkpoints.lineage == "M"
+
+
+def test_a_trainer_whose_place_was_taken_while_its_model_loaded_says_so_and_begins_nothing() -> None:
+    session = BrokerSession.__new__(BrokerSession)
+    session.client = Mock()
+    session.lost = Fenced("a newer trainer has taken the place of 'trainer'")
+    with pytest.raises(Fenced, match="a newer trainer"):
+        session.begin(Progress(step=0, version=0, num_updates=0), Mock(), 100)
+    session.client.call.assert_not_called()

@@ -1,5 +1,6 @@
 """Who left a run too early, and is started again."""
 
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from slimebus.bus.errors import UsageError
+from slimebus.cli.config import resolve
 from slimebus.cli.launch import Fleet
-from slimebus.view.local_run import BROKER_LEFT_S, LEFT_S, left_too_early
+from slimebus.view.local_run import BROKER_LEFT_S, LEFT_S, left_too_early, start_all
 
 HERE = ("broker", "trainer", "rollout", "rollout-2")
 
@@ -80,3 +83,11 @@ def test_an_empty_line_of_a_process_is_not_shown(tmp_path: Path) -> None:
         child.finish()
     assert lines
     assert all(line.strip() for line in lines)
+
+
+def test_nothing_is_started_beside_a_broker_that_has_the_address(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, Fleet(tmp_path) as fleet:
+        resolved = resolve(None, {"broker.bind": f"tcp://127.0.0.1:{other.getsockname()[1]}"})
+        with pytest.raises(UsageError, match="in use by another process"):
+            start_all(fleet, resolved, [], 1)
+        assert not fleet.children
