@@ -27,7 +27,7 @@ SLOW_FIRST = ("integration/test_learning_run", "chaos/test_chaos", "integration/
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests take long begin first: of two processes that share the files, neither is left with a long one at the end."""
+    """Files whose tests take long begin first: of the processes that share the files, none is left with a long one at the end."""
 
     def turn(item: pytest.Item) -> int:
         return next((number for number, part in enumerate(SLOW_FIRST) if f"tests/{part}" in item.path.as_posix()), len(SLOW_FIRST))
