@@ -10,13 +10,14 @@ from typing import Any
 from rollout.engines.process import EngineProcess
 from slimebus.cli.launch import free_port
 
+SHIM_PATH = Path(__file__).parent / "sglang_cpu"
+
 # Measured on a 2-core machine: ready in 24 s idle, 85 s under load.
 READY_TIMEOUT_S = 600.0
 
 # What the trainer publishes. SGLang's own choice, for a config that says float32, is float16, whose range is smaller.
 DTYPE_ARGUMENTS = ("--dtype", "bfloat16")
 
-# bin/sglang_cpu.py heeds the first.
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 # Without --sleep-on-idle an idle server spins on one core.
 CPU_ARGUMENTS = (
@@ -37,7 +38,7 @@ def sglang_server(
     """A server of `model_path` started by `python` (default: this interpreter); port 0 takes a free one.
 
     `arguments` go to `sglang.launch_server` as they are and win over ours.
-    `on_cpu`: for an SGLang of bin/install-sglang, with the CPU flags (default: where there is no CUDA driver). Wait for it with
+    `on_cpu`: apply the CPU flags and the shim (default: where there is no CUDA driver). Wait for it with
     `wait_ready(READY_TIMEOUT_S)`.
     """
     port = port or free_port()
@@ -50,7 +51,8 @@ def sglang_server(
         *(CPU_ARGUMENTS if is_cpu else ()),
         *arguments,
     ]
-    return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env=CPU_ENVIRONMENT if is_cpu else None, api_key=key)
+    environment = _cpu_environment() if is_cpu else None
+    return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env=environment, api_key=key)
 
 
 def _key_arguments(api_key: str, log_path: Path, arguments: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -80,3 +82,8 @@ def option_list(args: dict[str, Any]) -> tuple[str, ...]:
         options.append("--" + name.lstrip("-").replace("_", "-"))
         options += [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
     return tuple(options)
+
+
+def _cpu_environment() -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH")
+    return {**CPU_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(SHIM_PATH), *([inherited] if inherited else [])])}

@@ -16,7 +16,8 @@ def test_options_become_arguments_in_order():
     assert option_list(options) == ("--tp-size", "2", "--enable-metrics", "--cuda-graph-bs", "1", "2")
 
 
-def test_on_cpu_the_flags_are_applied_and_the_callers_arguments_win(tmp_path: Path):
+def test_on_cpu_the_flags_and_the_shim_are_applied_and_the_callers_arguments_win(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     server = sglang_server("/model", tmp_path / "log", port=4000, python="/py", arguments=("--max-running-requests", "4"), on_cpu=True)
     command = server.command
     assert command[command.index("/py") :][:4] == ["/py", "-m", "sglang.launch_server", "--model-path"]
@@ -25,6 +26,7 @@ def test_on_cpu_the_flags_are_applied_and_the_callers_arguments_win(tmp_path: Pa
     assert command[-2:] == ["--max-running-requests", "4"]
     assert server.url == "http://127.0.0.1:4000"
     assert server.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert server.environment["PYTHONPATH"] == f"{ROOT / 'engines/sglang_cpu'}:/elsewhere"
 
 
 def test_with_cuda_only_the_dtype_that_is_published_is_added(tmp_path: Path):
@@ -35,7 +37,7 @@ def test_with_cuda_only_the_dtype_that_is_published_is_added(tmp_path: Path):
 
 
 def test_the_shim_and_the_guard_need_only_the_standard_library_to_be_imported():
-    for file in (ROOT.parent / "bin/sglang_cpu.py", ROOT / "engines/process_guard.py"):
+    for file in (ROOT / "engines/sglang_cpu/sitecustomize.py", ROOT / "engines/process_guard.py"):
         imported = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {alias.name.split(".")[0] for node in imported for alias in node.names}
         assert names <= {"contextlib", "ctypes", "importlib", "os", "selectors", "signal", "subprocess", "sys", "types"}

@@ -1,7 +1,6 @@
-"""Lets SGLang 0.5.23 run on a machine without CUDA, triton and sgl_kernel. bin/install-sglang puts it into the environment that it makes.
+"""Lets SGLang 0.5.23 run on a machine without CUDA, triton and sgl_kernel. Python imports it by its name from PYTHONPATH.
 
-A .pth file imports it at the start of every Python there. Active only where SGLANG_USE_CPU_ENGINE=1 and sglang can be found. It leans
-on SGLang's internals, so the version is
+Active only where SGLANG_USE_CPU_ENGINE=1 and sglang can be found. It leans on SGLang's internals, so the version is
 pinned exactly (bin/requirements-sglang.txt); with a CUDA machine none of it is needed.
 """
 
