@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tiny_model import save_served, sglang_python
 
+from rollout.engines.client import EngineClient
 from rollout.engines.pool import Engines
 from rollout.engines.process import EngineProcess
 from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
@@ -201,7 +202,9 @@ def test_ten_deltas_in_a_row_while_it_generates_leave_exactly_the_final_weights(
             engines = Engines(EngineConfig(engine="sglang", engine_url=[fresh.url]), model, tmp_path, name="f", sglang_args={}, seed=0)
             await engines.start()
             try:
-                return await Worker(engines, None, trainer).greedy()  # type: ignore[arg-type]
+                post = engines.engines[0].client.post_once
+                bodies = [{"input_ids": prompt, "sampling_params": GREEDY} for prompt in PROMPTS]
+                return [json.loads(await post("/generate", body))["output_ids"] for body in bodies]
             finally:
                 await engines.stop()
 
@@ -227,10 +230,15 @@ async def check_is_same(at: Worker, trainer: Trainer) -> None:
     """The engine's own checksums are those that it has after it loaded the trainer's newest version from a directory."""
     client, model = at.engines.engines[0].client, at.engines.model_dir
     assert await client.weight_version() == f"{LINEAGE}:{trainer.version}"
-    before = await client.post_once("/weights_checker", {"action": "checksum"}, timeout_s=60.0)
+    before = await checksums(client)
     saved = trainer.save(model.parent / f"saved-{id(trainer)}", model)
     await client.update_weights_from_disk(str(saved), f"{LINEAGE}:{trainer.version}")
-    assert before["ranks"] == (await client.post_once("/weights_checker", {"action": "checksum"}, timeout_s=60.0))["ranks"]
+    assert before == await checksums(client)
+
+
+async def checksums(client: EngineClient) -> Any:
+    """Of the tensors of each rank."""
+    return json.loads(await client.post_once("/weights_checker", {"action": "checksum"}))["ranks"]
 
 
 def test_one_changed_shard_of_a_fused_parameter_is_all_that_is_sent(server: EngineProcess, model: Path, trainer: Trainer) -> None:
