@@ -45,15 +45,15 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     if is_chain(path):
         return list(_version_rows(path))
     if is_version_file(path):
-        return [
-            {**_form_row(e.form), "kind": e.kind, "bytes": e.size, "changed": e.num_changed} for e in delta_file.read(path).manifest.tensors
-        ]
+        entries = delta_file.read(path).manifest.tensors
+        return [_tensor_row(entry.form, kind=entry.kind, bytes=entry.size, changed=entry.num_changed) for entry in entries]
     forms = sorted(as_weights(read_model(path)).forms, key=lambda form: natural(form.name))
-    return [{**_form_row(form), "bytes": form.size} for form in forms]
+    return [_tensor_row(form, bytes=form.size) for form in forms]
 
 
-def _form_row(form: TensorForm) -> dict[str, Any]:
-    return {**form._asdict(), "shape": list(form.shape)}
+def _tensor_row(form: TensorForm, **more: Any) -> dict[str, Any]:
+    """The hash comes last: it is wider than all the rest."""
+    return {"name": form.name, "dtype": form.dtype, "shape": list(form.shape), **more, "hash": form.hash}
 
 
 def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:

@@ -107,9 +107,9 @@ def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) ->
     assert "no latest.json" in run("verify", chain.folder, code=1).stderr
 
 
-def test_tensors_are_listed_with_form_size_and_hash(pair: tuple[Path, Path]) -> None:
+def test_tensors_are_listed_with_form_size_and_the_wide_hash_last(pair: tuple[Path, Path]) -> None:
     lines = run("ls", pair[0]).stdout.splitlines()
-    assert lines[0].split() == ["name", "dtype", "shape", "hash", "bytes"]
+    assert lines[0].split() == ["name", "dtype", "shape", "bytes", "hash"]
     assert len(lines) == 1 + len(LAYERS)
     assert lines[1].split()[1:3] == ["bfloat16", "64x32"]
 
