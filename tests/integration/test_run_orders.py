@@ -39,7 +39,7 @@ def test_processes_started_in_the_wrong_order_find_each_other_within_seconds_and
 def test_a_trainer_that_loads_its_model_is_heard_meanwhile(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task) as run:
         run.start("broker")
-        run.start("trainer")
+        run.start("trainer", is_forked=False)  # a forked one has loaded before anybody looks
         run.wait_for("a trainer that loads", lambda s: any(c["state"] == "starting: loads its model" for c in clients(s, "trainer")))
 
 
