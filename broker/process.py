@@ -1,6 +1,7 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
 import ctypes
+import faulthandler
 import functools
 import gc
 import json
@@ -43,6 +44,7 @@ MAX_PUSHED = 1_000_000
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
     """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("broker", debug=debug)
+    faulthandler.enable()  # a store whose file is cut short meanwhile ends the process where LMDB reads it: the log is to say so
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

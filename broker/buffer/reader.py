@@ -92,11 +92,11 @@ def store_folder(run_dir: Path) -> Path:
 def open_snapshot(run_dir: Path, *, is_checked: bool = True) -> Iterator[StoreSnapshot]:
     """The store of a run as it is now, also beside a working broker. Raises UsageError when there is none, or it is damaged.
 
-    is_checked: a child process reads every table first, so that damage does not end this process.
+    is_checked: a child process looks at its pages first, so that damage does not end this process.
     """
     folder = store_folder(run_dir)
     if is_checked:
-        lmdb_store.check_readable(folder, TABLES)
+        lmdb_store.check_readable(folder, "read")
     try:
         env = lmdb_store.open_environment(folder, is_readonly=True)
     except lmdb.Error as bad:

@@ -15,7 +15,7 @@ from broker.state.damage import decoded
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
 from broker.state.records import ROWS, Meta, StepRecord
 from broker.store.interface import Damaged
-from broker.store.lmdb_store import ended_by
+from broker.store.lmdb_store import ended_by, probe
 from broker.store.records import unpack_frames
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.bus.sample_table import check_group
@@ -38,9 +38,13 @@ def verify_run(run_dir: Path) -> Report:
     command = [sys.executable, "-P", "-m", "broker.buffer.verify", str(folder)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode == 0:
-        return msgspec.json.decode(done.stdout, type=Report)
-    last_words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return Report(problems=[f"{last_words}: {ended_by(done.returncode)}; nothing behind it was read"])
+        report = msgspec.json.decode(done.stdout, type=Report)
+    else:
+        last_words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "opening the store"
+        report = Report(problems=[f"{last_words}: {ended_by(done.returncode)}; nothing behind it was read"])
+    if pages := probe(folder, "write"):
+        report.problems.insert(0, pages)
+    return report
 
 
 def verify(snapshot: StoreSnapshot) -> Report:

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import lmdb
 
@@ -54,7 +54,7 @@ class LmdbStore:
         self.hints = str(announced(self._lock).get("hints", ""))
         """Where the broker before this one published hints; empty when there was none."""
         try:
-            check_readable(path, get_args(RowTable))
+            check_readable(path)
             self._open()
             self._take_format()
         except UsageError:
@@ -301,17 +301,24 @@ def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, 
     )
 
 
-def check_readable(path: Path, tables: Iterable[str]) -> None:
-    """Raise UsageError when LMDB cannot read these tables. A child process tries: damaged pages may end the process that reads them."""
+def check_readable(path: Path, use: Literal["write", "read"] = "write") -> None:
+    """Raise UsageError when LMDB cannot walk the tables of rows, or pages in use are not in the file. Who only reads needs no free pages.
+
+    A child process tries: damaged pages may end the process that reads them.
+    """
     file = path / "data.mdb"
     if not file.exists() or not file.stat().st_size:
         if (path / "reserve").exists():  # made after LMDB has written its first pages
             raise damaged_store(f"at {path}", "data.mdb is missing or empty, though a broker has kept its state here")
-        return
-    command = [sys.executable, "-P", str(Path(__file__).with_name("read_probe.py")), str(path), *sorted(tables)]
+    elif problem := probe(path, use):
+        raise damaged_store(f"at {path}", problem)
+
+
+def probe(path: Path, use: Literal["write", "read"]) -> str:
+    """What a child process finds wrong with the pages of a store; empty when they are whole."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("read_probe.py")), str(path), use, *get_args(RowTable)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise damaged_store(f"at {path}", ended_by(done.returncode) or done.stdout.strip() or done.stderr.strip()[-300:])
+    return "" if not done.returncode else ended_by(done.returncode) or done.stdout.strip() or done.stderr.strip()[-300:]
 
 
 def ended_by(returncode: int) -> str:

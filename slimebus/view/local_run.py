@@ -173,5 +173,5 @@ def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> 
 def describe(child: Child) -> str:
     """`trainer ended with code 1 (log: ...)`."""
     code = child.process.returncode
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return f"{child.role} {how} (log: {child.log_file})"

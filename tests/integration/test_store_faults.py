@@ -168,3 +168,17 @@ def test_an_unwritten_status_does_not_hide_how_the_run_ended(tmp_path: Path, dis
         broker.process.terminate()
         assert broker.process.wait(30) == 0, broker.log.read_text()
         assert "Traceback" not in broker.log.read_text()
+
+
+def test_a_store_that_is_cut_short_under_a_working_broker_is_named_in_its_log_and_refused_by_the_next(tmp_path: Path) -> None:
+    with start(tmp_path, tmp_path / "run") as broker:
+        begin(Cast(broker).trainer)
+        file = broker.run_dir / "broker" / "data.mdb"
+        os.truncate(file, 2 * 4096)
+        broker.process.wait(20)
+        log = broker.log.read_text()
+        assert "Fatal Python error: Bus error" in log
+        assert "lmdb_store.py" in log
+        broker.start()
+        assert broker.process.wait(20) == 2
+        assert f"the broker's store at {file.parent} is damaged: data.mdb was cut short" in broker.log.read_text()
