@@ -146,7 +146,7 @@ class GroupMaker:
             return None
 
     async def _generate(self, tasks: list[Task], begun: list[Response] | None, *, is_eval: bool) -> list[Response]:
-        if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.loss_type == "sft_loss"):
+        if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.is_supervised):
             assert self.engines is not None  # config/field_rules.py: without an engine there is a hook
             return await self.engines.sample(tasks, begun)
         calls = [asyncio.ensure_future(self._call_hook(self.hook, task)) for task in tasks]

@@ -1,7 +1,7 @@
 """Demonstrations as samples: supervised fine-tuning over the same bus, leases and trainer as everything else.
 
 Use as `rollout.custom_generate_function_path: rollout.sft:demonstration` with `engine.engine: none`,
-`algorithm.loss_type: sft_loss` and `n_samples_per_prompt: 1`.
+`algorithm.advantage_estimator: sft` and `n_samples_per_prompt: 1`.
 """
 
 import numpy as np

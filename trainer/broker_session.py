@@ -37,7 +37,7 @@ class BrokerSession:
     """Both since `begin`."""
 
     def __init__(self, resolved: Resolved, broker: str | None) -> None:
-        self.config = resolved.config
+        self.config, self.base = resolved.config, resolved.base
         self.client = connect.client_of(resolved, broker, role="trainer", name="trainer")
         self.lost: SlimebusError | None = None
         self._finished = threading.Event()
@@ -54,11 +54,13 @@ class BrokerSession:
         Raises Fenced when another trainer has taken this one's place meanwhile.
         """
         from trainer.batches.batch_client import BatchClient
+        from trainer.objective.choose import choose
 
         if self.lost is not None:
             raise self.lost
         self._started = time.monotonic()
-        self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size)
+        objective = choose(self.config, self.base)
+        self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size, objective)
         self.client.keep_alive(self._beat_every_s, self._beat, self._on_beat, self._on_lost)
         self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)
         log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
@@ -81,7 +83,7 @@ class BrokerSession:
         assert self.batch_client is not None  # begin() came first
         values = metrics | batch.metrics() | {"elapsed_s": time.monotonic() - self._started}
         values |= {f"weights_{name}": value for name, value in self.publication.metrics().items()}
-        self.batch_client.commit(step, checkpoint=checkpoint, unused=batch.without_gradient(self.config.algorithm), metrics=values)
+        self.batch_client.commit(step, checkpoint=checkpoint, unused=batch.without_gradient(), metrics=values)
         self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
         self._metrics = values
         log.info(

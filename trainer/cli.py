@@ -6,17 +6,27 @@ from pathlib import Path
 
 import click
 
+from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
 
 
-def megatron_flags() -> Mapping[str, str]:
-    """Every field of megatron-core's configs as a flag, read from its source without importing it."""
+def foreign_flags() -> Mapping[str, str]:
+    """Fields of megatron-core's configs and settings of the algorithms and corrections as flags, read from source without importing it."""
     from trainer.model.megatron_fields import megatron_fields
+    from trainer.objective.plugin_settings import known_settings
 
-    return {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
+    flags = {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
+    return flags | {name.replace("_", "-"): f"algorithm.settings.{name}" for name in known_settings()}
 
 
-@click.command(cls=ConfigCommand, foreign=megatron_flags, short_help="Run the trainer of a run.")
+def algorithm_problems(resolved: Resolved) -> list[str]:
+    """What only the chosen algorithm and corrections find wrong with the config."""
+    from trainer.objective.choose import algorithm_problems
+
+    return algorithm_problems(resolved)
+
+
+@click.command(cls=ConfigCommand, foreign=foreign_flags, problems=algorithm_problems, short_help="Run the trainer of a run.")
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.pass_context

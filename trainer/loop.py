@@ -52,7 +52,7 @@ def train(
                 checkpoints.save_and_stop(policy, step, version)
                 return
             with spans("train", step=step) as work:
-                metrics = policy.train(batch.groups if batch else None, num_steps=plan.num_steps)
+                metrics = policy.train(batch.groups if batch else None, num_steps=plan.num_steps, version=version)
             with spans("publish", step=step) as copy:
                 if plan.publishes:
                     version += 1

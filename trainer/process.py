@@ -69,7 +69,7 @@ def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, br
     from trainer.publish.publication import Publication
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
-    policy = Policy.build(resolved.config, model_dir)
+    policy = Policy.build(resolved.config, model_dir, resolved.base)
     rank = int(os.environ.get("RANK", "0"))
     spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
     publication = Publication(resolved, policy, session.client if session else None, spans, broker)
@@ -88,7 +88,7 @@ def export_checkpoint(resolved: Resolved, out: Path) -> int | None:
     from trainer.model.parallel import is_main_rank
     from trainer.model.policy import Policy
 
-    policy = Policy.build(resolved.config, str(resolved.model_dir))
+    policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     try:
         found = load_checkpoint(resolved.run_dir / "checkpoints", policy)
         if found is None:

@@ -24,7 +24,7 @@ class LivePanel:
     def __init__(self, title: str, config: RunConfig, dataset: str) -> None:
         self.title, self.dataset, self.started = title, dataset, time.monotonic()
         self.num_steps, self.max_staleness = config.rollout.num_rollout, config.broker.max_staleness
-        self.signal = "loss" if config.algorithm.loss_type == "sft_loss" else "reward"
+        self.signal = "loss" if config.algorithm.is_supervised else "reward"
         self.status: dict[str, Any] = {}
         self.signals: dict[int, float] = {}
         """Step -> its mean reward, or its loss in a run of SFT."""

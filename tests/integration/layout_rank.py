@@ -55,7 +55,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 def train(model: str, out: Path, layout: dict) -> None:
     config = RunConfig(
         optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
-        algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True, entropy_coef=0.01),
+        algorithm=AlgorithmConfig(use_rollout_logprobs=False, corrections=["tis"], entropy_coef=0.01),
         trainer=TrainerConfig(max_tokens_per_gpu=48, **{name: value for name, value in layout.items() if name != "megatron"}),
         megatron=layout.get("megatron", {}),
     )

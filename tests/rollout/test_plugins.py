@@ -303,7 +303,7 @@ def serve(tmp_path: Path, plug: str, enough: int, run: Callable[[Any], Any] = as
         "engine.engine": "none",
         "model.hf_checkpoint": str(tmp_path),
     }
-    flags |= {"algorithm.loss_type": "sft_loss", "rollout.n_samples_per_prompt": "1", "rollout.max_running_groups": "4"}
+    flags |= {"algorithm.advantage_estimator": "sft", "rollout.n_samples_per_prompt": "1", "rollout.max_running_groups": "4"}
     resolved = resolve(None, flags, {})
     broker = Broker(enough)
 

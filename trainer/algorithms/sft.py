@@ -1,9 +1,20 @@
 """Supervised fine-tuning: the negative log-probability of the trained tokens."""
 
-from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.algorithms.terms import TokenLoss, TokenTerms
+import numpy as np
+
+from trainer.batches.batch import Batch
+from trainer.objective.plugin import Algorithm, TokenLoss
+from trainer.objective.row import Row
 
 
-def sft_loss(terms: TokenTerms, settings: AlgorithmConfig) -> TokenLoss:
-    """-log p per token; advantages and rollout_logprobs are not read."""
-    return TokenLoss(-terms.new_logprobs, {})
+class Sft(Algorithm):
+    """-log p per token; no advantages, rewards or logprobs of a sampler are read."""
+
+    is_supervised = True
+    trains_without_advantage = True
+
+    def advantages(self, batch: Batch) -> np.ndarray:
+        return np.zeros(batch.num_tokens, np.float32)
+
+    def loss(self, row: Row) -> TokenLoss:
+        return TokenLoss(-row.new_logprobs)

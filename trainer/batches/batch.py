@@ -1,58 +1,114 @@
-"""What a step trains on as flat arrays, the same on every rank, and what makes a sample unfit for it.
+"""What a step trains on: named columns over the tokens, samples and groups of a batch, the same on every rank.
 
-S samples   N tokens of all samples, one sample after the other   T tokens of one sample
-Entry t of every array belongs to tokens[t]: rollout_logprobs[t] is log p(tokens[t] | tokens[:t]), loss_mask[t] = 1 where it is trained.
+S samples   N tokens of all samples, one sample after the other   G groups   T tokens of one sample
+Entry t of a token column belongs to tokens[t]: rollout_logprobs[t] is log p(tokens[t] | tokens[:t]), loss_mask[t] = 1 where it is trained.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
-import torch.distributed as dist
 from safetensors.numpy import load, save
 
 from slimebus.bus.errors import DataError
 from slimebus.bus.samples import Sample
-from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.algorithms import ADVANTAGES
-from trainer.model.parallel import broadcast_bytes
 
-LARGEST_LOGPROB = 0.05
-"""What a log_softmax in bfloat16 may round up to; a larger one is no logprob."""
-LEAST_LOGPROB = -1e4
-"""Ratios and KL terms of larger ones stay finite; the least that an engine reports at temperature 0.01 is some -1,000."""
+Scope = Literal["token", "sample", "group", "row"]
+"""What the first axis of a column counts: N, S, G, or rows of which each sample has its own number."""
 
 
 class Group(msgspec.Struct):
-    """The samples of one attempt at a prompt that are trained; id names it in errors."""
+    """The samples of one attempt at a prompt that are trained; id names it in errors. has_gradient: set when it is trained."""
 
     id: str
     samples: list[Sample]
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """A batch as flat arrays, each sample's tokens after those of the one before."""
+class Column:
+    """One array of a batch. row_ends: [S] int64, of scope `row` where each sample's rows end."""
 
-    tokens: np.ndarray
-    """[N] int32."""
-    loss_mask: np.ndarray
-    """[N] f32, 0 or 1; 0 at the first token of every sample, which has no context."""
-    advantages: np.ndarray
-    """[N] f32."""
-    rollout_logprobs: np.ndarray
-    """[N] f32."""
+    values: np.ndarray
+    scope: Scope = "token"
+    row_ends: np.ndarray | None = None
+
+    def select(self, samples: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> "Column":
+        """The entries of these samples (indices), whose tokens and groups are these."""
+        if self.row_ends is not None:
+            counts = np.diff(self.row_ends, prepend=0)[samples]
+            return Column(self.values[spans(self.row_ends[samples] - counts, counts)], "row", np.cumsum(counts))
+        return Column(self.values[{"token": tokens, "sample": samples, "group": groups}[self.scope]], self.scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples, each sample's tokens after those of the one before, and the columns that are known of them. It is never changed in place.
+
+    ends: [S] int64, where each sample ends in the token columns. group_of: [S] int64, rising, index of each sample's group.
+    """
+
     ends: np.ndarray
-    """[S] int64, where each sample ends in the flat arrays."""
     group_of: np.ndarray
-    """[S] int64, index of each sample's group."""
-    temperatures: np.ndarray
-    """[S] f32, what the logits of each sample are divided by."""
-    old_logprobs: np.ndarray
-    """[N] f32; the rollout's until a forward pass recomputes them."""
-    reference_logprobs: np.ndarray
-    """[N] f32; 0 until a forward pass of the reference model fills them."""
+    columns: Mapping[str, Column]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The array of a column, in its own scope. Raises DataError with the columns there are."""
+        return self.column(name).values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def column(self, name: str) -> Column:
+        """The column of this name. Raises DataError with the columns there are."""
+        if name not in self.columns:
+            raise DataError(f"the batch has no column {name!r}; it has {', '.join(sorted(self.columns))}")
+        return self.columns[name]
+
+    def per_token(self, name: str) -> np.ndarray:
+        """A column spread over the tokens, [N, ...]: what a sample or group has, each of its tokens has."""
+        column = self.column(name)
+        if column.scope == "row":
+            raise DataError(f"column {name!r} has rows of its own, so it cannot be spread over tokens")
+        values = column.values[self.group_of] if column.scope == "group" else column.values
+        return values if column.scope == "token" else self.to_tokens(values)
+
+    def with_columns(self, columns: Mapping[str, Column | np.ndarray]) -> "Batch":
+        """A batch that also has these; a bare array is a column of the tokens. Raises DataError for one of the wrong length."""
+        sizes = {"token": self.num_tokens, "sample": self.num_samples, "group": self.num_groups}
+        added = {name: column if isinstance(column, Column) else Column(np.asarray(column)) for name, column in columns.items()}
+        for name, column in added.items():
+            if len(column.values) != sizes.get(column.scope, len(column.values)):
+                what = f"{len(column.values)} entries for the {sizes[column.scope]} {column.scope}s of the batch"
+                raise DataError(f"column {name!r} has {what}")
+        return replace(self, columns={**self.columns, **added})
+
+    def select(self, samples: np.ndarray) -> "Batch":
+        """The batch of these samples (rising indices), with all columns; groups without one of them are left out."""
+        lengths = self.lengths[samples]
+        tokens, (groups, group_of) = spans(self.starts[samples], lengths), np.unique(self.group_of[samples], return_inverse=True)
+        columns = {name: column.select(samples, tokens, groups) for name, column in self.columns.items()}
+        return Batch(np.cumsum(lengths), group_of, columns)
+
+    def to_tokens(self, values: np.ndarray) -> np.ndarray:
+        """[N, ...] from [S, ...]: each of a sample's tokens gets what the sample has."""
+        return np.repeat(values, self.lengths, axis=0)
+
+    def sample_sums(self, values: np.ndarray) -> np.ndarray:
+        """[S] from [N]: the sum over each sample's trained tokens; a masked token counts nothing even where it is not finite."""
+        return np.add.reduceat(np.where(self["loss_mask"] > 0, values, 0.0).astype(np.float64), self.starts)
+
+    def trajectory_sums(self, values: np.ndarray) -> np.ndarray:
+        """[S] from [S]: for each sample the sum over all samples of its trajectory."""
+        return np.bincount(self.trajectories, weights=values)[self.trajectories]
+
+    @property
+    def trajectories(self) -> np.ndarray:
+        """[S] int64, which trajectory of the batch each sample is a part of, from 0 without gaps."""
+        pairs = np.stack([self.group_of, self["trajectory"]])
+        return np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -61,70 +117,53 @@ class TokenBatch:
 
     @property
     def starts(self) -> np.ndarray:
-        """Where each sample starts in the flat arrays, [S]."""
+        """Where each sample starts in the token columns, [S]."""
         return self.ends - self.lengths
 
     @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return len(self.ends)
+
+    @property
     def num_groups(self) -> int:
-        """Groups of the batch."""
-        return int(self.group_of[-1]) + 1
+        """G."""
+        return int(self.group_of[-1]) + 1 if len(self.group_of) else 0
 
 
-def check_sample(sample: Sample, name: str, vocab_size: int, *, reads_logprobs: bool) -> None:
-    """Raise DataError, with what was got and expected, for a sample of the bus that would spoil the model or end the trainer.
-
-    Where loss_mask is 1 rollout_logprobs must be those of tokens that were sampled, if the loss reads them.
-    """
-    if len(sample.tokens) == 0:
-        raise DataError(f"{name}: no tokens")
-    outside = sample.tokens[(sample.tokens < 0) | (sample.tokens >= vocab_size)]
-    if len(outside):
-        raise DataError(
-            f"{name}: token id {outside[0]} is outside the model's vocabulary of {vocab_size};"
-            " the rollout's tokenizer and the trainer's model do not match"
-        )
-    if reads_logprobs:
-        is_sound = (sample.rollout_logprobs >= LEAST_LOGPROB) & (sample.rollout_logprobs <= LARGEST_LOGPROB)
-        wrong = np.flatnonzero((sample.loss_mask > 0) & ~is_sound)
-        wrong = wrong[wrong > 0]
-        if len(wrong):
-            value = sample.rollout_logprobs[wrong[0]]
-            raise DataError(f"{name}: rollout_logprobs[{wrong[0]}] is {value} ({len(wrong)} such); expected {LEAST_LOGPROB:g} to 0")
+def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Indices of spans that start here and are so long, one span after the other."""
+    first = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - first, lengths)
 
 
-def advantages_of(group: Group, algorithm: AlgorithmConfig) -> np.ndarray:
-    """Of each sample, [its samples] f32; each of the group's trajectories counts once, whatever the number of its samples."""
-    rewards = np.array([sample.reward or 0.0 for sample in group.samples])
-    trajectories = [i if sample.trajectory is None else sample.trajectory for i, sample in enumerate(group.samples)]
-    weights = 1 / np.array([trajectories.count(trajectory) for trajectory in trajectories])
-    return ADVANTAGES[algorithm.advantage_estimator](rewards, weights, std_normalization=algorithm.grpo_std_normalization)
+def columns_to_bytes(columns: Mapping[str, Column]) -> bytes:
+    """Columns as the raw buffers of safetensors."""
+    arrays = {f"{column.scope}/{name}": np.ascontiguousarray(column.values) for name, column in columns.items()}
+    return save(arrays | {f"row_ends/{name}": column.row_ends for name, column in columns.items() if column.row_ends is not None})
 
 
-def flatten(groups: Sequence[Group], algorithm: AlgorithmConfig) -> TokenBatch:
-    """One TokenBatch from groups, at least one, with the advantages of their rewards. Under SFT temperatures are 1, whoever sampled."""
-    advantages = np.concatenate([advantages_of(group, algorithm) for group in groups])
-    samples = [sample for group in groups for sample in group.samples]
-    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    loss_mask = np.concatenate([sample.loss_mask for sample in samples]).astype(np.float32)
-    loss_mask[ends - lengths] = 0.0
-    rollout_logprobs = np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float32)
-    is_supervised = algorithm.loss_type == "sft_loss"
-    return TokenBatch(
-        tokens=np.concatenate([sample.tokens for sample in samples]).astype(np.int32),
-        loss_mask=loss_mask,
-        advantages=np.repeat(advantages, lengths),
-        rollout_logprobs=rollout_logprobs,
-        ends=ends,
-        group_of=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
-        temperatures=np.array([1.0 if is_supervised else sample.temperature for sample in samples], dtype=np.float32),
-        old_logprobs=rollout_logprobs,
-        reference_logprobs=np.zeros_like(rollout_logprobs),
-    )
+def columns_of_bytes(payload: bytes) -> dict[str, Column]:
+    """What columns_to_bytes was given."""
+    arrays = {tuple(key.split("/", 1)): values for key, values in load(payload).items()}
+    return {
+        name: Column(values, scope, arrays.get(("row_ends", name)))  # type: ignore[arg-type]
+        for (scope, name), values in arrays.items()
+        if scope in get_args(Scope)
+    }
 
 
-def share(batch: TokenBatch | None) -> TokenBatch:
-    """Rank 0's batch on every rank; the others give None."""
-    if dist.get_world_size() == 1 and batch is not None:
-        return batch
-    return TokenBatch(**load(broadcast_bytes(save(asdict(batch)) if batch else None)))
+def batch_to_bytes(batch: Batch) -> bytes:
+    """A batch as the raw buffers of safetensors."""
+    return columns_to_bytes({**batch.columns, ".ends": Column(batch.ends), ".group_of": Column(batch.group_of)})
+
+
+def batch_of_bytes(payload: bytes) -> Batch:
+    """What batch_to_bytes was given."""
+    columns = columns_of_bytes(payload)
+    return Batch(columns.pop(".ends").values, columns.pop(".group_of").values, columns)

@@ -21,8 +21,10 @@ from slimebus.bus.samples import Sample, decode_group
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
 from slimebus.cli.config import RunConfig
-from trainer.batches.batch import Group, check_sample
+from trainer.batches.batch import Group
+from trainer.batches.flatten import check_sample
 from trainer.batches.step_batch import StepBatch
+from trainer.objective.objective import Objective
 
 log = logging.getLogger("trainer")
 
@@ -40,8 +42,16 @@ MAX_CHOICES = 256
 class BatchClient:
     """The trainer's side of the broker's batches; used by rank 0 alone. vocab_size: token ids are below it."""
 
-    def __init__(self, client: Client, config: RunConfig, vocab_size: int, *, sleep: Callable[[float], object] | None = None) -> None:
-        self.client, self.config, self.vocab_size = client, config, vocab_size
+    def __init__(
+        self,
+        client: Client,
+        config: RunConfig,
+        vocab_size: int,
+        objective: Objective,
+        *,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        self.client, self.config, self.vocab_size, self.objective = client, config, vocab_size, objective
         self._leaving = threading.Event()
         self._sleep = sleep or self._leaving.wait
         self._trained = 0
@@ -111,7 +121,9 @@ class BatchClient:
         if not samples:
             raise DataError("all of its samples failed, expected at least one to train")
         for index, sample in enumerate(samples):
-            check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=self.config.algorithm.loss_type != "sft_loss")
+            reads_logprobs = not self.objective.algorithm.is_supervised
+            fields = self.objective.fields | (sample.extras.keys() & {"advantages"})
+            check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=reads_logprobs, fields=fields)
         return samples
 
     def _reject(self, step: int, problems: dict[str, str]) -> int:

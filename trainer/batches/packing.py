@@ -5,7 +5,7 @@ Samples are sorted by length before they are cut into micro-batches, so that tho
 
     sample  p0 p1 c0 c1 c2        row      p0 p1 c0 c1   (padded to the multiple that context and sequence parallelism need)
                                   target   p1 c0 c1 c2
-                                  source    1  2  3  4   index of the target in the batch's flat arrays
+                                  source    1  2  3  4   index of the target in the batch's token columns
 
 With context parallelism a rank holds a zigzag part of each sequence. A rank with nothing to do gets a row of padding, mask 0.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.batches.batch import TokenBatch
+from trainer.batches.batch import Batch
 from trainer.batches.packed_layout import packed_parameters, zigzag_positions
 
 
@@ -63,7 +63,13 @@ class MicroBatch:
     loss_mask: torch.Tensor
     """[1, t] f32, of the target."""
     source: torch.Tensor
-    """[1, t] int64, index of the target in the batch's flat arrays; 0 at padding."""
+    """[1, t] int64, index of the target in the batch's token columns; 0 at padding."""
+    sample: torch.Tensor
+    """[1, t] int64, index of the target's sample in the batch."""
+    sequence: torch.Tensor
+    """[1, t] int64, which of the row's sequences the position belongs to, padding to the sequence before it."""
+    num_sequences: int
+    """Of the row, the same on every context-parallel rank."""
     is_real: torch.Tensor
     """[1, t] bool, false at padding."""
     temperature: torch.Tensor | None
@@ -102,7 +108,7 @@ def row_lengths(lengths: np.ndarray, layout: RankLayout) -> np.ndarray:
     return np.maximum(1, -(-(lengths - 1) // multiple)) * multiple
 
 
-def pack_row(batch: TokenBatch, samples: np.ndarray, layout: RankLayout) -> MicroBatch:
+def pack_row(batch: Batch, samples: np.ndarray, layout: RankLayout) -> MicroBatch:
     """The packed row of these samples (indices), this context-parallel rank's part of it."""
     lengths = batch.lengths[samples]
     if len(samples) == 0:  # a row of padding: sample 0 without a token that predicts another
@@ -113,26 +119,30 @@ def pack_row(batch: TokenBatch, samples: np.ndarray, layout: RankLayout) -> Micr
     is_real = offset < np.repeat(lengths - 1, padded)
     source = np.where(is_real, np.repeat(batch.starts[samples], padded) + offset, 0)
     held = zigzag_positions(padded.tolist(), layout.cp_size, layout.cp_rank)
-    temperature = np.repeat(batch.temperatures[samples], padded)[held]
+    sequence = np.repeat(np.arange(len(samples)), padded)[held]
     source, is_real, offset = source[held], is_real[held], offset[held]
+    temperatures = batch["temperature"]
     target = np.where(is_real, source + 1, 0)
 
     def row(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))[None].to(layout.device)
 
     return MicroBatch(
-        tokens=row(batch.tokens[source].astype(np.int64)),
-        targets=row(batch.tokens[target].astype(np.int64)),
+        tokens=row(batch["tokens"][source].astype(np.int64)),
+        targets=row(batch["tokens"][target].astype(np.int64)),
         positions=row(offset),
-        loss_mask=row(np.where(is_real, batch.loss_mask[target], np.float32(0.0))),
+        loss_mask=row(np.where(is_real, batch["loss_mask"][target], np.float32(0.0))),
         source=row(target),
+        sample=row(samples[sequence]),
+        sequence=row(sequence),
+        num_sequences=len(samples),
         is_real=row(is_real),
-        temperature=None if np.all(batch.temperatures == 1) else row(temperature),
+        temperature=None if np.all(temperatures == 1) else row(temperatures[samples[sequence]]),
         packed=packed_parameters(padded.tolist(), cp_size=layout.cp_size, cp_rank=layout.cp_rank, device=layout.device),
     )
 
 
-def pack(batch: TokenBatch, samples: Sequence[int] | np.ndarray, max_tokens: int, layout: RankLayout) -> list[MicroBatch]:
+def pack(batch: Batch, samples: Sequence[int] | np.ndarray, max_tokens: int, layout: RankLayout) -> list[MicroBatch]:
     """This rank's micro-batches of the given samples of the batch (indices). Samples of one token are left out."""
     chosen = np.asarray(samples, dtype=np.int64)
     chosen = chosen[batch.lengths[chosen] > 1]

@@ -8,8 +8,6 @@ import numpy as np
 
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
-from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.algorithms import trains_without_advantage
 from trainer.batches.batch import Group
 from trainer.model import parallel
 
@@ -66,11 +64,9 @@ class StepBatch(msgspec.Struct):
         lags = {str(lag): count for lag, count in sorted(tokens.items())}
         return {"version": self.version, "groups": [group.id for group in self.groups], "lag_tokens": lags}
 
-    def without_gradient(self, algorithm: AlgorithmConfig) -> dict[str, str]:
-        """Groups that train nothing, by the reason: their rewards are all equal, so their advantages are zero."""
-        if trains_without_advantage(algorithm):
-            return {}
-        return {group.id: ZERO_VARIANCE for group in self.groups if len({sample.reward for sample in group.samples}) <= 1}
+    def without_gradient(self) -> dict[str, str]:
+        """Groups that trained nothing, by the reason: the advantages of all their tokens were zero. Known once the batch is trained."""
+        return {group.id: ZERO_VARIANCE for group in self.groups if not group.has_gradient}
 
     def metrics(self) -> dict[str, float]:
         """Mean reward and staleness of the samples."""

@@ -74,6 +74,11 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def has_others() -> bool:
+    """Whether there is more than one rank."""
+    return dist.get_world_size() > 1
+
+
 def rank() -> int:
     """This process among all ranks."""
     return dist.get_rank()

@@ -1,23 +1,24 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import RunConfig
-from trainer.algorithms import needs_old_pass, needs_reference
-from trainer.batches.batch import Group, TokenBatch, flatten, share
+from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes, columns_of_bytes, columns_to_bytes
 from trainer.compat import cpu_compat
 from trainer.model import parallel, update
 from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import write_folder
 from trainer.model.optimizer import build_optimizer, learning_rate, set_learning_rate
+from trainer.objective.choose import choose
+from trainer.objective.objective import LR_FACTOR, Objective
 
 MAX_NONFINITE = 8
 """Optimizer steps in a row that are not finite and end the run: skipping more of them would train nothing."""
@@ -26,51 +27,78 @@ MAX_NONFINITE = 8
 class Policy:
     """Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
 
-    def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Model | None) -> None:
-        self.config, self.model, self.optimizer, self.reference = config, model, optimizer, reference
+    def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Model | None, objective: Objective) -> None:
+        self.config, self.model, self.optimizer, self.reference, self.objective = config, model, optimizer, reference, objective
         self.num_updates = 0
         """Steps of the learning-rate schedule done so far."""
         self.num_nonfinite = 0
         """Optimizer steps in a row whose loss or gradient was not finite; they were not applied."""
 
     @classmethod
-    def build(cls, config: RunConfig, model_dir: str) -> "Policy":
+    def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> "Policy":
         """Join the other ranks, build the model with the weights of `model_dir`, the optimizer, and for a KL term the frozen reference.
+        base: the folder of the run.yaml, for algorithms by path.
 
         The reference has those weights also in a run that is resumed. `close` undoes it all.
 
         Raises ConfigError or DataError with one line when the config, the layout or the model directory do not fit.
         """
+        objective = choose(config, base)
         with cpu_compat.library_warnings_ignored():
             parallel.start(config)
             try:
                 model = build_model(config, model_dir)
-                reference = build_model(config, model_dir, is_trained=False) if needs_reference(config.algorithm) else None
-                return cls(config, model, build_optimizer(config, model), reference)
+                reference = build_model(config, model_dir, is_trained=False) if objective.needs_pass("reference_logprobs") else None
+                return cls(config, model, build_optimizer(config, model), reference, objective)
             except BaseException:
                 parallel.stop()
                 raise
 
-    def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
+    def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None) -> dict[str, float]:
         """Train on a batch of groups, in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on every rank
-        (docs/algorithms.md lists them).
+        (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch.
 
-        Raises SlimebusError `nonfinite` when the loss or gradient is not finite and `on_nonfinite` says stop, or too often.
+            share the batch -> forward passes, each a column -> advantages -> for each part: prepare, packed rows, loss, optimizer step
+
+        Each group then knows whether it had a gradient. Raises SlimebusError `nonfinite` when the loss or gradient is not finite and
+        `on_nonfinite` says stop, or too often.
         """
-        batch = self._shared(groups)
-        if self.reference is not None:
-            batch = replace(batch, reference_logprobs=self._logprobs(self.reference, batch))
-        if num_steps > 1 and needs_old_pass(self.config.algorithm):
-            batch = replace(batch, old_logprobs=self._logprobs(self.model, batch))
+        batch = self._with_passes(self._shared(groups, version), num_steps)
+        batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
-        made = [self._train_part(batch, range(*part), is_only_step=num_steps == 1) for part in pairwise(edges)]
+        kept, made = set[int](), []
+        for i, edge in enumerate(pairwise(edges)):
+            samples, counts = update.choose_samples(batch, range(*edge), self.objective)
+            kept |= set(batch.group_of[samples].tolist())
+            made.append(counts | self._train_part(batch.select(samples), is_first=i == 0))
+        for i, group in enumerate(groups or ()):
+            group.has_gradient = i in kept
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]}
 
-    def _train_part(self, batch: TokenBatch, groups: range, *, is_only_step: bool) -> dict[str, float]:
+    def _with_passes(self, batch: Batch, num_steps: int) -> Batch:
+        """The batch with the forward passes that are needed before its first optimizer step, each made once."""
+        objective, columns = self.objective, dict[str, np.ndarray]()
+        if self.reference is not None:
+            columns["reference_logprobs"] = self._logprobs(self.reference, batch)
+        wanted = {name for name in ("old_logprobs", "current_logprobs") if objective.needs_pass(name)}
+        if objective.keeps_old and "old_logprobs" not in batch and (num_steps > 1 or wanted):
+            wanted.add("old_logprobs")  # with one step, and nothing that reads them before, they are those of the training pass
+        if wanted:
+            columns |= dict.fromkeys(wanted, self._logprobs(self.model, batch))
+        return batch.with_columns(columns)
+
+    def _train_part(self, part: Batch, *, is_first: bool) -> dict[str, float]:
+        """One optimizer step on all of `part`, or none where nothing in it has a gradient."""
         num_rollout, num_steps = self.config.rollout.num_rollout, self.config.rollout.num_steps_per_rollout
         lr = learning_rate(self.config.optimizer, self.num_updates, num_updates=num_rollout * num_steps)
-        set_learning_rate(self.optimizer, lr)
-        metrics = update.train_step(self.model, self.optimizer, batch, groups, self.config, is_only_step=is_only_step)
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}
+        if part.num_samples:
+            if not is_first and self.objective.needs_pass("current_logprobs"):
+                part = part.with_columns({"current_logprobs": self._logprobs(self.model, part)})
+            part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
+            lr *= float(part[LR_FACTOR][0])
+            set_learning_rate(self.optimizer, lr)
+            metrics = update.train_step(self.model, self.optimizer, part, self.objective, self.config.trainer.max_tokens_per_gpu)
         self.num_updates += 1
         self._count_nonfinite(metrics)
         return metrics | {"lr": lr}
@@ -87,7 +115,7 @@ class Policy:
 
     def logprobs(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
-        batch = self._shared(groups)
+        batch = self._shared(groups, None)
         return np.split(self._logprobs(self.model, batch), batch.ends[:-1])
 
     @cached_property
@@ -105,9 +133,18 @@ class Policy:
         """Leave the other ranks."""
         parallel.stop()
 
-    def _logprobs(self, model: Model, batch: TokenBatch) -> np.ndarray:
+    def _logprobs(self, model: Model, batch: Batch) -> np.ndarray:
         return update.compute_logprobs(model, batch, self.config.trainer.max_tokens_per_gpu)
 
-    def _shared(self, groups: Sequence[Group] | None) -> TokenBatch:
-        """The batch with its advantages, on every rank."""
-        return share(None if groups is None else flatten(groups, self.config.algorithm))
+    def _shared(self, groups: Sequence[Group] | None, version: int | None) -> Batch:
+        """The batch of rank 0's groups, on every rank."""
+        batch = None if groups is None else self.objective.batch_of(groups, version)
+        if batch is not None and not parallel.has_others():
+            return batch
+        return batch_of_bytes(parallel.broadcast_bytes(None if batch is None else batch_to_bytes(batch)))
+
+    def _of_rank_0(self, compute: Callable[[], dict[str, Column]]) -> dict[str, Column]:
+        """The columns that rank 0 computes, on every rank: a plug-in need not give the same on all of them."""
+        if not parallel.has_others():
+            return compute()
+        return columns_of_bytes(parallel.broadcast_bytes(columns_to_bytes(compute()) if parallel.is_main_rank() else None))

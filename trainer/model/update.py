@@ -1,9 +1,8 @@
-"""One optimizer step on a batch, and the forward-only pass, in any layout of the ranks."""
+"""One optimizer step on a part of a batch, and the forward-only pass, in any layout of the ranks."""
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,18 +12,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.algorithms import LOSSES, trains_without_advantage
-from trainer.algorithms.aggregation import masked_sum, token_mean
-from trainer.algorithms.kl import k3
-from trainer.algorithms.terms import TokenLoss, TokenTerms
-from trainer.batches.batch import TokenBatch
+from trainer.batches.batch import Batch
 from trainer.batches.packing import MicroBatch, RankLayout, pack
 from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.logprobs import logprobs_and_entropy
 from trainer.model.optimizer import clear_gradients, step_if_finite
+from trainer.objective.aggregation import masked_sum
+from trainer.objective.kl import k3
+from trainer.objective.objective import Objective
+from trainer.objective.plugin import TokenLoss
+from trainer.objective.row import DeviceColumns, Row
 
 log = logging.getLogger("trainer")
 
@@ -77,12 +75,12 @@ def is_reporting_rank() -> bool:
 
 
 @torch.no_grad()
-def compute_logprobs(model: Model, batch: TokenBatch, max_tokens_per_gpu: int) -> np.ndarray:
+def compute_logprobs(model: Model, batch: Batch, max_tokens_per_gpu: int) -> np.ndarray:
     """log p(tokens[t] | tokens[:t]) of the current weights for the whole batch, [N] f32 on every rank; 0 at each first token."""
     model.module.eval()
-    rows = pack(batch, np.arange(len(batch.ends)), max_tokens_per_gpu, rank_layout(model))
+    rows = pack(batch, np.arange(batch.num_samples), max_tokens_per_gpu, rank_layout(model))
     collected = run_schedule(model, rows, lambda row, logprobs, entropy: logprobs, forward_only=True)
-    flat = torch.zeros(len(batch.tokens), device=parallel.device())
+    flat = torch.zeros(batch.num_tokens, device=parallel.device())
     if is_reporting_rank():
         for row, logprobs in zip(rows, collected, strict=True):
             flat[row.source[row.is_real]] = logprobs[row.is_real]
@@ -90,50 +88,42 @@ def compute_logprobs(model: Model, batch: TokenBatch, max_tokens_per_gpu: int) -
     return flat.cpu().numpy()
 
 
-def choose_samples(batch: TokenBatch, algorithm: AlgorithmConfig, groups: range) -> tuple[np.ndarray, dict[str, float]]:
+def choose_samples(batch: Batch, groups: range, objective: Objective) -> tuple[np.ndarray, dict[str, float]]:
     """Indices of the samples of these groups that have a gradient, and counts for the metrics.
 
-    Groups whose advantages are all 0 have none, unless a KL or entropy term or SFT gives them one.
+    Groups whose advantages are all 0 have none, unless a KL or entropy term or the algorithm gives them one.
     """
     is_part = (batch.group_of >= groups.start) & (batch.group_of < groups.stop)
-    has_signal = np.bincount(np.repeat(batch.group_of, batch.lengths), weights=(batch.advantages * batch.loss_mask) != 0) > 0
-    trained = np.add.reduceat(batch.loss_mask, batch.starts)
-    kept = is_part & (trained > 0) & (trains_without_advantage(algorithm) | has_signal[batch.group_of])
+    trained, signal = batch.sample_sums(np.ones(batch.num_tokens)), batch.sample_sums(batch["advantages"] != 0)
+    has_signal = np.bincount(batch.group_of, weights=signal) > 0
+    kept = is_part & (trained > 0) & (objective.trains_without_advantage | has_signal[batch.group_of])
     counts = {
         "samples": is_part.sum(),
         "samples_trained": kept.sum(),
         "tokens": batch.lengths[is_part].sum(),
         "tokens_trained": trained[kept].sum(),
-        "zero_variance_groups": 0 if algorithm.loss_type == "sft_loss" else (~has_signal[groups.start : groups.stop]).sum(),
+        "zero_variance_groups": 0 if objective.algorithm.is_supervised else (~has_signal[groups.start : groups.stop]).sum(),
     }
     return np.flatnonzero(kept), {name: float(count) for name, count in counts.items()}
 
 
-def train_step(
-    model: Model, optimizer: Any, batch: TokenBatch, groups: range, config: RunConfig, *, is_only_step: bool
-) -> dict[str, float]:
-    """One optimizer step on these groups of the batch (the same on every rank); metrics, the same on every rank.
+def train_step(model: Model, optimizer: Any, part: Batch, objective: Objective, max_tokens_per_gpu: int) -> dict[str, float]:
+    """One optimizer step on all of `part`, which has its column `loss_weight`; metrics, both the same on every rank.
 
-    The loss is the mean over the trained tokens of all ranks. Without any no step is made: `updated` is 0. Nor is one where the loss or
-    the gradient is not finite: then `nonfinite` is 1, and metrics that are not finite are left out. is_only_step: of this batch.
+    Where the loss or the gradient is not finite no step is made: `updated` is 0, `nonfinite` 1; metrics that are not finite are left out.
     """
-    samples, counts = choose_samples(batch, config.algorithm, groups)
-    num_tokens = int(counts["tokens_trained"])
-    counts |= {"updated": 0.0, "nonfinite": 0.0}
-    if num_tokens == 0:
-        return counts | {"loss": 0.0, "grad_norm": 0.0}
+    num_tokens = int(np.count_nonzero(part["loss_mask"]))
     clear_gradients(model, optimizer)
     model.module.train()
-    rows = pack(batch, samples, config.trainer.max_tokens_per_gpu, rank_layout(model))
-    compute = loss_of_row(batch, num_tokens, len(rows), config.algorithm, is_only_step)
-    reports = run_schedule(model, rows, compute, forward_only=False)
+    rows = pack(part, np.arange(part.num_samples), max_tokens_per_gpu, rank_layout(model))
+    reports = run_schedule(model, rows, loss_of_row(part, num_tokens, len(rows), objective), forward_only=False)
     measures = mean_report(reports, num_tokens)
     updated, grad_norm = step_if_finite(optimizer, measures["loss"])
     measures |= {"grad_norm": grad_norm}
     if updated:
-        return counts | measures | {"updated": 1.0}
-    log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, len(samples))
-    return counts | {name: value for name, value in measures.items() if math.isfinite(value)} | {"nonfinite": 1.0}
+        return measures | {"updated": 1.0, "nonfinite": 0.0}
+    log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, part.num_samples)
+    return {name: value for name, value in measures.items() if math.isfinite(value)} | {"updated": 0.0, "nonfinite": 1.0}
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -150,40 +140,36 @@ def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def loss_of_row(batch: TokenBatch, num_tokens: int, num_rows: int, algorithm: AlgorithmConfig, is_only_step: bool) -> Any:
+def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objective) -> Any:
     """The loss function that the schedule calls for each row; it returns the scaled loss and the row's report."""
-    sides = {
-        name: torch.from_numpy(getattr(batch, name)).to(parallel.device())
-        for name in ("old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages")
-    }
-    compute = LOSSES[algorithm.loss_type]
-    is_first_ratio = is_only_step and not algorithm.use_rollout_logprobs  # old logprobs are those of this very pass
+    columns, old = DeviceColumns(part, parallel.device()), objective.old_column(part)
+    has_context = parallel_state.get_context_parallel_world_size() > 1
+    cp_group = parallel_state.get_context_parallel_group() if has_context else None
     # the schedule divides by the number of rows and DDP by the data-parallel ranks (it undoes context parallelism itself)
     scale = num_rows * parallel_state.get_data_parallel_world_size()
 
-    def reduce(row: MicroBatch, new_logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        entropy = entropy if algorithm.entropy_coef != 0.0 else entropy.detach()
-        terms = TokenTerms(new_logprobs, entropy, **{name: flat[row.source] for name, flat in sides.items()})
-        if is_first_ratio:
-            terms = replace(terms, old_logprobs=new_logprobs.detach())
-        outcome = compute(terms, algorithm)
-        loss = token_mean(outcome.loss, row.loss_mask, num_tokens)
-        return loss * scale, report_of_row(row, terms, outcome, algorithm)  # the schedule divides the loss in place
+    def reduce(micro: MicroBatch, new_logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        row = Row(micro, columns, new_logprobs, entropy, old=old, cp_group=cp_group)
+        outcome = objective.loss(row)
+        loss = masked_sum(outcome.loss * row["loss_weight"], row.loss_mask)
+        report = report_of_row(row, outcome, compares=not objective.algorithm.is_supervised)
+        return loss * scale, {"loss": loss.detach() * num_tokens, **report}  # the schedule divides the loss in place
 
     return reduce
 
 
 @torch.no_grad()
-def report_of_row(row: MicroBatch, terms: TokenTerms, outcome: TokenLoss, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """Sums over the row's trained tokens by metric name; names that start with `max_` are maxima."""
-    values = {"loss": outcome.loss.detach(), "entropy": terms.entropy.detach(), **outcome.measures}
-    report = {}
-    if algorithm.loss_type != "sft_loss":
-        new = terms.new_logprobs.detach()
-        difference = torch.where(row.loss_mask > 0, (new - terms.rollout_logprobs).abs(), 0.0)
-        values |= {"approx_kl": k3(terms.rollout_logprobs, new), "logprob_mismatch_mean": difference}
-        report["logprob_mismatch_max"] = difference.max()
-    return report | {name: masked_sum(value, row.loss_mask) for name, value in values.items()}
+def report_of_row(row: Row, outcome: TokenLoss, *, compares: bool) -> dict[str, torch.Tensor]:
+    """Sums over the row's trained tokens by metric name; of names that end in `_max` the maxima. compares: with the sampler's logprobs."""
+    values = {"entropy": row.entropy.detach(), **outcome.measures}
+    if compares:
+        new = row.new_logprobs.detach()
+        difference = (new - row.rollout_logprobs).abs()
+        values |= {"approx_kl": k3(row.rollout_logprobs, new), "logprob_mismatch_mean": difference, "logprob_mismatch_max": difference}
+    return {
+        name: torch.where(row.loss_mask > 0, value, 0.0).max() if name.endswith("_max") else masked_sum(value, row.loss_mask)
+        for name, value in values.items()
+    }
 
 
 def mean_report(reports: Sequence[dict[str, torch.Tensor]], num_tokens: int) -> dict[str, float]:

@@ -8,8 +8,8 @@ import click
 import msgspec
 
 from slimebus.cli.config.field_rules import evaluation_problems
-from slimebus.cli.config.file_checks import file_problems
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.cli.config.file_checks import can_check_algorithms, file_problems
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_flags
 from slimebus.cli.config.load import raise_all, read, without
 from slimebus.cli.config.schema import OPEN_MAPS, paths
 from slimebus.cli.formatting import columns
@@ -20,7 +20,7 @@ def config() -> None:
     """Look at the config of a run."""
 
 
-@config.command(cls=ConfigCommand)
+@config.command(cls=ConfigCommand, foreign=trainer_flags)
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: name to [value, origin].")
 @click.pass_context
@@ -34,7 +34,7 @@ def show(ctx: click.Context, run_yaml: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))
 
 
-@config.command(cls=ConfigCommand)
+@config.command(cls=ConfigCommand, foreign=trainer_flags)
 @config_argument
 @click.option("--syntax", is_flag=True, help="Look at the values alone, not at the files, hooks and packages that they name.")
 @click.pass_context
@@ -43,4 +43,6 @@ def check(ctx: click.Context, run_yaml: Path | None, syntax: bool) -> None:
     resolved, problems, broken = read(run_yaml, ctx.meta.get(META, {}))
     named = [*evaluation_problems(resolved.config), *([] if syntax else file_problems(resolved))]
     raise_all([*problems, *without(broken, named)])
+    if not syntax and not can_check_algorithms():
+        click.echo("section algorithm: its plug-ins were not checked, as torch or the trainer is not installed here", err=True)
     click.echo(f"ok: {run_yaml or 'defaults'}: run {resolved.config.name!r}")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_flags
 from slimebus.cli.config.schema import OPEN_MAPS
 
 
-@click.command(cls=ConfigCommand, short_help="Start a whole run on this machine.")
+@click.command(cls=ConfigCommand, foreign=trainer_flags, short_help="Start a whole run on this machine.")
 @config_argument
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
 @click.pass_context
@@ -35,7 +35,7 @@ def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:
     words = [str(run_yaml)] if run_yaml else []
     for name, value in flags.items():
         section, _, field = name.rpartition(".")
-        flag = f"{section}-{field}" if section in OPEN_MAPS else field
+        flag = f"{section.partition('.')[0]}-{field}" if section in OPEN_MAPS else field
         flag = flag.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")

@@ -23,10 +23,11 @@ class Converter:
 
     def config(self, tree: Mapping[str, Any]) -> RunConfig:
         """The config of these values."""
-        made: RunConfig = self._struct(RunConfig, tree, "")
+        made: RunConfig = self.struct(RunConfig, tree, "")
         return made
 
-    def _struct(self, cls: type[msgspec.Struct], given: Any, name: str) -> Any:
+    def struct(self, cls: type[msgspec.Struct], given: Any, name: str) -> Any:
+        """One of this class from a map; `name` is the dotted name of the map."""
         if given is not None and not isinstance(given, dict):
             self._refuse(name, f"{name}: got {_shown(given)}; expected a map of its fields")
         prefix = f"{name}." if name else ""
@@ -49,9 +50,9 @@ class Converter:
 
     def _value(self, kind: Any, given: Any, name: str) -> Any:
         if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
-            return self._struct(kind, given, name)
+            return self.struct(kind, given, name)
         if name == "eval.datasets" and isinstance(given, dict):
-            return {str(key): self._struct(EvalDataset, one, f"{name}.{key}") for key, one in given.items()}
+            return {str(key): self.struct(EvalDataset, one, f"{name}.{key}") for key, one in given.items()}
         value = msgspec.convert(given, kind, strict=False)
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name != "broker.max_staleness")):
             raise OverflowError(name)
@@ -69,6 +70,12 @@ def nearest(name: str, beside: Sequence[str] = ()) -> str:
     last = name.rpartition(".")[2].replace("-", "_")
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(name, names, 1, 0.6)
     near = near or [by_last[word] for word in difflib.get_close_matches(last, by_last, 1, 0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def nearest_of(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?` for the nearest of these, or nothing when none is near."""
+    near = difflib.get_close_matches(name, known, 1, 0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

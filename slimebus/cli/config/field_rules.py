@@ -17,7 +17,7 @@ HOST = re.compile(r"[^\s/:]+|\[[^\]\s]+\]")
 
 def rule_problems(config: RunConfig) -> list[str]:
     """Every rule that the config of any process breaks, a sentence each."""
-    rules = (_run, _addresses, _broker, _rollout, _parallel, _policy_loss, _engine_and_eval)
+    rules = (_run, _addresses, _broker, _rollout, _parallel, _engine_and_eval)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -114,25 +114,6 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield f"{product} = {samples} samples do not divide over {here // ranks} data-parallel ranks"
     if t.sequence_parallel and tensor == 1:
         yield "trainer.sequence_parallel: true with tensor_model_parallel_size 1; raise the size or turn it off"
-
-
-def _policy_loss(config: RunConfig) -> Iterator[str]:
-    a, r = config.algorithm, config.rollout
-    if a.loss_type != "policy_loss":
-        return
-    if r.n_samples_per_prompt < 2:
-        yield (
-            f"rollout.n_samples_per_prompt: {r.n_samples_per_prompt}; advantage_estimator {a.advantage_estimator} compares the samples of "
-            "a group, so a group of one has advantage 0 and trains nothing; sample 2 or more"
-        )
-    if r.rollout_temperature == 0:
-        yield "rollout.rollout_temperature: 0 is greedy: all samples of a group are equal and train nothing; expected a value above 0"
-    cut = {"rollout_top_p": r.rollout_top_p} if r.rollout_top_p < 1 else {"rollout_top_k": r.rollout_top_k} if r.rollout_top_k > 0 else {}
-    for name, value in cut.items() if a.use_rollout_logprobs or a.use_tis else ():
-        yield (
-            f"rollout.{name}: {value} cuts the distribution that tokens are drawn from, but rollout logprobs are those of the whole "
-            "one, so every importance ratio would be wrong; remove it, or set algorithm.use_rollout_logprobs: false without use_tis"
-        )
 
 
 def _engine_and_eval(config: RunConfig) -> Iterator[str]:

@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-import click
-
 from slimebus.bus.errors import ConfigError, DataError, HookError
 from slimebus.bus.prompt_files import FileSpec, parse
 from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
 from slimebus.cli import hooks
 from slimebus.cli.config.convert import nearest
+from slimebus.cli.config.flags import trainer_command, trainer_flags
 from slimebus.cli.config.load import Resolved
 from slimebus.cli.dynamic_filter import is_reward_spread
 from slimebus.model_folder import read_config, vocabulary_problems
@@ -34,14 +33,14 @@ SGLANG_OPTION = re.compile(r"\"--([a-z][\w-]+)\"|^    ([a-z]\w+):", re.MULTILINE
 def file_problems(resolved: Resolved) -> list[str]:
     """Everything that a run on this machine lacks."""
     data, broker = resolved.config.data, resolved.config.broker
-    looks = (_keys, _prompt_files, label_problems, _layout, _megatron_fields)
+    looks = (_keys, _prompt_files, label_problems, _layout, _megatron_fields, _algorithm)
     wanted = [("data.source_path", data.source_path, ""), ("broker.buffer_filter_path", broker.buffer_filter_path, "groups batch")]
     return [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
 
 
 def trainer_problems(resolved: Resolved) -> list[str]:
     """What the trainer lacks."""
-    return [*vocabulary_problems(resolved.model_dir), *_layout(resolved)]
+    return [*vocabulary_problems(resolved.model_dir), *_layout(resolved), *_algorithm(resolved)]
 
 
 def worker_problems(resolved: Resolved) -> list[str]:
@@ -169,13 +168,20 @@ def _layout(resolved: Resolved) -> Iterator[str]:
 
 
 def _megatron_fields(resolved: Resolved) -> Iterator[str]:
-    from slimebus.cli.root import root
-
-    foreign = getattr(root.get_command(click.Context(root), "trainer"), "foreign", None)
-    if foreign is not None and resolved.config.megatron:
+    if resolved.config.megatron:
         with contextlib.suppress(ConfigError):  # Megatron is not installed here
-            known = {name.removeprefix("megatron.") for name in foreign().values()}
+            known = {name.removeprefix("megatron.") for name in trainer_flags().values()}
             yield from _unknown(resolved, "megatron", known, "field of Megatron's configs")
+
+
+def can_check_algorithms() -> bool:
+    """Whether the trainer and torch, with which algorithms are written, are installed here."""
+    return trainer_command() is not None and importlib.util.find_spec("torch") is not None
+
+
+def _algorithm(resolved: Resolved) -> list[str]:
+    command = trainer_command() if can_check_algorithms() else None
+    return command.problems(resolved) if command is not None and command.problems is not None else []
 
 
 def _unknown(resolved: Resolved, section: str, known: Collection[str], what: str) -> Iterator[str]:

@@ -18,18 +18,21 @@ ForeignFlags = Callable[[], Mapping[str, str]]
 class ConfigCommand(click.Command):
     """A command that takes a RUN.yaml and any config field as a flag.
 
-    foreign: exact flags of another project, asked for only when one is used.
+    foreign: exact flags of another project, asked for only when one is used. problems: what only the role of this command can find in a
+    config, a sentence each (`slimebus config check` asks it too).
     """
 
     fields: Collection[str] | None = None
     """The config fields that are flags; None: all."""
-    prefixes: Mapping[str, str] = {"sglang-": "sglang", "megatron-": "megatron"}
+    prefixes: Mapping[str, str] = {"sglang-": "sglang", "megatron-": "megatron", "algorithm-": "algorithm.settings"}
     """What the flags of a section begin with whose keys belong to another project."""
 
-    def __init__(self, name: str | None, *, foreign: ForeignFlags | None = None, **kw: Any) -> None:
+    def __init__(
+        self, name: str | None, *, foreign: ForeignFlags | None = None, problems: Callable[[Resolved], list[str]] | None = None, **kw: Any
+    ) -> None:
         kw["params"] = [*kw.get("params", []), *(_option(*flag) for flag in _flags(self.fields).items())]
         super().__init__(name, **kw)
-        self.foreign = foreign
+        self.foreign, self.problems = foreign, problems
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, rest = [], list(args)
@@ -88,6 +91,20 @@ def _option(flag: str, name: str) -> click.Option:
     variable = name.replace(".", "__")
     names = [f"--{flag}/--no-{flag}" if is_switch else f"--{flag}", variable]
     return click.Option(names, default=None, multiple=is_list, hidden=True, expose_value=False, callback=remember)
+
+
+def trainer_command() -> ConfigCommand | None:
+    """The trainer's command, whose flags and checks others share; None where no trainer is installed."""
+    from slimebus.cli.root import root
+
+    command = root.get_command(click.Context(root), "trainer")
+    return command if isinstance(command, ConfigCommand) else None
+
+
+def trainer_flags() -> Mapping[str, str]:
+    """What the trainer's command takes besides: flags of the algorithms and of megatron-core; none where no trainer is installed."""
+    command = trainer_command()
+    return command.foreign() if command is not None and command.foreign is not None else {}
 
 
 def from_context(ctx: click.Context, file: Path | None) -> Resolved:

@@ -157,7 +157,7 @@ def _put(tree: dict[str, Any], origin: dict[str, str], name: str, value: Any, so
 
 def _of_text(name: str, text: str) -> Any:
     """Text for a list field is comma-separated; text for an open map is YAML."""
-    if name.split(".")[0] in OPEN_MAPS:
+    if name.rpartition(".")[0] in OPEN_MAPS:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError:

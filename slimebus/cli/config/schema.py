@@ -212,31 +212,32 @@ class EvalConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages and loss (docs/algorithms.md)."""
+    """The algorithm, its corrections and terms (docs/algorithms.md)."""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
-    """[choice] policy_loss: clipped policy gradient; sft_loss: cross entropy of the trainable tokens."""
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """[choice] How rewards of a group become advantages."""
-    grpo_std_normalization: bool = True
-    """[switch] Divide a group's advantages by its standard deviation."""
-    eps_clip: NonNegative = 0.2
-    """[ratio] PPO clips the importance ratio below at 1 - eps_clip."""
-    eps_clip_high: NonNegative = 0.28
-    """[ratio] ... and above at 1 + eps_clip_high."""
+    advantage_estimator: str = "grpo"
+    """[name] The algorithm: one of docs/algorithms.md, such as grpo and sft, or your own by import path, `file.py:Class`."""
+    corrections: list[str] = []
+    """[names] Weights for samples of another policy, multiplied: those of docs/algorithms.md, such as tis, or your own by import path."""
+    loss_aggregation: Literal["", "token", "sequence", "group", "constant"] = ""
+    """[choice] How the losses of tokens become one: mean over tokens, over trajectories of their means, over groups of theirs, or the sum
+    by number of trajectories x rollout_max_response_len; empty: the algorithm's own."""
     use_rollout_logprobs: bool = True
     """[switch] The ratio's old logprobs are the sampler's; false: the trainer's own, from before the batch's first optimizer step."""
-    use_tis: bool = False
-    """[switch] Weight each token by the truncated ratio old / rollout probability; with use_rollout_logprobs old is the
-    policy being trained, and nothing is clipped."""
-    tis_clip: NonNegative = 2.0
-    """[ratio] Upper bound of that weight."""
     kl_loss_coef: NonNegative = 0.0
-    """[weight] Of the KL to the reference model in the loss; 0: no reference model is held."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """[choice] The KL estimator."""
+    """[weight] Of the KL to the reference model in the loss; 0 here and in kl_coef: no reference model is held."""
+    kl_coef: NonNegative = 0.0
+    """[weight] Of the KL to the reference model in the reward, instead of in the loss."""
+    kl_loss_type: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    """[choice] The KL estimator; unbiased (in the loss): k3 times the importance ratio."""
     entropy_coef: NonNegative = 0.0
     """[weight] Of the entropy bonus."""
+    settings: dict[str, Any] = {}
+    """[map] Settings of the chosen algorithm and corrections (docs/algorithms.md); on the command line flags of their own."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run learns demonstrations, so that its signal is the loss and not the reward."""
+        return self.advantage_estimator == "sft"
 
 
 class OptimizerConfig(Section, frozen=True):
@@ -332,8 +333,8 @@ class RunConfig(Section, frozen=True):
 
 
 SECTIONS: dict[str, type[Section]] = {f.name: type(f.default) for f in msgspec.structs.fields(RunConfig) if isinstance(f.default, Section)}
-OPEN_MAPS = ("megatron", "sglang")
-"""Sections whose keys belong to another project."""
+OPEN_MAPS = ("megatron", "sglang", "algorithm.settings")
+"""Maps whose keys belong to another project, or to plug-ins."""
 
 
 @functools.cache
@@ -342,7 +343,8 @@ def paths() -> dict[str, FieldInfo]:
     found = {}
     for field in msgspec.structs.fields(RunConfig):
         if field.name in SECTIONS:
-            found.update({f"{field.name}.{inner.name}": inner for inner in msgspec.structs.fields(SECTIONS[field.name])})
+            inner = {f"{field.name}.{inner.name}": inner for inner in msgspec.structs.fields(SECTIONS[field.name])}
+            found.update({name: info for name, info in inner.items() if name not in OPEN_MAPS})
         elif field.name not in OPEN_MAPS:
             found[field.name] = field
     return found

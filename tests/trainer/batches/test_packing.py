@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slimebus.bus.samples import Sample
-from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.batches.batch import Group, flatten
+from slimebus.cli.config import RunConfig
+from trainer.batches.batch import Group
+from trainer.batches.flatten import flatten
 from trainer.batches.packing import RankLayout, pack, plan_rows
+from trainer.objective.choose import choose
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -25,7 +27,7 @@ def sample_of(length, first=0):
 
 
 def batch_of(lengths):
-    return flatten([Group("g", [sample_of(n, 100 * i) for i, n in enumerate(lengths)])], AlgorithmConfig())
+    return flatten([Group("g", [sample_of(n, 100 * i) for i, n in enumerate(lengths)])])
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,7 +57,7 @@ def test_every_target_is_predicted_once_from_the_token_before(lengths, shape, dp
                 assert not row.loss_mask[0][~real].any()
                 seen += row.source[0][real].tolist()
     firsts = set(batch.starts.tolist())
-    assert sorted(seen) == [i for i in range(len(batch.tokens)) if i not in firsts]
+    assert sorted(seen) == [i for i in range(batch.num_tokens) if i not in firsts]
 
 
 def test_a_rank_with_nothing_to_do_gets_a_masked_row():
@@ -66,5 +68,6 @@ def test_a_rank_with_nothing_to_do_gets_a_masked_row():
 
 def test_a_trajectory_of_several_samples_weighs_as_much_as_one_of_a_single_sample():
     turns = [replace(sample_of(3), reward=reward, trajectory=trajectory) for reward, trajectory in ((1.0, 0), (1.0, 0), (1.0, 0), (0.0, 1))]
-    batch = flatten([Group("g", turns)], AlgorithmConfig())
-    assert batch.advantages[batch.starts] == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])
+    batch = flatten([Group("g", turns)])
+    advantages = choose(RunConfig()).advantages(batch)["advantages"].values
+    assert advantages[batch.ends - 1] == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])

@@ -137,7 +137,7 @@ def test_logprobs_are_those_of_the_temperature_that_each_sample_was_made_at(temp
     assert metrics["pg_clipfrac"] == 0
 
 
-@pytest.mark.parametrize("algorithm", [{"kl_loss_coef": 0.1}, {"use_rollout_logprobs": False, "use_tis": True}])
+@pytest.mark.parametrize("algorithm", [{"kl_loss_coef": 0.1}, {"use_rollout_logprobs": False, "corrections": ["tis"]}])
 def test_old_and_reference_logprobs_are_of_the_samples_temperature_too(algorithm, tied_model, build_policy, make_batch):
     batch = sampled_at(make_batch(), AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32), MIXED)
     metrics = build_policy(tied_model, algorithm=AlgorithmConfig(**algorithm)).train(batch)
@@ -251,7 +251,7 @@ def test_old_logprobs_are_those_of_before_the_first_of_several_steps(tied_model,
 
 def test_one_step_on_a_batch_makes_no_pass_for_old_logprobs_as_the_ratio_is_one(tied_model, build_policy, make_batch, monkeypatch):
     made = passes(monkeypatch)
-    tis = {"use_tis": True, "eps_clip": 0.2}
+    tis = {"corrections": ["tis"], "settings": {"eps_clip": 0.2}}
     once = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, **tis)).train(make_batch())
     same = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=True, **tis)).train(make_batch())
     assert made == []
@@ -260,7 +260,7 @@ def test_one_step_on_a_batch_makes_no_pass_for_old_logprobs_as_the_ratio_is_one(
 
 def test_sft_learns_its_samples(tied_model, build_policy, make_batch):
     batch = [Group(g.id, [replace(s, reward=None, rollout_logprobs=0 * s.rollout_logprobs) for s in g.samples]) for g in make_batch()]
-    policy = build_policy(tied_model, algorithm=AlgorithmConfig(loss_type="sft_loss"))
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(advantage_estimator="sft"))
     losses = [policy.train(batch)["loss"] for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -277,7 +277,7 @@ def test_mismatch_is_zero_when_the_sampler_is_the_trainer(tied_model, build_poli
 
 
 def test_recomputed_old_logprobs_start_at_ratio_one(tied_model, build_policy, make_batch):
-    policy = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, use_tis=True))
+    policy = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, corrections=["tis"]))
     metrics = policy.train(make_batch())
     assert metrics["pg_clipfrac"] == 0
     assert 0 < metrics["tis"] <= 2.0

@@ -34,25 +34,6 @@ def test_a_run_without_engines_that_is_to_be_evaluated_is_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"rollout.n_samples_per_prompt": 1}, "a group of one has advantage 0 and trains nothing; sample 2 or more"),
-        ({"rollout.rollout_temperature": 0}, "greedy.*expected a value above 0"),
-        ({"rollout.rollout_top_p": 0.9}, r"rollout_top_p: 0.9 .* every importance ratio would be wrong"),
-        ({"rollout.rollout_top_k": 20}, r"rollout_top_k: 20 .* every importance ratio would be wrong"),
-        (
-            {"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False, "algorithm.use_tis": True},
-            "every importance ratio would be wrong",
-        ),
-    ],
-)
-def test_sampling_that_the_policy_loss_cannot_train_on_is_refused_with_the_reason(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(None, flags, environ={})
-    resolve(None, flags | {"algorithm.loss_type": "sft_loss"}, environ={})
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
         ({"broker.lease_s": 2, "broker.heartbeat_s": 2}, "broker.lease_s: 2 is not above heartbeat_s 2, so every lease would expire"),
         ({"broker.buffer_capacity": 5, "rollout.rollout_batch_size": 8}, "buffer_capacity: 5 is below rollout.rollout_batch_size 8"),
         ({"rollout.rollout_batch_size": 2049, "rollout.n_samples_per_prompt": 8}, "2049 groups; at most 2048 fit one batch reply"),
@@ -61,14 +42,6 @@ def test_sampling_that_the_policy_loss_cannot_train_on_is_refused_with_the_reaso
 def test_rules_that_the_broker_would_refuse_to_start_with_are_refused_by_every_command(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(None, flags, environ={})
-
-
-def test_a_cut_distribution_is_allowed_where_the_loss_reads_no_rollout_logprobs() -> None:
-    resolve(None, {"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False}, environ={})
-
-
-def test_the_truncated_weight_needs_no_recomputed_logprobs() -> None:
-    resolve(None, {"algorithm.use_tis": True, "algorithm.use_rollout_logprobs": True}, environ={})
 
 
 def test_a_worker_without_an_engine_may_join_a_run_that_is_evaluated(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_rule_about_a_value_that_is_broken_itself_is_not_told_beside_it(tmp_pa
 
 
 def test_every_rule_that_is_broken_is_told_at_once(tmp_path: Path) -> None:
-    text = "rollout: {num_steps_per_rollout: 5, n_samples_per_prompt: 1}\neval: {eval_interval: 1}\n"
+    text = "rollout: {num_steps_per_rollout: 5, rollout_top_k: 0}\neval: {eval_interval: 1}\n"
     with pytest.raises(ConfigError, match="3 mistakes:"):
         resolve(write(tmp_path, text), environ={})
 

@@ -2,7 +2,7 @@
 
 import torch
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it a term is an outlier whose size carries nothing
+from trainer.objective.clip import LOG_RATIO_LIMIT, ratio_of
 
 
 def k1(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
@@ -19,6 +19,15 @@ def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
     """q / p - 1 - log(q / p): unbiased and never negative."""
     log_ratio = (other_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.exp() - 1.0 - log_ratio
+
+
+def kl_term(kind: str, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """KL(new || reference) per token for a loss. `unbiased`: new / old * k3, with gradient through both factors; the samples are old's, so
+    its gradient is that of the KL. DeepSeek-V3.2 (2025), section 3.1, "Unbiased KL Estimate".
+    """
+    if kind == "unbiased":
+        return ratio_of(new_logprobs - old_logprobs) * k3(new_logprobs, reference_logprobs)
+    return KL_ESTIMATORS[kind](new_logprobs, reference_logprobs)
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -1,0 +1,102 @@
+"""Plug-ins by name and by path, their settings, and what contradicts them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from slimebus.bus.errors import ConfigError
+from slimebus.cli.commands.config import check
+from slimebus.cli.config import resolve
+from slimebus.cli.config.flags import META
+from slimebus.cli.config.load import Resolved
+from trainer.algorithms.grpo import Grpo
+from trainer.cli import trainer
+from trainer.objective.choose import algorithm_problems, choose
+from trainer.objective.plugin_settings import known_settings, names
+
+
+def problems(flags: dict[str, Any], base: Path | None = None) -> str:
+    resolved = resolve(None, flags, environ={})
+    return "\n".join(algorithm_problems(resolved if base is None else Resolved(resolved.config, resolved.origin, base)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rollout.n_samples_per_prompt": 1}, "a group of one has advantage 0 and trains nothing; sample 2 or more"),
+        ({"rollout.rollout_temperature": 0}, "greedy: all samples of a group are equal and train nothing; expected a value above 0"),
+        ({"rollout.rollout_top_p": 0.9}, "rollout_top_p: 0.9 cuts"),
+        ({"rollout.rollout_top_k": 20}, "every importance ratio would be wrong"),
+        (
+            {"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False, "algorithm.corrections": "tis"},
+            "every importance ratio would be wrong",
+        ),
+    ],
+)
+def test_sampling_that_grpo_cannot_train_on_is_refused_with_the_reason(flags: dict[str, Any], message: str) -> None:
+    assert message in problems(flags)
+    without_corrections = {name: value for name, value in flags.items() if name != "algorithm.corrections"}
+    assert problems(without_corrections | {"algorithm.advantage_estimator": "sft"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"algorithm.advantage_estimator": "grop"}, "algorithm.advantage_estimator: no 'grop' in trainer/algorithms; did you mean 'grpo'?"),
+        ({"algorithm.corrections": "tiss"}, "algorithm.corrections: no 'tiss' in trainer/corrections; did you mean 'tis'?"),
+        ({"algorithm.corrections": "tis,tis"}, "tis is named twice"),
+        ({"algorithm.advantage_estimator": "no.such:Thing"}, "cannot import no"),
+        ({"algorithm.advantage_estimator": "json:dumps"}, "json:dumps is no class that derives from trainer.objective.plugin.Algorithm"),
+        ({"algorithm.settings.eps_clp": 1}, "--eps-clp: algorithm.settings.eps_clp: no setting of grpo; did you mean 'eps_clip'?"),
+        ({"algorithm.settings.tis_clip": 1}, "algorithm.settings.tis_clip: no setting of grpo; it belongs to tis"),
+        ({"algorithm.settings.eps_clip": -1}, "--eps-clip: algorithm.settings.eps_clip: got -1; expected a number >= 0"),
+        ({"algorithm.settings.eps_clip_c": 0.5}, "eps_clip_c: 0.5; the dual clip would bound the loss where the ratio is 1"),
+        ({"algorithm.kl_coef": 0.1, "algorithm.kl_loss_coef": 0.1}, "kl_coef: 0.1 puts the KL in the reward"),
+        ({"algorithm.kl_coef": 0.1, "algorithm.kl_loss_type": "unbiased"}, "unbiased is a term of the loss"),
+        (
+            {"algorithm.advantage_estimator": "sft", "algorithm.corrections": "tis"},
+            "algorithm.corrections: ['tis'], but sft trains on demonstrations",
+        ),
+    ],
+)
+def test_what_the_plug_ins_cannot_do_is_refused_with_the_reason(flags: dict[str, Any], message: str) -> None:
+    assert message in problems(flags)
+
+
+def test_a_cut_distribution_is_allowed_where_the_loss_reads_no_rollout_logprobs() -> None:
+    assert problems({"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False}) == ""
+
+
+def test_the_truncated_weight_needs_no_recomputed_logprobs() -> None:
+    assert problems({"algorithm.corrections": "tis", "algorithm.use_rollout_logprobs": True}) == ""
+
+
+def test_settings_go_to_the_plug_in_that_has_them() -> None:
+    flags = {"algorithm.corrections": "tis", "algorithm.settings.tis_clip": 3, "algorithm.settings.eps_clip": 0.1}
+    objective = choose(resolve(None, flags, environ={}).config)
+    assert objective.corrections[0].settings.tis_clip == 3.0  # type: ignore[attr-defined]
+    assert isinstance(objective.algorithm, Grpo)
+    assert objective.algorithm.settings.eps_clip == 0.1
+
+
+def test_settings_read_from_the_source_are_those_of_the_classes() -> None:
+    by_source = {name for name, owners in known_settings().items() if "grpo" in owners}
+    assert by_source == set(Grpo.Settings.__struct_fields__)
+    assert {"grpo", "sft"} <= set(names("algorithms"))
+
+
+@pytest.mark.parametrize("flag", ["--eps-clip", "--algorithm-eps-clip"])
+def test_a_setting_is_a_flag_of_the_trainer(flag: str) -> None:
+    with trainer.make_context("trainer", [flag, "0.1"]) as ctx:
+        assert ctx.meta[META] == {"algorithm.settings.eps_clip": "0.1"}
+
+
+def test_config_check_finds_what_the_algorithm_refuses(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm:\n  settings: {eps_clp: 0.1}\nrollout: {n_samples_per_prompt: 1}\n")
+    refused = CliRunner().invoke(check, [str(file)])
+    assert isinstance(refused.exception, ConfigError)
+    assert f"{file}:2: algorithm.settings.eps_clp: no setting of grpo; did you mean 'eps_clip'?" in refused.exception.text
+    assert "a group of one has advantage 0" in refused.exception.text

@@ -1,0 +1,121 @@
+"""From the samples of groups to a batch: which columns it has, and what makes a sample unfit for it.
+
+S samples   N tokens of all samples   T tokens of one sample
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from slimebus.bus.errors import DataError
+from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.samples import Sample
+from trainer.batches.batch import Batch, Column, Group
+
+log = logging.getLogger("trainer")
+
+LARGEST_LOGPROB = 0.05
+"""What a log_softmax in bfloat16 may round up to; a larger one is no logprob."""
+LEAST_LOGPROB = -1e4
+"""Ratios and KL terms of larger ones stay finite; the least that an engine reports at temperature 0.01 is some -1,000."""
+
+
+def check_sample(sample: Sample, name: str, vocab_size: int, *, reads_logprobs: bool, fields: Collection[str] = ()) -> None:
+    """Raise DataError, with what was got and expected, for a sample of the bus that would spoil the model or end the trainer.
+
+    Where loss_mask is 1 rollout_logprobs must be those of tokens that were sampled, if the loss reads them. It must have these extra
+    fields: finite there, one entry a token or one in all.
+    """
+    if len(sample.tokens) == 0:
+        raise DataError(f"{name}: no tokens")
+    outside = sample.tokens[(sample.tokens < 0) | (sample.tokens >= vocab_size)]
+    if len(outside):
+        raise DataError(
+            f"{name}: token id {outside[0]} is outside the model's vocabulary of {vocab_size};"
+            " the rollout's tokenizer and the trainer's model do not match"
+        )
+    is_trained = np.asarray(sample.loss_mask) > 0
+    is_trained[0] = False
+    if reads_logprobs:
+        is_sound = (sample.rollout_logprobs >= LEAST_LOGPROB) & (sample.rollout_logprobs <= LARGEST_LOGPROB)
+        wrong = np.flatnonzero(is_trained & ~is_sound)
+        if len(wrong):
+            value = sample.rollout_logprobs[wrong[0]]
+            raise DataError(f"{name}: rollout_logprobs[{wrong[0]}] is {value} ({len(wrong)} such); expected {LEAST_LOGPROB:g} to 0")
+    for field in fields:
+        _check_field(sample, field, name, is_trained)
+
+
+def _check_field(sample: Sample, field: str, name: str, is_trained: np.ndarray) -> None:
+    values = sample.extras.get(field)
+    if values is None:
+        remedy = f"set broker.required_fields: [{field}], so that every group waits for it"
+        raise DataError(f"{name}: no field {field!r}, which the algorithm reads; {remedy}")
+    if values.size not in (1, len(is_trained)) or values.ndim > 1:
+        raise DataError(f"{name}: field {field!r} has shape {list(values.shape)}; expected [{len(is_trained)}], [1] or []")
+    wrong = np.flatnonzero(~np.isfinite(values) & (is_trained if values.size == len(is_trained) else True))
+    if len(wrong):
+        raise DataError(f"{name}: {field}[{wrong[0]}] is {values.reshape(-1)[wrong[0]]} ({len(wrong)} such); expected finite numbers")
+
+
+def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervised: bool = False) -> Batch:
+    """One batch of groups, at least one. version: the one being trained (None: the newest in the batch). Supervised: temperatures are 1.
+
+    | column | scope | |
+    |---|---|---|
+    | tokens, loss_mask, rollout_logprobs | token | int32; f32, 0 at the first token of each sample, which has no context; f32 |
+    | versions, lag | token | int64; the version that made it (-1: none), how many versions ago that is (0 where none made it) |
+    | reward, temperature | sample | f64, 0 where there is none; f32, what the logits are divided by |
+    | trajectory, turn | sample | int64, which of the group's attempts it is a part of; int64 |
+
+    and every extra field that all samples have, of the worker or put later: `token` where it has T entries for each sample, `sample` where
+    one, else `row`. One that only some samples have, or in different types, is left out and the log says why.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    loss_mask = np.concatenate([sample.loss_mask for sample in samples]).astype(np.float32)
+    loss_mask[ends - lengths] = 0.0
+    runs = np.array([run for sample in samples for run in sample.versions if run[1]], np.int64).reshape(-1, 2)
+    versions = np.repeat(runs[:, 0], runs[:, 1])
+    newest = int(versions.max(initial=0)) if version is None else version
+    attempts = [i if sample.trajectory is None else sample.trajectory for group in groups for i, sample in enumerate(group.samples)]
+    columns = {
+        "tokens": Column(np.concatenate([sample.tokens for sample in samples]).astype(np.int32)),
+        "loss_mask": Column(loss_mask),
+        "rollout_logprobs": Column(np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float32)),
+        "versions": Column(versions),
+        "lag": Column(np.where(versions == NO_VERSION, 0, newest - versions)),
+        "reward": Column(np.array([sample.reward or 0.0 for sample in samples]), "sample"),
+        "temperature": Column(np.array([1.0 if is_supervised else s.temperature for s in samples], np.float32), "sample"),
+        "trajectory": Column(np.array(attempts, np.int64), "sample"),
+        "turn": Column(np.array([sample.turn for sample in samples], np.int64), "sample"),
+    }
+    group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+    return Batch(ends, group_of, {**_extra_columns(samples, lengths, columns), **columns})
+
+
+def _extra_columns(samples: Sequence[Sample], lengths: np.ndarray, taken: Collection[str]) -> dict[str, Column]:
+    found = {}
+    for name in sorted({name for sample in samples for name in sample.extras}):
+        column = "the trainer has a column of that name" if name in taken else _extra_column(name, samples, lengths)
+        if isinstance(column, Column):
+            found[name] = column
+        else:
+            log.warning("field %r is left out of this batch: %s", name, column)
+    return found
+
+
+def _extra_column(name: str, samples: Sequence[Sample], lengths: np.ndarray) -> Column | str:
+    """The column of this field, or why there is none."""
+    arrays = [sample.extras[name] for sample in samples if name in sample.extras]
+    if len(arrays) < len(samples):
+        return f"{len(arrays)} of {len(samples)} samples have it"
+    if len({(array.dtype, array.shape[1:]) for array in arrays}) > 1:
+        return f"its entries differ: {sorted({f'{array.dtype.name} {list(array.shape[1:])}' for array in arrays})}"
+    counts = np.array([len(array) if array.ndim else 1 for array in arrays], np.int64)
+    if all(array.ndim for array in arrays) and np.array_equal(counts, lengths):
+        return Column(np.concatenate(arrays), "token")
+    joined = np.concatenate([np.atleast_1d(array) for array in arrays])
+    return Column(joined, "sample") if np.all(counts == 1) else Column(joined, "row", np.cumsum(counts))

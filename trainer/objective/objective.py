@@ -1,0 +1,151 @@
+"""What a run minimises: one algorithm, its corrections, the KL and entropy terms, and the forward passes that they need."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from slimebus.bus.errors import DataError
+from slimebus.cli.config import RunConfig
+from trainer.batches.batch import Batch, Column, Group
+from trainer.batches.flatten import flatten
+from trainer.objective.aggregation import token_weights
+from trainer.objective.kl import kl_term
+from trainer.objective.plugin import Algorithm, Correction, TokenLoss
+from trainer.objective.row import Row
+
+PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
+"""Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
+weights just before each optimizer step."""
+
+LR_FACTOR = "learning_rate_factor"
+
+
+class Objective:
+    """The chosen plug-ins of a run, as the trainer uses them."""
+
+    def __init__(self, config: RunConfig, algorithm: Algorithm, corrections: Sequence[Correction]) -> None:
+        self.config, self.settings = config, config.algorithm
+        self.algorithm, self.corrections = algorithm, list(corrections)
+        self.plugins = [algorithm, *corrections]
+        self.aggregation = config.algorithm.loss_aggregation or algorithm.aggregation
+
+    # --- what is needed ---
+
+    @property
+    def needs(self) -> set[str]:
+        """Columns that must be there before advantages are computed."""
+        needs = set[str]().union(*(plugin.needs() for plugin in self.plugins))
+        if self.settings.kl_loss_coef or self.settings.kl_coef:
+            needs.add("reference_logprobs")
+        if self.settings.kl_coef and not self.settings.use_rollout_logprobs:
+            needs.add("old_logprobs")
+        return needs
+
+    @property
+    def fields(self) -> set[str]:
+        """Fields that each sample must bring: what is needed and no pass of the trainer's, or a pass that a consumer makes instead."""
+        return {name for name in self.needs if name not in PASSES or name in self.config.broker.required_fields}
+
+    def needs_pass(self, name: str) -> bool:
+        """Whether the trainer makes this forward pass for advantages, `prepare` or a term of the loss."""
+        return name in self.needs - self.fields
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether old_logprobs are the trainer's own, from before the first optimizer step: with several steps that is a forward pass."""
+        return self.algorithm.compares_with_old and not self.settings.use_rollout_logprobs
+
+    @property
+    def trains_without_advantage(self) -> bool:
+        """Whether a sample of advantage 0 still has a gradient."""
+        return bool(self.algorithm.trains_without_advantage or self.settings.kl_loss_coef or self.settings.entropy_coef)
+
+    def old_column(self, columns: Batch) -> str | None:
+        """The column of old_logprobs; None where they are those of the training pass itself."""
+        if self.settings.use_rollout_logprobs:
+            return None if any(correction.weighs_old for correction in self.corrections) else "rollout_logprobs"
+        return "old_logprobs" if "old_logprobs" in columns else None
+
+    # --- what the host computes, on rank 0 ---
+
+    def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
+        """The batch of these groups."""
+        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised)
+
+    def advantages(self, batch: Batch) -> dict[str, Column]:
+        """The column `advantages`, of each token: the samples' own, else the algorithm's. Raises DataError for one of a wrong shape."""
+        given = batch.per_token("advantages") if "advantages" in batch else self.algorithm.advantages(batch)
+        values = np.asarray(given, np.float32)
+        if values.shape != (batch.num_tokens,):
+            raise DataError(f"{named(self.algorithm)}: advantages have shape {list(values.shape)}; expected [{batch.num_tokens}]")
+        return {"advantages": Column(np.where(batch["loss_mask"] > 0, values, np.float32(0.0)))}
+
+    def prepare(self, part: Batch) -> dict[str, Column]:
+        """What one optimizer step needs besides: what each token weighs, the columns of the plug-ins, the factor of the learning rate (a
+        column of the groups)."""
+        weights = token_weights(part, self.aggregation, self.config.rollout.rollout_max_response_len)
+        prepared = part.with_columns({"loss_weight": weights})
+        for plugin in self.plugins:
+            prepared = prepared.with_columns(plugin.prepare(prepared))
+        factor = np.prod([plugin.learning_rate_factor(prepared) for plugin in self.plugins])
+        added = {name: column for name, column in prepared.columns.items() if part.columns.get(name) is not column}
+        return {**added, LR_FACTOR: Column(np.full(part.num_groups, factor), "group")}
+
+    # --- the loss ---
+
+    def loss(self, row: Row) -> TokenLoss:
+        """Algorithm's loss * the corrections' weights + kl_loss_coef * KL(new || reference) - entropy_coef * entropy, per token."""
+        outcome = self.algorithm.loss(row)
+        loss, measures = outcome.loss, dict(outcome.measures)
+        for correction in self.corrections:
+            weighed = correction.weight(row)
+            weight = weighed.weight.detach()
+            loss = torch.where(weight > 0, loss * weight, 0.0)
+            measures |= weighed.measures
+        if self.settings.kl_loss_coef:
+            divergence = kl_term(self.settings.kl_loss_type, row.new_logprobs, row.old_logprobs, row["reference_logprobs"])
+            loss = loss + self.settings.kl_loss_coef * divergence
+            measures["kl_loss"] = divergence.detach()
+        if self.settings.entropy_coef:
+            loss = loss - self.settings.entropy_coef * row.entropy
+        return TokenLoss(loss, measures)
+
+    # --- what contradicts what ---
+
+    def problems(self) -> Iterator[str]:
+        """What in the config contradicts the chosen algorithm and corrections, a sentence each."""
+        a = self.settings
+        yield from (problem for plugin in self.plugins for problem in plugin.problems())
+        if a.kl_coef and a.kl_loss_coef:
+            yield f"algorithm.kl_coef: {a.kl_coef:g} puts the KL in the reward, and kl_loss_coef {a.kl_loss_coef:g} in the loss; keep one"
+        if a.kl_coef and a.kl_loss_type == "unbiased":
+            yield "algorithm.kl_loss_type: unbiased is a term of the loss and has no meaning in the reward (kl_coef); choose k1, k2 or k3"
+        if self.algorithm.is_supervised:
+            yield from self._meaningless()
+        else:
+            yield from self._cut_distribution()
+
+    def _meaningless(self) -> Iterator[str]:
+        given = {"corrections": self.settings.corrections, "kl_coef": self.settings.kl_coef}
+        for name, value in given.items():
+            if value:
+                yield (
+                    f"algorithm.{name}: {value}, but {self.settings.advantage_estimator} trains on demonstrations, which have no rewards "
+                    "and no logprobs of a sampler; remove it"
+                )
+
+    def _cut_distribution(self) -> Iterator[str]:
+        r, compares = self.config.rollout, self.algorithm.compares_with_old and self.settings.use_rollout_logprobs
+        cut = {"rollout_top_p": r.rollout_top_p} if r.rollout_top_p < 1 else {}
+        cut |= {"rollout_top_k": r.rollout_top_k} if r.rollout_top_k > 0 else {}
+        for name, value in cut.items() if compares or any(plugin.reads_rollout_logprobs for plugin in self.plugins) else ():
+            yield (
+                f"rollout.{name}: {value} cuts the distribution that tokens are drawn from, but rollout logprobs are those of the whole "
+                "one, so every importance ratio would be wrong; remove it, or set algorithm.use_rollout_logprobs: false without corrections"
+            )
+
+
+def named(plugin: object) -> str:
+    """A plug-in by its class, for errors."""
+    return f"{type(plugin).__module__}:{type(plugin).__name__}"

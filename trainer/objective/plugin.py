@@ -1,0 +1,115 @@
+"""What an algorithm and a correction are: the interface of the plug-ins in trainer/algorithms, trainer/corrections and in your own files.
+
+N tokens of a batch   S its samples   t tokens of a packed row
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import torch
+
+from slimebus.cli.config import RunConfig
+from trainer.batches.batch import Batch, Column
+from trainer.objective.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss per token, and what to report of it."""
+
+    loss: torch.Tensor
+    """[1, t] with gradient; the caller masks, weighs and adds it up."""
+    measures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """By metric name, [1, t]: the metric is the mean over trained tokens (where the name ends in `_max` the maximum)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeight:
+    """What a correction multiplies the loss of each token with, and what to report of it."""
+
+    weight: torch.Tensor
+    """[1, t], at least 0 and without gradient; 0 takes the token out of the loss, whatever its value (the denominator stays)."""
+    measures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """As those of a TokenLoss."""
+
+
+class Plugin:
+    """What algorithms and corrections have in common. Made once, on every rank; rank 0 alone is asked for what the host computes."""
+
+    class Settings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+        """Its own settings under `algorithm.settings`, typed, each with a default and a docstring `[unit] meaning`."""
+
+    settings: Settings
+    reads_rollout_logprobs: ClassVar[bool] = False
+    """Whether it compares with the sampler's logprobs itself, so that they must be those of the distribution that tokens are drawn from."""
+
+    def __init__(self, config: RunConfig, settings: Settings) -> None:
+        self.config, self.settings = config, settings
+
+    def needs(self) -> set[str]:
+        """Columns that must be in the batch before `advantages` and `prepare` are called: those that the trainer can compute in a forward
+        pass (`old_logprobs`, `current_logprobs`, `reference_logprobs`; objective.py:PASSES), and fields of the samples.
+        """
+        return set()
+
+    def problems(self) -> Iterator[str]:
+        """What in the config contradicts it, a sentence each: the field, its value, the remedy."""
+        return iter(())
+
+    def prepare(self, part: Batch) -> Mapping[str, Column | np.ndarray]:
+        """Columns that `part`, all that one optimizer step trains on, gets: [N] arrays, or Columns of another scope.
+
+        Called once for each optimizer step, on rank 0, so that a choice over the whole step depends on no row, rank or layout.
+        """
+        return {}
+
+    def learning_rate_factor(self, part: Batch) -> float:
+        """What the learning rate of this optimizer step is multiplied with; `part` has the columns of `prepare`."""
+        return 1.0
+
+
+class Algorithm(Plugin):
+    """Advantages and a loss per token. One class in one file."""
+
+    aggregation: ClassVar[str] = "token"
+    """How its loss becomes one number where algorithm.loss_aggregation is empty (aggregation.py)."""
+    is_supervised: ClassVar[bool] = False
+    """Whether it trains on demonstrations: their rewards, logprobs and temperatures mean nothing."""
+    compares_with_old: ClassVar[bool] = False
+    """Whether its loss reads row.old_logprobs."""
+    trains_without_advantage: ClassVar[bool] = False
+    """Whether a sample of advantage 0 still has a gradient, and so cannot be left out."""
+
+    def advantages(self, batch: Batch) -> np.ndarray:
+        """[N] of the whole batch; called once a batch, on rank 0, after all forward passes. Not called where samples bring their own."""
+        raise NotImplementedError
+
+    def loss(self, row: Row) -> TokenLoss:
+        """The loss of each token of a row, before corrections and the KL and entropy terms."""
+        raise NotImplementedError
+
+
+class PolicyGradient(Algorithm):
+    """The base of algorithms that raise the probability of tokens with a positive advantage, from samples of an older policy."""
+
+    compares_with_old = True
+
+    def problems(self) -> Iterator[str]:
+        if self.config.rollout.rollout_temperature == 0:
+            yield "rollout.rollout_temperature: 0 is greedy: all samples of a group are equal and train nothing; expected a value above 0"
+
+
+class Correction(Plugin):
+    """A weight per token for samples of another policy; those that are chosen are multiplied. One class in one file."""
+
+    reads_rollout_logprobs = True
+    weighs_old: ClassVar[bool] = True
+    """Whether its weight is of row.old_logprobs against the sampler. With use_rollout_logprobs, where these are the same, old is then the
+    policy being trained itself: the weight is the only correction, the ratio is 1 and nothing is clipped."""
+
+    def weight(self, row: Row) -> TokenWeight:
+        """The weight of each token of a row."""
+        raise NotImplementedError
