@@ -131,6 +131,7 @@ class WorkerLeases(msgspec.Struct):
     """The leases of one worker, and their sum. `unconfirmed`: those that no heartbeat of it has named yet, each with its own deadline."""
 
     groups: dict[int, Group] = {}
+    by_request: dict[int, dict[int, Group]] = {}
     lease_sum: int = 0
     unconfirmed: set[int] = set()
 
@@ -206,7 +207,8 @@ class Groups:
 
     def leased_at(self, worker: str, request: int) -> list[Group]:
         """The groups that a worker still holds of those that one request of it was granted."""
-        return [group for group in self.leased_by(worker) if group.lease.request == request]
+        leases = self.by_worker.get(worker)
+        return [] if leases is None else list(leases.by_request.get(request, {}).values())
 
     def leased_for_training(self) -> list[Group]:
         """The leased training groups, oldest lease first."""
@@ -251,7 +253,7 @@ class Groups:
         elif group.phase == LEASED:
             self.by_lease[group.lease.id] = group
             leases = self.by_worker.setdefault(group.lease.worker, WorkerLeases())
-            leases.groups[group.lease.id] = group
+            leases.groups[group.lease.id] = leases.by_request.setdefault(group.lease.request, {})[group.lease.id] = group
             leases.lease_sum += group.lease.id
         elif group.phase == READY and self._lacks_field(group):
             self.awaiting_fields[group.id] = group
@@ -264,7 +266,10 @@ class Groups:
             self._queues[group.kind].discard(group)
         elif group.phase == LEASED:
             leases = self.by_worker[group.lease.worker]
-            del self.by_lease[group.lease.id], leases.groups[group.lease.id]
+            granted = leases.by_request[group.lease.request]
+            del self.by_lease[group.lease.id], leases.groups[group.lease.id], granted[group.lease.id]
+            if not granted:
+                del leases.by_request[group.lease.request]
             leases.unconfirmed.discard(group.lease.id)
             leases.lease_sum -= group.lease.id
             if not leases.groups:
