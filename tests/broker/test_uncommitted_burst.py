@@ -61,7 +61,7 @@ class Bench:
         self.epochs: dict[str, int] = {}
         self.serial = 0
 
-    def _receive(self, timeout_s: float) -> list[Request]:
+    def _receive(self, timeout_s: float, collect_s: float = 0.0) -> list[Request]:
         arrived, self.arriving = self.arriving, []
         return arrived
 

@@ -121,12 +121,16 @@ class Server:
             return True
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
 
-    def receive(self, timeout_s: float) -> list[Request]:
-        """Up to `burst` requests, or `limits.burst_bytes` of them; waits at most `timeout_s` for the first. Nonsense makes none wait."""
+    def receive(self, timeout_s: float, collect_s: float = 0.0) -> list[Request]:
+        """Up to `burst` requests, or `limits.burst_bytes` of them; waits at most `timeout_s` for the first and then `collect_s` for those
+        that come close behind it. Nonsense makes none wait.
+        """
         requests: list[Request] = []
         size_bytes = 0
         if not self.wait(timeout_s):
             return requests
+        if collect_s:
+            time.sleep(collect_s)
         for taken in range(self.burst):
             if requests and taken - len(requests) >= MAX_JUNK:
                 break

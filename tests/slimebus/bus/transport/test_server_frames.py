@@ -61,6 +61,18 @@ def test_a_burst_ends_when_it_is_large(server: Server, dealer: zmq.Socket[bytes]
     assert max(sizes) <= 4
 
 
+def test_a_burst_that_collects_waits_once_for_what_comes_behind_its_first_request(
+    server: Server, dealer: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("slimebus.bus.transport.server.time.sleep", pauses.append)
+    assert server.receive(0.0, collect_s=0.25) == []
+    assert pauses == [], "nothing came, so there is nothing to collect for"
+    dealer.send(envelope.encode(Status(), id=1, sender="me"))
+    assert [request.header.id for request in server.receive(5.0, collect_s=0.25)] == [1]
+    assert pauses == [0.25]
+
+
 def test_a_server_that_does_not_read_takes_in_four_messages_of_a_connection_and_tcp_makes_its_sender_wait(server: Server) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.sndhwm, dealer.linger = 1, 0
