@@ -1,5 +1,7 @@
 """`slimebus trainer` and `slimebus export`."""
 
+import functools
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,17 +46,23 @@ def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None) -> No
     run_trainer(resolved, broker, debug=bool((ctx.obj or {}).get("debug")))
 
 
-@click.command(cls=ConfigCommand, short_help="Write the newest checkpoint in Hugging Face layout.")
+@click.command(cls=ConfigCommand, short_help="Write a checkpoint in Hugging Face layout.")
 @config_argument
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="[path] Directory to write.")
+@click.option("--step", type=click.IntRange(min=0), help="[step] Of the checkpoint: how many steps it has trained; default: the newest.")
+@click.option("--force", is_flag=True, help="Replace a directory that is not empty.")
 @click.pass_context
-def export(ctx: click.Context, run_yaml: Path | None, out: Path) -> None:
-    """Write the newest checkpoint as a Hugging Face directory: safetensors, config and tokenizer."""
+def export(ctx: click.Context, run_yaml: Path | None, out: Path, step: int | None, force: bool) -> None:
+    """Write the newest checkpoint, or that of --step, as a Hugging Face directory: safetensors, config and tokenizer."""
     resolved = from_context(ctx, run_yaml)
-    from trainer.process import export_checkpoint, launch_ranks
+    from trainer.process import check_export, export_checkpoint, launch_ranks
 
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        check_export(resolved, out, step, force=force)
     if launch_ranks(resolved, sys.argv[1:]):
         return
-    step = export_checkpoint(resolved, out)
-    if step is not None:
-        click.echo(f"step {step} written to {out}")
+    say = functools.partial(click.echo, err=True) if is_first else lambda text: None
+    exported = export_checkpoint(resolved, out, step, say)
+    if exported is not None:
+        click.echo(f"step {exported} written to {out}")

@@ -3,12 +3,15 @@
     stdin:  a line for each layout: {"ranks": 2, "model": PATH, "out": PATH, "layout": {"tensor_model_parallel_size": 2}}
     stdout: a line for each: the exit code of each rank
 
-A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON.
+A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON. With "resume": PATH it goes on from a checkpoint for
+one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a
+second save.
 """
 
 import hashlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterable
@@ -26,7 +29,10 @@ from trainer.compat import cpu_compat
 cpu_compat.import_megatron()
 
 from trainer.batches.batch import Group  # noqa: E402
-from trainer.checkpoint.save_load import load_checkpoint, save_checkpoint  # noqa: E402
+from trainer.checkpoint import save  # noqa: E402
+from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
+from trainer.checkpoint.save import BackgroundSave  # noqa: E402
+from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint  # noqa: E402
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 
@@ -52,7 +58,13 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
-def train(model: str, out: Path, layout: dict) -> None:
+def write_half_and_die(path: Path, host: str, held: list) -> None:
+    write_rank_file(path, host, held[: len(held) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(asked: dict) -> None:
+    model, out, layout = asked["model"], Path(asked["out"]), asked["layout"]
     config = RunConfig(
         optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
         algorithm=AlgorithmConfig(use_rollout_logprobs=False, corrections=["tis"], entropy_coef=0.01),
@@ -60,15 +72,28 @@ def train(model: str, out: Path, layout: dict) -> None:
         megatron=layout.get("megatron", {}),
     )
     policy = Policy.build(config, model)
-    seen: dict[str, object] = {"exported": digest(policy.export.tensors()), "owners": policy.export.owners}
+    batch = lambda step: groups(step) if parallel.is_main_rank() else None  # noqa: E731
+    own_disk = f"-{os.environ['RANK']}" if asked.get("own_disks") else ""
+    if "resume" in asked:
+        found = load_checkpoint(asked["resume"] + own_disk, policy)
+        assert found is not None
+        seen: dict[str, object] = {"step": found.step, "metrics": policy.train(batch(3))}
+        if parallel.is_main_rank():
+            out.write_text(json.dumps(seen))
+        policy.close()
+        return
+    seen = {"exported": digest(policy.export.tensors()), "owners": policy.export.owners}
     owned = json.dumps(digest(policy.export.owned_tensors())).encode()
     seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned)]
-    batch = lambda step: groups(step) if parallel.is_main_rank() else None  # noqa: E731
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]
-    folder = str(out.with_suffix(".checkpoint"))
+    folder = str(out.with_suffix(".checkpoint")) + own_disk
     save_checkpoint(folder, policy, 3, 7)
     after = policy.train(batch(3))
+    if asked.get("killed"):
+        out.write_text(json.dumps({"after_save": after}))
+        save.write_rank_file = write_half_and_die
+        BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
     found = load_checkpoint(folder, policy)
     assert found is not None
     assert (found.step, found.version) == (3, 7)
@@ -83,10 +108,11 @@ def fork_rank(asked: dict, rank: int, port: int) -> int:
     """The process of one rank; as torchrun would start it."""
     if pid := os.fork():
         return pid
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(asked["ranks"])}
+    local_rank = 0 if asked.get("own_disks") else rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(asked["ranks"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        train(asked["model"], Path(asked["out"]), asked["layout"])
+        train(asked)
         os._exit(0)
     finally:  # the rank ends here, whatever it was
         traceback.print_exc()

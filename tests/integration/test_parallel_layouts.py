@@ -37,12 +37,12 @@ class Ranks:
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
             )
 
-    def run(self, model: Path, out: Path, ranks: int, layout: dict) -> dict:
+    def run(self, model: Path, out: Path, ranks: int, layout: dict, *, exit_code: int = 0, **more: object) -> dict:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"ranks": ranks, "model": str(model), "out": str(out), "layout": layout}) + "\n")
+        self.process.stdin.write(json.dumps({"ranks": ranks, "model": str(model), "out": str(out), "layout": layout, **more}) + "\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == f"{[0] * ranks}\n", self.log.read_text()[-4000:]
+        assert self.process.stdout.readline() == f"{[exit_code] * ranks}\n", self.log.read_text()[-4000:]
         return json.loads(out.read_text())
 
     def close(self) -> None:
@@ -118,6 +118,45 @@ def test_experts_are_owned_by_the_ranks_that_train_them(ranks: Ranks, tmp_path: 
             assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), metric
     assert_owned_once(two, ranks=2, stages=2)
     assert {name.split(".experts.")[1][0] for name in two["owned"][1]} == {"2", "3"}
+    for checkpoint, run, loaded in (("two", two, (1, {})), ("one", one, (2, layout))):
+        after = ranks.run(tmp_path / "model", tmp_path / "after.json", *loaded, resume=str(tmp_path / f"{checkpoint}.checkpoint"))
+        assert_equal_steps(after["metrics"], run["after_save"])
+
+
+TP2_PP2 = (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("dp2", TP2_PP2), ("dp2", (1, {})), ("tp2", LAYOUTS["dp2"])], ids=str)
+def test_a_checkpoint_of_one_layout_is_loaded_in_another(saved: str, loaded: tuple, ranks: Ranks, model: Path, tmp_path: Path):
+    num_ranks, layout = LAYOUTS[saved]
+    before = ranks.run(model, tmp_path / "saved.json", num_ranks, layout)
+    after = ranks.run(model, tmp_path / "loaded.json", *loaded, resume=str(tmp_path / "saved.checkpoint"))
+    assert after["step"] == 3
+    assert_equal_steps(after["metrics"], before["after_save"])
+    assert "dropout goes on from the seed, not from its random state" in ranks.log.read_text()
+
+
+def test_ranks_that_share_no_disk_save_and_resume(ranks: Ranks, model: Path, tmp_path: Path):
+    """Each has its own part alone; what only another has is sent."""
+    before = ranks.run(model, tmp_path / "saved.json", 2, {}, own_disks=True)
+    parts = [tmp_path / f"saved.checkpoint-{rank}" / "step_00000003" for rank in range(2)]
+    assert [sorted(path.name for path in part.iterdir()) for part in parts] == [
+        [f"rank_0000{rank}.safetensors", "state.json"] for rank in range(2)
+    ]
+    after = ranks.run(model, tmp_path / "loaded.json", 2, {}, resume=str(tmp_path / "saved.checkpoint"), own_disks=True)
+    assert after["metrics"] == before["after_save"]
+
+
+def test_kill_9_in_the_middle_of_a_save_loses_nothing_but_that_save(ranks: Ranks, model: Path, tmp_path: Path):
+    before = ranks.run(model, tmp_path / "saved.json", 1, {}, killed=True, exit_code=-signal.SIGKILL)
+    assert sorted(path.name for path in (tmp_path / "saved.checkpoint").iterdir()) == ["latest", "step_00000003", "step_00000004.part"]
+    after = ranks.run(model, tmp_path / "loaded.json", 1, {}, resume=str(tmp_path / "saved.checkpoint"))
+    assert (after["step"], after["metrics"]) == (3, before["after_save"])
+
+
+def assert_equal_steps(mine: dict, reference: dict) -> None:
+    for metric in ("loss", "grad_norm", "entropy", "approx_kl", "lr"):
+        assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), metric
 
 
 def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:

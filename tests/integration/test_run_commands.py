@@ -32,6 +32,12 @@ def test_a_run_is_evaluated_on_request_shown_and_exported(tmp_path: Path, task: 
         exported = run.command("export", [sys.executable, "-m", "slimebus", "export", str(run.file), "--out", str(out)])
         assert exported.wait(60) == 0, exported.tail()
         assert "step 6 written to" in exported.text()
+        assert exported.text().index("loading megatron-core") < exported.text().index("reading the newest checkpoint")
+        for words, said in ((["--step", "4"], "exists and is not empty"), (["--step", "5", "--force"], "it has those of steps 4, 6")):
+            refused = run.command("export", [sys.executable, "-m", "slimebus", "export", str(run.file), "--out", str(out), *words])
+            refused.expected.add(2)
+            assert refused.wait(60) == 2, refused.tail()
+            assert said in refused.text()
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     of_trainer = {"wait", "train", "publish", "wait for publisher", "copy", "encode", "announce", "save", "commit"}
     assert {e["name"] for e in events if e["ph"] == "X"} >= of_trainer | {"pull", "share", "load", "sample"}

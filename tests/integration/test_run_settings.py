@@ -52,4 +52,4 @@ def test_bound_batch_group_size_and_pace_change_in_a_live_run(tmp_path: Path, ta
         steps = {row["step"]: row for row in run.rows("trainer")}
         assert steps[29]["num_samples"] == 10
         saved = json.loads((run.run_dir / "checkpoints" / "step_00000030" / "state.json").read_text())
-        assert saved["version"] == run.final_status()["version"]
+        assert saved["progress"]["version"] == run.final_status()["version"]

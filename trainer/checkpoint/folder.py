@@ -1,32 +1,51 @@
 """Where checkpoints lie in a folder, and which one is the newest. No torch.
 
 DIR/
-  latest                 name of the newest complete checkpoint, replaced atomically after everything else is on disk
-  step_00000012/         Megatron's torch_dist files (any tensor, pipeline or data-parallel layout can read them)
-    state.json           step, version, num_updates, lineage
-    random_00000.safetensors   one a rank; read only by as many ranks as wrote it
-  step_00000013.part/    being written, or left by a process that died: never read, removed by the next save
+  latest                     name of the newest complete checkpoint, replaced atomically after everything else is on disk
+  step_00000012/             any tensor, pipeline, data, context or expert parallel layout can read it
+    state.json               step, version, lineage, and each file with its BLAKE3 and what is in it (trainer/checkpoint/manifest.py)
+    rank_00000.safetensors   what one rank wrote; without a disk that nodes share, each node has those of its own ranks
+  step_00000013.part/        being written, or left by a process that died: never read, removed by the next save
+  step_00000012.damaged/     found damaged when it was to be loaded, while an older one was whole; removed by the next save
 """
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import DataError
+from trainer.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, or None. Raises DataError when `latest` names one that is not there."""
+    """The checkpoint that `latest` names, or None without one. Raises DataError when it names one that is not there."""
     pointer = Path(folder) / LATEST
     if not pointer.exists():
         return None
-    path = Path(folder) / pointer.read_text().strip()
-    if path not in named_checkpoints(folder) or not (path / "state.json").exists():
-        raise DataError(f"{pointer}: names {path.name}, which is not a complete checkpoint; write the name of a step_* folder into it")
+    name = pointer.read_text(errors="replace").strip()
+    path = Path(folder) / name
+    if path not in complete_checkpoints(folder):
+        raise DataError(f"{pointer}: names {name}, which is not a complete checkpoint; write the name of a step_* folder into it")
     return path
+
+
+def loadable_checkpoints(folder: str | Path) -> list[Path]:
+    """What a trainer may go on from: the one that `latest` names, then the complete ones before it, newest first.
+
+    All of them, when there is no such one. Raises DataError as latest_checkpoint, when there is none at all.
+    """
+    complete = complete_checkpoints(folder)[::-1]
+    try:
+        latest = latest_checkpoint(folder)
+    except DataError:
+        if not complete:
+            raise
+        return complete
+    return complete[complete.index(latest) :] if latest else []
 
 
 def saved_step(folder: str | Path) -> int | None:
@@ -37,7 +56,12 @@ def saved_step(folder: str | Path) -> int | None:
 
 def oldest_step(folder: str | Path) -> int | None:
     """The step of the oldest complete checkpoint under `folder`, None without one."""
-    return min((step_of(path) for path in named_checkpoints(folder) if (path / "state.json").exists()), default=None)
+    return min(map(step_of, complete_checkpoints(folder)), default=None)
+
+
+def complete_checkpoints(folder: str | Path) -> list[Path]:
+    """Checkpoints that were written to their end, oldest first."""
+    return [path for path in named_checkpoints(folder) if (path / MANIFEST).exists()]
 
 
 def named_checkpoints(folder: str | Path) -> list[Path]:
@@ -50,19 +74,52 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def name_of(step: int) -> str:
+    """The name of the checkpoint that goes on with `step`."""
+    return f"step_{step:08d}"
+
+
 def clear_unfinished(folder: Path) -> None:
-    """Remove what earlier saves left half-written."""
+    """Remove what earlier saves left half-written. Another node may do so at the same time."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("step_*.part"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def complete_and_prune(building: Path, target: Path, keep: int) -> None:
-    """Give a complete checkpoint its name, point `latest` at it, and remove the oldest beyond `keep`."""
-    shutil.rmtree(target, ignore_errors=True)
+def complete(building: Path, target: Path, manifest: bytes) -> None:
+    """Give a checkpoint whose files are written its name; an older one of that name goes. Does nothing where another node has done it."""
+    try:
+        if (target / MANIFEST).read_bytes() == manifest:
+            return
+    except OSError:
+        pass
+    with replacing(building / MANIFEST) as file:
+        file.write(manifest)
+    if target.exists():
+        target.rename(target.with_name(f"{target.name}.old.part"))
     building.rename(target)
+
+
+def point_at(target: Path) -> None:
+    """Make a complete checkpoint the one that is loaded."""
     with replacing(target.with_name(LATEST)) as pointer:
         pointer.write(target.name.encode())
+
+
+def prune(target: Path, keep: int) -> None:
+    """Remove the oldest beyond `keep`, which counts `target`, and those found damaged. Another node may do so at the same time."""
     others = [path for path in named_checkpoints(target.parent) if path != target]
-    for path in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(path)
+    old = others[: max(0, len(others) - (keep - 1))]
+    for path in (*old, *target.parent.glob("step_*.damaged"), *target.parent.glob("step_*.old.part")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(damaged: Path, whole: Path) -> None:
+    """Go on from `whole` instead of `damaged`, which is kept under another name until the next save. Another node may do so too."""
+    aside = damaged.with_name(f"{damaged.name}.damaged")
+    with contextlib.suppress(FileNotFoundError):
+        if damaged.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+    if whole.exists():
+        point_at(whole)

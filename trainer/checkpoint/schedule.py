@@ -4,17 +4,22 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from slimebus.bus.errors import Fenced
+from slimebus.bus.errors import Fenced, SlimebusError
 from slimebus.cli.config import Resolved
 from trainer.checkpoint.folder import oldest_step, saved_step
-from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint
+from trainer.checkpoint.load import load_checkpoint
+from trainer.checkpoint.manifest import Progress
+from trainer.checkpoint.save import BackgroundSave
 from trainer.model.policy import Policy
 
 log = logging.getLogger("trainer")
 
+LAST_SAVE_S = 1200.0
+"""How long the end of the run waits for its last checkpoint; a disk that takes longer does not answer."""
+
 
 class CheckpointSchedule:
-    """The checkpoints of one run, under RUN_DIR/checkpoints.
+    """The checkpoints of one run, under RUN_DIR/checkpoints. They are written beside the steps that follow.
 
     confirm: raises Fenced, on the main rank, when another trainer has taken this one's place; a checkpoint of an abandoned timeline must
     never be what its successor resumes from.
@@ -28,12 +33,13 @@ class CheckpointSchedule:
         self.num_rollout = resolved.config.rollout.num_rollout
         self.save_hf = resolved.run_dir / trainer.save_hf if trainer.save_hf else None
         self.saved_step = 0
-        """What the newest checkpoint goes on with."""
+        """What the newest complete checkpoint goes on with."""
         self.lineage = ""
         """Of this trainer; whoever goes on from its checkpoints says so to the broker."""
+        self._writing: BackgroundSave | None = None
 
     def resume(self, policy: Policy) -> Progress:
-        """Load the newest checkpoint, if rank 0 has one; how far it is."""
+        """Load the newest checkpoint that is whole, if a node has one; how far it is."""
         found = load_checkpoint(self.directory, policy)
         if found is None:
             log.info("no checkpoint in %s: training begins at step 0", self.directory.absolute())
@@ -50,12 +56,16 @@ class CheckpointSchedule:
             raise Fenced(f"{self.directory}: {text}")
 
     def save_if_due(self, policy: Policy, next_step: int, version: int) -> int:
-        """Save when the interval or the end says so, with the version that `next_step` trains.
+        """Begin to save when the interval or the end says so, with the version that `next_step` trains; the last one is waited for.
 
-        The first step whose samples a trainer may need again: that of the oldest checkpoint kept.
+        The first step whose samples a trainer may need again: that of the oldest complete checkpoint kept.
         """
-        if (self.interval and next_step % self.interval == 0) or next_step == self.num_rollout:
+        if self._writing and self._writing.is_whole():
+            self._complete()
+        if next_step == self.num_rollout:
             self.save(policy, next_step, version)
+        elif self.interval and next_step % self.interval == 0:
+            self._begin(policy, next_step, version)
         oldest = oldest_step(self.directory)
         if oldest is None:
             return 0 if self.interval else next_step  # without checkpoints a trainer begins anew at step 0
@@ -63,14 +73,38 @@ class CheckpointSchedule:
 
     def save_and_stop(self, policy: Policy, next_step: int, version: int) -> None:
         """Save what no checkpoint holds yet, and log from where the run goes on."""
+        if self._writing:
+            self._complete()
         if next_step > self.saved_step:
             self.save(policy, next_step, version)
         log.info("stopped before step %d; all steps before it are saved, and the run goes on from there", next_step)
 
     def save(self, policy: Policy, next_step: int, version: int) -> None:
-        """Save now."""
-        save_checkpoint(self.directory, policy, next_step, version, self.lineage, keep=self.keep, confirm=self.confirm)
+        """Save now, and return when the checkpoint is whole. Raises SlimebusError `checkpoint` when it could not be written."""
+        self._begin(policy, next_step, version)
+        assert self._writing is not None  # begun above
+        writing, self._writing = self._writing, None
+        writing.finish(self.keep, LAST_SAVE_S)
         self.saved_step = next_step
+
+    def _begin(self, policy: Policy, next_step: int, version: int) -> None:
+        if self._writing:
+            log.warning("the checkpoint of step %d is still being written: step %d waits for it", self._writing.step, next_step)
+            self._complete()
+        progress = Progress(next_step, version, policy.num_updates, self.lineage)
+        self._writing = BackgroundSave(self.directory, policy, progress, self.confirm)
+
+    def _complete(self) -> None:
+        """Make what is being written the newest checkpoint. One that could not be written is logged: the run goes on without it."""
+        assert self._writing is not None  # asked by the callers
+        writing, self._writing = self._writing, None
+        try:
+            writing.finish(self.keep, LAST_SAVE_S)
+            self.saved_step = writing.step
+        except SlimebusError as bad:
+            if bad.code != "checkpoint":
+                raise
+            log.error("%s; the newest checkpoint is still that of step %d", bad.text, self.saved_step)
 
     def close(self, policy: Policy) -> None:
         """Write the final model in Hugging Face layout where the config asks for it."""

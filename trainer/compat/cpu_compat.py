@@ -1,7 +1,7 @@
 """What megatron-core assumes of CUDA, bridged for machines without it; where CUDA is there only deprecated names are renewed.
 
 `install()` runs before the first `import megatron` and replaces torch names that megatron reads.
-`repair_megatron()` runs after it and mends what megatron-core 0.16.1 gets wrong: without Transformer Engine, and in checkpoints anywhere.
+`repair_megatron()` runs after it and mends what megatron-core 0.16.1 gets wrong without Transformer Engine.
 Both may be called again; the second call does nothing.
 """
 
@@ -150,8 +150,7 @@ def bridge_random_state(torch: Any) -> None:
 
 
 def repair_megatron() -> None:
-    """Mend megatron-core 0.16.1, mostly where neither Transformer Engine nor Apex is installed. Call after importing megatron."""
-    from megatron.core.optimizer import distrib_optimizer
+    """Mend megatron-core 0.16.1 where Transformer Engine is not installed. Call after importing megatron."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
@@ -160,66 +159,3 @@ def repair_megatron() -> None:
     if not hasattr(random, "FP8GlobalStateManager"):  # else NameError when layer norms are recomputed
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
         random.fp8_autocast = random.activation_recompute_forward = lambda **kwargs: contextlib.nullcontext()
-    optimizer_class = distrib_optimizer.DistributedOptimizer
-    if hasattr(optimizer_class, MARK):
-        return
-    setattr(optimizer_class, MARK, True)
-    repair_bucket_padding(optimizer_class)
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        repair_optimizer_loading(optimizer_class)
-
-
-def repair_optimizer_loading(optimizer_class: Any) -> None:
-    """With torch's Adam, loading fails on 'step', and then gives all parameters ONE step tensor, each of which counts it up."""
-    import torch
-
-    set_states, load_state_dict = optimizer_class._set_main_param_and_optimizer_states, optimizer_class.load_state_dict
-
-    def set_states_with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        with torch.no_grad():
-            set_states(self, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
-
-    def load_with_own_steps(self: Any, state_dict: Any) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    optimizer_class._set_main_param_and_optimizer_states = set_states_with_step
-    optimizer_class.load_state_dict = load_with_own_steps
-
-
-def repair_bucket_padding(optimizer_class: Any) -> None:
-    """Fully reshardable checkpoints drop the padding between gradient buckets and then read by offsets that count it.
-
-    With several buckets (tied embeddings on two pipeline stages, or overlapped reduction) and sizes that need padding the saved weights
-    are shifted, silently. The state is gathered as before and then laid out with its padding.
-    """
-    gather, shard = optimizer_class.get_parameter_state_dp_zero, optimizer_class.sharded_param_state_fully_reshardable
-
-    def with_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = gather(self, *args, **kwargs)
-        for index, buffer in enumerate(self.buffers if state is not None else ()):
-            for tensors in state[index].values():
-                tensors.update({key: spread_buckets(value, buffer) for key, value in tensors.items() if key != "numel_unpadded"})
-        return state
-
-    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.get_parameter_state_dp_zero = functools.partial(with_padding, self)
-        try:
-            return shard(self, *args, **kwargs)
-        finally:
-            del self.get_parameter_state_dp_zero
-
-    optimizer_class.sharded_param_state_fully_reshardable = sharded
-
-
-def spread_buckets(dense: Any, buffer: Any) -> Any:
-    """Buckets one after the other, without padding, to where each starts in the buffer."""
-    padded, start = dense.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[start : start + bucket.numel_unpadded]
-        start += bucket.numel_unpadded
-    return padded

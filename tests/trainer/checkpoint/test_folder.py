@@ -6,7 +6,8 @@ from unittest.mock import Mock
 import pytest
 
 from slimebus.bus.errors import DataError, Fenced
-from trainer.checkpoint.folder import complete_and_prune, latest_checkpoint, oldest_step, saved_step
+from trainer.checkpoint import folder as folders
+from trainer.checkpoint.folder import latest_checkpoint, loadable_checkpoints, oldest_step, saved_step
 from trainer.checkpoint.schedule import CheckpointSchedule
 
 
@@ -15,6 +16,12 @@ def checkpoint(folder: Path, name: str) -> Path:
     path.mkdir()
     (path / "state.json").write_text("{}")
     return path
+
+
+def complete_and_prune(building: Path, target: Path, keep: int) -> None:
+    folders.complete(building, target, b"{}")
+    folders.point_at(target)
+    folders.prune(target, keep)
 
 
 def test_a_save_that_was_killed_after_its_state_was_written_is_no_checkpoint(tmp_path: Path) -> None:
@@ -47,3 +54,34 @@ def test_a_trainer_whose_checkpoint_is_not_the_newest_any_more_stops(tmp_path: P
         schedule.check_newest()
     schedule.saved_step = 5
     schedule.check_newest()
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_what_may_be_loaded_is_what_latest_names_and_what_is_older(tmp_path: Path) -> None:
+    assert loadable_checkpoints(tmp_path) == []
+    for step in (5, 10, 15):
+        checkpoint(tmp_path, f"step_{step:08d}")
+    assert loadable_checkpoints(tmp_path) == [], "none was ever completed"
+    (tmp_path / "latest").write_text("step_00000010")
+    assert names(loadable_checkpoints(tmp_path)) == ["step_00000010", "step_00000005"], "who points at an older one wants it"
+    (tmp_path / "latest").write_bytes(b"\xff\x00")
+    assert names(loadable_checkpoints(tmp_path)) == ["step_00000015", "step_00000010", "step_00000005"]
+
+
+def test_a_damaged_checkpoint_is_set_aside_until_the_next_save(tmp_path: Path) -> None:
+    old, new = checkpoint(tmp_path, "step_00000005"), checkpoint(tmp_path, "step_00000010")
+    for _ in range(2):  # two nodes that share a disk
+        folders.set_aside(new, old)
+    assert (saved_step(tmp_path), oldest_step(tmp_path)) == (5, 5)
+    assert (tmp_path / "step_00000010.damaged" / "state.json").exists()
+    complete_and_prune(checkpoint(tmp_path, "step_00000010.part"), new, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000005", "step_00000010"]
+
+
+def test_a_checkpoint_that_another_node_has_completed_is_left_alone(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "step_00000010")
+    folders.complete(tmp_path / "step_00000010.part", target, b"{}")
+    assert (target / "state.json").exists()

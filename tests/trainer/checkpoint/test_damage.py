@@ -1,0 +1,113 @@
+"""Checkpoints that are not what was written: the one before takes their place, and the log says so."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from slimebus.bus.errors import DataError
+from trainer.checkpoint.folder import loadable_checkpoints, saved_step
+from trainer.checkpoint.load import load_weights
+from trainer.checkpoint.save_load import load_checkpoint, save_checkpoint
+
+
+def truncate(checkpoint: Path) -> None:
+    path = checkpoint / "rank_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(name: str) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        content = bytearray((checkpoint / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (checkpoint / name).write_bytes(content)
+
+    return damage
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def empty_pointer(checkpoint: Path) -> None:
+    (checkpoint.parent / "latest").write_text("")
+    flip("rank_00000.safetensors")(checkpoint)
+
+
+DAMAGE = {
+    "truncated": (truncate, "rank_00000.safetensors, written on .*, has [0-9]+ of [0-9]+ bytes"),
+    "flipped": (flip("rank_00000.safetensors"), r"rank_00000.safetensors on .* is not what was written \(BLAKE3\)"),
+    "missing": (remove("rank_00000.safetensors"), "rank_00000.safetensors, written on .*, is missing"),
+    "flipped manifest": (flip("state.json"), "state.json is not what was written"),
+    "empty pointer": (empty_pointer, "is not what was written"),
+}
+
+
+@pytest.fixture
+def two_checkpoints(tied_model, build_policy, make_batch, tmp_path):
+    """Of step 1 and 2, and what step 1 trains."""
+    policy = build_policy(tied_model)
+    policy.train(make_batch(0))
+    save_checkpoint(tmp_path, policy, 1)
+    metrics = policy.train(make_batch(1))
+    save_checkpoint(tmp_path, policy, 2)
+    return tmp_path, metrics
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_latest_falls_back_to_the_one_before(kind, two_checkpoints, tied_model, build_policy, make_batch, caplog):
+    folder, metrics = two_checkpoints
+    damage, said = DAMAGE[kind]
+    damage(folder / "step_00000002")
+    resumed = build_policy(tied_model)
+    found = load_checkpoint(folder, resumed)
+    assert found is not None
+    assert found.step == 1
+    assert resumed.train(make_batch(1)) == metrics
+    lines = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert len(lines) == 1
+    assert re.search(f"step_00000002 is damaged: .*{said}", lines[0]), lines[0]
+    assert "going on from step_00000001: steps 1 to 1 are trained again" in lines[0]
+    assert saved_step(folder) == 1
+    save_checkpoint(folder, resumed, 2)
+    assert [path.name for path in loadable_checkpoints(folder)] == ["step_00000002", "step_00000001"]
+
+
+def test_a_checkpoint_without_its_manifest_is_as_if_never_completed(two_checkpoints, tied_model, build_policy):
+    folder, _ = two_checkpoints
+    (folder / "step_00000002" / "state.json").unlink()
+    found = load_checkpoint(folder, build_policy(tied_model))
+    assert found is not None
+    assert found.step == 1
+
+
+def test_when_all_are_damaged_training_does_not_begin_anew_by_itself(two_checkpoints, tied_model, build_policy):
+    folder, _ = two_checkpoints
+    for step in (1, 2):
+        truncate(folder / f"step_0000000{step}")
+    with pytest.raises(DataError, match=r"no checkpoint is whole \(step_00000002: .*; step_00000001: .*\); bring the files back"):
+        load_checkpoint(folder, build_policy(tied_model))
+
+
+def test_an_export_takes_no_other_step_than_it_was_asked_for(two_checkpoints, tied_model, build_policy):
+    folder, _ = two_checkpoints
+    truncate(folder / "step_00000002")
+    policy = build_policy(tied_model)
+    for step in (None, 2):
+        with pytest.raises(DataError, match=r"step_00000002: rank_00000.safetensors, .* has"):
+            load_weights(folder, policy, step)
+    found = load_weights(folder, policy, 1)
+    assert found is not None
+    assert found.step == 1
+    assert saved_step(folder) == 2, "looking changes nothing"
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(two_checkpoints, tied_model, untied_model, build_policy):
+    folder, _ = two_checkpoints
+    other = build_policy(untied_model)
+    before = {name: tensor.clone() for name, tensor in other.export.tensors()}
+    with pytest.raises(DataError, match=r"of another model: output_layer.weight has shape .* here, there no such tensor"):
+        load_checkpoint(folder, other)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.export.tensors())

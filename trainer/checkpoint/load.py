@@ -1,0 +1,217 @@
+"""How a policy goes on from a checkpoint: the newest that is whole, read in any layout.
+
+Every file is checked against its hash by one rank that sees it, before anything of the policy changes. Then each rank maps the files
+that it sees and copies the boxes it needs; what only another node has is sent by a rank there.
+"""
+
+import logging
+import math
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from slimebus.bus.errors import DataError
+from trainer.checkpoint import trained_state
+from trainer.checkpoint.boxes import overlap, slices_in
+from trainer.checkpoint.folder import loadable_checkpoints, name_of, set_aside, step_of
+from trainer.checkpoint.manifest import Manifest, Part, Progress, decode_manifest, read_manifest
+from trainer.checkpoint.rank_file import DTYPES, OpenFile, has_its_hash, problem_with
+from trainer.checkpoint.save import is_first_of_node, random_key
+from trainer.checkpoint.trained_state import Place
+from trainer.model import parallel
+from trainer.model.policy import Policy
+
+log = logging.getLogger("trainer")
+
+
+def load_checkpoint(folder: str | Path, policy: Policy) -> Progress | None:
+    """Continue from the newest whole checkpoint under `folder` exactly as if there had been no stop; every rank calls it.
+
+    None, on every rank, when no node has a checkpoint. One that is damaged is passed over for the one before it; a line of the log says
+    which file and what is lost. Raises DataError when none is whole, or when they are of another model.
+    """
+    names = _agreed_names(Path(folder))
+    problems = {}
+    for name in names:
+        checkpoint = _open(Path(folder) / name)
+        if isinstance(checkpoint, _Checkpoint):
+            _go_on_instead(Path(folder), problems, name)
+            return checkpoint.load(policy)
+        problems[name] = checkpoint
+    if not names:
+        return None
+    listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    raise DataError(f"{folder}: no checkpoint is whole ({listed}); bring the files back, or move the folder away to begin at step 0")
+
+
+def load_weights(folder: str | Path, policy: Policy, step: int | None = None) -> Progress | None:
+    """The weights alone, of the newest checkpoint or of the one that goes on with `step`; every rank calls it. None when there is none.
+
+    Raises DataError when it is damaged; no other takes its place.
+    """
+    names = _agreed_names(Path(folder)) if step is None else [name_of(step)]
+    if not names:
+        return None
+    checkpoint = _open(Path(folder) / names[0])
+    if not isinstance(checkpoint, _Checkpoint):
+        raise DataError(f"{Path(folder) / names[0]}: {checkpoint}")
+    checkpoint.copy_to(list(trained_state.weights(policy)))
+    return checkpoint.manifest.progress
+
+
+def _agreed_names(folder: Path) -> list[str]:
+    """Rank 0's checkpoints, newest first; those of the first rank that has some, when rank 0 has none."""
+    mine = [path.name for path in loadable_checkpoints(folder)]
+    everyone = [msgspec.json.decode(payload, type=list[str]) for payload in parallel.gather_bytes(msgspec.json.encode(mine))]
+    return next((names for names in everyone if names), [])
+
+
+def _go_on_instead(folder: Path, problems: dict[str, str], whole: str) -> None:
+    for name, problem in problems.items():
+        lost = f"steps {step_of(Path(whole))} to {step_of(Path(name)) - 1} are trained again, on their samples where the broker has them"
+        log.error("checkpoint %s is damaged: %s; going on from %s: %s", name, problem, whole, lost)
+        if is_first_of_node():
+            set_aside(folder / name, folder / whole)
+    dist.barrier()
+
+
+def _open(path: Path) -> "_Checkpoint | str":
+    """The checkpoint, found whole, or what is wrong with it; the same on every rank."""
+    try:
+        mine = read_manifest(path)
+        problem = ""
+    except DataError as bad:
+        mine, problem = b"", bad.text
+    manifests = parallel.gather_bytes(mine)
+    whole = next((payload for payload in manifests if payload), None)
+    if whole is None:
+        return parallel.gather_bytes(problem.encode())[0].decode()
+    checkpoint = _Checkpoint(path, decode_manifest(whole))
+    return checkpoint.find_files() or checkpoint
+
+
+class _Checkpoint:
+    """A checkpoint on the disks of all nodes. `seen_by`: the ranks that have each file, by its number."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.seen_by: list[list[int]] = []
+        self._open: dict[int, OpenFile] = {}
+        self._parts: dict[str, list[tuple[int, Part]]] = defaultdict(list)
+        for number, file in enumerate(manifest.files):
+            for part in file.parts:
+                self._parts[part.key].append((number, part))
+
+    # --- is it whole ---
+
+    def find_files(self) -> str:
+        """Look which ranks see which file, and check each file on one of them; what is wrong, or nothing."""
+        files, rank = self.manifest.files, dist.get_rank()
+        mine = {file.name: problem_with(self.path / file.name, file) for file in files}
+        everyone = [msgspec.json.decode(payload, type=dict[str, str]) for payload in parallel.gather_bytes(msgspec.json.encode(mine))]
+        self.seen_by = [[i for i, problems in enumerate(everyone) if not problems[file.name]] for file in files]
+        lacking = [i for i, ranks in enumerate(self.seen_by) if not ranks]
+        if lacking:
+            worst = max((problems[files[lacking[0]].name] for problems in everyone), key=lambda text: text != "is missing")
+            return f"{files[lacking[0]].name}, written on {files[lacking[0]].host}, {worst}"
+        checked = [i for i, ranks in enumerate(self.seen_by) if ranks[i % len(ranks)] == rank]
+        wrong = [files[i].name for i in checked if not has_its_hash(self.path / files[i].name, files[i])]
+        found = [f"{name} on {socket.gethostname()} is not what was written (BLAKE3)" for name in wrong]
+        return next((text.decode() for text in parallel.gather_bytes("; ".join(found).encode()) if text), "")
+
+    # --- take it ---
+
+    def load(self, policy: Policy) -> Progress:
+        """Copy all of it into the policy."""
+        state = list(trained_state.optimizer_state(policy))
+        self.copy_to([*trained_state.weights(policy), *state])
+        trained_state.set_adam_step(policy, self.manifest.adam_step)
+        self._load_random_state()
+        progress = self.manifest.progress
+        policy.num_updates = progress.num_updates
+        return progress
+
+    def _load_random_state(self) -> None:
+        now = trained_state.layout()
+        if now != self.manifest.layout:
+            changed = ", ".join(
+                f"{name} {self.manifest.layout.get(name)} -> {size}" for name, size in now.items() if self.manifest.layout.get(name) != size
+            )
+            log.warning("%s is of another layout (%s): dropout goes on from the seed, not from its random state", self.path.name, changed)
+            return
+        states = trained_state.random_state()
+        self.copy_to(
+            [
+                Place(random_key(dist.get_rank(), name), tuple(state.shape), (0,), tuple(state.shape), state, False, False)
+                for name, state in states.items()
+            ]
+        )
+        trained_state.restore_random_state(states)
+
+    @torch.no_grad()
+    def copy_to(self, places: list[Place]) -> None:
+        """Fill these places of this rank. Every rank calls it. Raises DataError when the checkpoint is of another model."""
+        wanted: dict[tuple[int, int], list[tuple[Place, Part]]] = defaultdict(list)
+        for place in places:
+            for number, part in self._parts_of(place):
+                wanted[number, part.at].append((place, part))
+        absent = self._copy_files_seen(wanted)
+        for number, part in self._sent_by_others(absent):
+            tensor = self._broadcast(number, part)
+            for place, _ in wanted.get((number, part.at), ()):
+                _copy(tensor, part, place)
+
+    def _parts_of(self, place: Place) -> Iterator[tuple[int, Part]]:
+        """The parts that overlap a place. Raises DataError unless they cover it."""
+        found = [(number, part) for number, part in self._parts[place.key] if overlap(place.box, part.box)]
+        shape = self.manifest.shapes.get(place.key)
+        if shape is None or (shape != place.whole and not place.may_be_padded):
+            has = "no such tensor" if shape is None else f"shape {list(shape)}"
+            raise DataError(f"{self.path}: of another model: {place.key} has shape {list(place.whole)} here, there {has}")
+        covered = sum(math.prod(shared[1]) for _, part in found if (shared := overlap(place.box, part.box)))
+        if covered < math.prod(place.shape) and not place.may_be_padded:
+            raise DataError(f"{self.path}: {covered} of {math.prod(place.shape)} entries of {place.key} at {list(place.offset)} are saved")
+        yield from found
+
+    def _copy_files_seen(self, wanted: dict[tuple[int, int], list[tuple[Place, Part]]]) -> list[tuple[int, int]]:
+        """Copy from the files that this rank sees; the others that it wants."""
+        absent = []
+        for (number, at), uses in wanted.items():
+            if dist.get_rank() not in self.seen_by[number]:
+                absent.append((number, at))
+                continue
+            for place, part in uses:
+                _copy(self._read(number, part), part, place)
+        return absent
+
+    def _read(self, number: int, part: Part) -> torch.Tensor:
+        if number not in self._open:
+            self._open[number] = OpenFile(self.path / self.manifest.files[number].name)
+        return self._open[number].tensor(part)
+
+    def _sent_by_others(self, absent: list[tuple[int, int]]) -> list[tuple[int, Part]]:
+        """What some rank does not see and wants, the same list on every rank."""
+        payloads = parallel.gather_bytes(msgspec.json.encode(absent))
+        asked = sorted({pair for payload in payloads for pair in msgspec.json.decode(payload, type=list[tuple[int, int]])})
+        by_place = {(number, part.at): part for number, file in enumerate(self.manifest.files) for part in file.parts}
+        return [(pair[0], by_place[pair]) for pair in asked]
+
+    def _broadcast(self, number: int, part: Part) -> torch.Tensor:
+        source = self.seen_by[number][0]
+        if dist.get_rank() == source:
+            tensor = self._read(number, part).to(parallel.device())
+        else:
+            tensor = torch.empty(part.shape, dtype=DTYPES[part.dtype], device=parallel.device())
+        dist.broadcast(tensor, source)
+        return tensor
+
+
+def _copy(tensor: torch.Tensor, part: Part, place: Place) -> None:
+    shared = overlap(place.box, part.box)
+    assert shared is not None  # that is why it was wanted
+    place.tensor.view(place.shape)[slices_in(shared, place.box)].copy_(tensor[slices_in(shared, part.box)])

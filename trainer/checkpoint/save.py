@@ -1,0 +1,158 @@
+"""One checkpoint on its way to the disk: copied between two steps, written by a thread beside the next ones.
+
+BackgroundSave()   every rank copies its part to host memory and begins to write      .part
+is_whole()         all ranks ask between two steps
+finish()           every file is on disk: rank 0's manifest, the name, `latest`       step_N
+"""
+
+import math
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from slimebus.bus.errors import SlimebusError
+from trainer.checkpoint import trained_state
+from trainer.checkpoint.folder import clear_unfinished, complete, name_of, point_at, prune
+from trainer.checkpoint.manifest import FORMAT, Manifest, Progress, RankFile
+from trainer.checkpoint.rank_file import Held, write_rank_file
+from trainer.model import parallel
+from trainer.model.policy import Policy
+
+
+class Written(msgspec.Struct):
+    """What a rank tells the others at the end: its file, or the problem, and what its part of the tensors says of the whole ones."""
+
+    file: RankFile | None
+    problem: str
+    shapes: dict[str, tuple[int, ...]]
+    adam_step: int
+
+
+class BackgroundSave:
+    """Every rank makes one and makes the same calls. A crash at any moment leaves the checkpoint before in place.
+
+    confirm: asked on the main rank before anything is written and again before the checkpoint becomes the latest; when it raises, the
+    one before stays.
+    """
+
+    def __init__(self, folder: str | Path, policy: Policy, progress: Progress, confirm: Callable[[], None] = lambda: None) -> None:
+        self.step, self._confirm, self._progress = progress.step, confirm, progress
+        self._target = Path(folder) / name_of(progress.step)
+        self._building = self._target.with_name(f"{self._target.name}.part")
+        self._prepare()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._adam_step = trained_state.adam_step(policy)
+        held = self._copy(policy)
+        self._path = self._building / f"rank_{dist.get_rank():05d}.safetensors"
+        self._file: Future[RankFile] = Future()
+        # a daemon: a disk that does not answer must not keep the process from leaving
+        threading.Thread(target=self._write, args=(held,), name="checkpoint", daemon=True).start()
+
+    def _prepare(self) -> None:
+        if parallel.is_main_rank():
+            self._confirm()
+        dist.barrier()
+        if is_first_of_node():
+            clear_unfinished(self._target.parent)
+        dist.barrier()
+        self._building.mkdir(parents=True, exist_ok=True)
+
+    @torch.no_grad()
+    def _copy(self, policy: Policy) -> list[Held]:
+        """What this rank writes, in host memory; the steps that follow do not touch it."""
+        held = []
+        for place in self._saved_here(policy):
+            copy = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, pin_memory=place.tensor.is_cuda)
+            held.append(Held(place.key, place.offset, place.shape, copy.copy_(place.tensor, non_blocking=True)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for name, state in trained_state.random_state().items():
+            held.append(Held(random_key(dist.get_rank(), name), (0,), tuple(state.shape), state))
+            self._shapes[held[-1].key] = tuple(state.shape)
+        return held
+
+    def _write(self, held: list[Held]) -> None:
+        try:
+            self._file.set_result(write_rank_file(self._path, socket.gethostname(), held))
+        except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
+            self._file.set_exception(bad)
+
+    def _saved_here(self, policy: Policy) -> Iterator[trained_state.Place]:
+        for places in (trained_state.weights(policy), trained_state.optimizer_state(policy)):
+            for place in places:
+                if place.is_saved:
+                    self._shapes[place.key] = place.whole
+                    yield place
+
+    def is_whole(self) -> bool:
+        """Whether every rank has written its file, or failed to. Every rank calls it."""
+        return all(payload == b"1" for payload in parallel.gather_bytes(b"1" if self._file.done() else b"0"))
+
+    def finish(self, keep: int, timeout_s: float | None = None) -> None:
+        """Wait for all ranks, make it the latest checkpoint, and remove the oldest beyond `keep`. Every rank calls it.
+
+        Raises SlimebusError `checkpoint`, on every rank, when a file could not be written, or not in timeout_s; nothing has changed then.
+        """
+        manifest = self._manifest(timeout_s)
+        if parallel.is_main_rank():
+            self._confirm()
+            complete(self._building, self._target, manifest)
+        dist.barrier()
+        if is_first_of_node():
+            complete(self._building, self._target, manifest)
+        dist.barrier()
+        if is_first_of_node():
+            point_at(self._target)
+            prune(self._target, keep)
+        dist.barrier()
+
+    def _manifest(self, timeout_s: float | None) -> bytes:
+        mine = msgspec.msgpack.encode(self._written(timeout_s))
+        ranks = [msgspec.msgpack.decode(payload, type=Written) for payload in parallel.gather_bytes(mine)]
+        files = [written.file for written in ranks if written.file is not None]
+        for rank, written in enumerate(ranks):
+            if written.problem:
+                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {written.problem}", code="checkpoint")
+        shapes = {key: shape for written in ranks for key, shape in written.shapes.items()}
+        check_parts(files, shapes)
+        adam_step = max(written.adam_step for written in ranks)
+        return Manifest(FORMAT, self._progress, adam_step, trained_state.layout(), shapes, files).encode()
+
+    def _written(self, timeout_s: float | None) -> Written:
+        file, problem = None, ""
+        try:
+            file = self._file.result(timeout_s)
+        except TimeoutError:
+            problem = f"{self._building} is not written after {timeout_s:.0f} s"
+        except Exception as bad:  # noqa: BLE001
+            problem = f"{bad}"
+        return Written(file, problem, self._shapes, self._adam_step)
+
+
+def check_parts(files: list[RankFile], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise SlimebusError unless every tensor is in the files once and whole: what cannot be loaded must not replace what can."""
+    saved: Counter[str] = Counter()
+    for file in files:
+        for part in file.parts:
+            saved[part.key] += math.prod(part.shape)
+    for key, shape in shapes.items():
+        if saved[key] != math.prod(shape):
+            raise SlimebusError(f"checkpoint: {saved[key]} entries of {key} are written, it has {math.prod(shape)}", code="checkpoint")
+
+
+def random_key(rank: int, name: str) -> str:
+    """The key of a generator's state."""
+    return f"random/{rank:05d}/{name}"
+
+
+def is_first_of_node() -> bool:
+    """Whether this rank does what is done once on each node."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
