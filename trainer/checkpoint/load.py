@@ -36,7 +36,7 @@ def load_checkpoint(folder: str | Path, policy: Policy) -> Progress | None:
     which file and what is lost. Raises DataError when none is whole, or when they are of another model.
     """
     names = _agreed_names(Path(folder))
-    problems = {}
+    problems: dict[str, str] = {}
     for name in names:
         checkpoint = _open(Path(folder) / name)
         if isinstance(checkpoint, _Checkpoint):

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +47,8 @@ def write_rank_file(path: Path, host: str, held: Sequence[Held]) -> RankFile:
     text += b" " * (-(8 + len(text)) % ALIGN)
     start, hashed = 8 + len(text), blake3()
     with path.open("wb") as file:
-        for chunk in (len(text).to_bytes(8, "little") + text, *(_bytes_of(box.tensor) for box in held)):
-            view = memoryview(chunk).cast("B")
+        header_bytes = memoryview(len(text).to_bytes(8, "little") + text)
+        for view in chain([header_bytes], (_bytes_of(box.tensor) for box in held)):
             for begin in range(0, len(view), CHUNK_BYTES):
                 hashed.update(view[begin : begin + CHUNK_BYTES])
                 file.write(view[begin : begin + CHUNK_BYTES])
@@ -57,8 +58,8 @@ def write_rank_file(path: Path, host: str, held: Sequence[Held]) -> RankFile:
     return RankFile(path.name, host, start + at, hashed.hexdigest(), parts)
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def problem_with(path: Path, file: RankFile) -> str:
