@@ -16,7 +16,7 @@ from slimebus.cli.config import Resolved
 from slimebus.client.connect import visit
 
 GROUPS_A_REQUEST = 100
-"""Ids and the reasons for refusals must fit a header of 64 KiB."""
+"""Ids and the reasons for refusals must fit one header."""
 
 
 class BufferEditor(NamedTuple):

@@ -19,7 +19,7 @@ from broker.plugins import call_plugin
 from broker.source.file_rows import FileRows
 from broker.source.interface import GroupResult, Prompt, PromptSource
 from slimebus.bus.errors import DataError, HookError, SlimebusError
-from slimebus.bus.prompt_record import PromptKeys, record_of
+from slimebus.bus.prompt_record import PromptKeys, plain, record_of
 from slimebus.cli import hooks
 
 log = logging.getLogger("broker")
@@ -85,7 +85,7 @@ class HookSource(PromptSource):
         if record is None:
             return None
         prompt = Prompt(id=f"hook/{position}", position=position, record=record)
-        self._metadata[prompt.id] = made.get("metadata") or {}
+        self._metadata[prompt.id] = msgspec.msgpack.decode(record)["metadata"]
         return prompt
 
     def _record(self, made: Any) -> bytes:
@@ -95,6 +95,8 @@ class HookSource(PromptSource):
             return record_of(made, KEYS)
         except DataError as bad:
             raise self._failed(f"take gave no prompt: {bad.text}") from None
+        except Exception as bad:  # a map of the hook's own class may fail in any way
+            raise self._failed(f"take gave a map that cannot be read: {type(bad).__name__}: {hooks.text_of(bad)}") from bad
 
     # --- feedback ---
 
@@ -154,10 +156,10 @@ class HookSource(PromptSource):
         if not isinstance(state, dict):
             raise self._failed(f"save gave {type(state).__name__}; expected a map")
         try:
-            encoded = msgspec.msgpack.encode(state)
+            encoded = msgspec.msgpack.encode(state, enc_hook=plain)
             msgspec.msgpack.decode(encoded)
-        except (TypeError, ValueError, OverflowError, RecursionError) as bad:
-            raise self._failed(f"save gave what cannot be kept: {bad}; expected maps, lists, text, numbers") from None
+        except Exception as bad:  # a map of the hook's own class may fail in any way
+            raise self._failed(f"save gave what cannot be kept: {hooks.text_of(bad)}; expected maps, lists, text, numbers") from bad
         if len(encoded) > MAX_STATE_BYTES:
             raise self._failed(f"save gave {len(encoded)} bytes; at most {MAX_STATE_BYTES}")
         self._state = encoded

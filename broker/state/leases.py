@@ -26,7 +26,7 @@ MAX_REWARDS = 4096
 EVAL_SHARE = 0.5
 """Samples of an evaluation that may be made for each training sample."""
 REPLY_BYTES = 48 * 1024
-"""A lease reply names its groups in one header of at most 64 KiB."""
+"""Of the groups that a lease reply names: it has one header."""
 MEAN_OVER = 256
 """Groups whose mean size says how many fill a batch of tokens."""
 

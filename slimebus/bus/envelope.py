@@ -1,4 +1,4 @@
-"""Envelopes: one header frame (a msgpack map of at most 64 KiB), then bulk frames.
+"""Envelopes: one header frame (a msgpack map of at most 256 KiB), then bulk frames.
 
     +--------------------------------------------------------------+----------+----------+----
     | {v, type, id, run, sender, epoch, body}              msgpack | bulk 0   | bulk 1   | ...
@@ -18,7 +18,7 @@ from slimebus.bus import protocol
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
 from slimebus.bus.messages import PROTOCOL_VERSION, TYPES, Error, Message, wire_name
 
-MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 256 * 1024
 MAX_FRAMES = 65536
 MAX_ID = (1 << 63) - 1
 MAX_NAME_BYTES = 128

@@ -28,7 +28,8 @@ NO_VERSION = -1
 """The version of a token that no policy made: a prompt, a tool's answer, a demonstration."""
 
 MAX_BATCH_SIZE = 2048
-"""Groups. A batch reply names each in one header of at most 64 KiB, in about 25 bytes."""
+MAX_GROUP_BYTES = 80
+"""Of the id of a group, in UTF-8; those of files are shorter. A batch reply, a fetch and a commit name so many groups in one header."""
 MAX_WAIT_S = 600.0
 """The longest that a request may wait for its answer."""
 
@@ -37,6 +38,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 """Of steps, groups, samples, tokens or positions; the decoder refuses what lies outside, here and in the types below."""
 Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
 Version = Annotated[int, Meta(ge=NO_VERSION, le=1 << 40)]
+Start = Annotated[int, Meta(ge=0, le=1 << 31)]
+"""A step or version to go on from: no run gets from here to the limit of those."""
 Id = Annotated[int, Meta(ge=0, le=LEASE_SUM_MODULUS - 1)]
 """A lease, an epoch or a generation of keys."""
 Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
@@ -272,8 +275,8 @@ class Resume(Message):
     steps that another one trained in their place are not taken for its own. "": the newest lineage.
     """
 
-    step: Count
-    version: Count
+    step: Start
+    version: Start
     lineage: Annotated[str, Meta(min_length=1, max_length=128)]
     parent: Annotated[str, Meta(max_length=128)] = ""
 
@@ -296,9 +299,9 @@ class Batch(Message):
     `trained`: the first step that this trainer has not committed; a broker that knows of fewer lost writes in a power cut and says so.
     """
 
-    step: Count
+    step: Start
     wait_s: Wait
-    trained: Count = 0
+    trained: Start = 0
 
 
 class BatchGroup(Message, array_like=True):

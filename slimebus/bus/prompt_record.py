@@ -73,12 +73,21 @@ def record_of(fields: dict[str, Any], keys: PromptKeys) -> bytes:
     if keys.tools and fields.get(keys.tools):
         metadata = {**metadata, "tools": fields[keys.tools]}
     try:
-        record = msgspec.msgpack.encode({"prompt": fields[keys.prompt], "label": fields.get(keys.label), "metadata": metadata})
+        record = msgspec.msgpack.encode(
+            {"prompt": fields[keys.prompt], "label": fields.get(keys.label), "metadata": metadata}, enc_hook=plain
+        )
     except (TypeError, ValueError, OverflowError, RecursionError) as bad:
         raise DataError(f"cannot be kept: {bad}") from None
     if len(record) > MAX_RECORD_BYTES:
         raise DataError(f"a prompt of {len(record)} bytes; at most {MAX_RECORD_BYTES}")
     return record
+
+
+def plain(value: Any) -> Any:
+    """A numpy or torch scalar as Python's own, for msgspec. Raises TypeError for anything else."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
 
 
 def check_record(record: Any) -> None:

@@ -33,7 +33,7 @@ LONGEST_SILENCE_S = 600.0
 """A wait for a batch is logged after WAIT_S seconds, then each time it has doubled, and at least this often."""
 CALL_TIMEOUT_S = 60.0
 MAX_REJECTED, MAX_REASON_CHARS = 100, 300
-"""Of one request, which must fit a header of 64 KiB."""
+"""Of one request, which must fit one header."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 MAX_CHOICES = 256
 """A batch that was chosen so often before its groups could be fetched ends the trainer; each time takes a damaged group out of it."""

@@ -10,13 +10,12 @@ from broker.state.features import evaluation
 from broker.state.features.partials import version_range
 from broker.state.groups import COMMITTED, DEAD, DROPPED, EVAL, READY, Group, LeaseRecord
 from slimebus.bus.errors import DataError, ProtocolError
-from slimebus.bus.messages import NO_VERSION, Edit, EditReply, Import
+from slimebus.bus.messages import MAX_GROUP_BYTES, NO_VERSION, Edit, EditReply, Import
 from slimebus.bus.prompt_record import check_record
 from slimebus.bus.sample_table import BadSamples, CheckedGroup, check_group
 
 IMPORTED = f"{prompts.IMPORT}/"
 """How the id of every imported group begins: no source gives such an id, so none of its prompts is trained twice."""
-MAX_ID_BYTES = 256
 REPLAYED = "replayed"
 
 
@@ -109,8 +108,8 @@ def take_in(state: State, event: Event, ask: Import) -> None:
 
 def _checked(state: State, ask: Import, bulk: Sequence[Any]) -> CheckedGroup | None:
     """The samples of an import; None where it has none that are worth training."""
-    if not ask.group.startswith(IMPORTED) or len(ask.group.encode()) > MAX_ID_BYTES:
-        raise ProtocolError(f"import: group {ask.group[:64]!r}; expected at most {MAX_ID_BYTES} bytes that begin with {IMPORTED!r}")
+    if not ask.group.startswith(IMPORTED) or len(ask.group.encode()) > MAX_GROUP_BYTES:
+        raise ProtocolError(f"import: group {ask.group[:64]!r}; expected at most {MAX_GROUP_BYTES} bytes that begin with {IMPORTED!r}")
     if not bulk:
         raise ProtocolError(f"import of {ask.group[:64]}: no prompt record in bulk frame 0")
     try:

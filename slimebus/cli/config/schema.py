@@ -11,9 +11,17 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import FieldInfo
 
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
+"""The limit of a number on the wire (slimebus/bus/messages.py: Count), here and below."""
+Natural = Annotated[int, Meta(ge=0, le=1 << 40)]
+Steps = Annotated[int, Meta(ge=1, le=1 << 31)]
+Samples = Annotated[int, Meta(ge=1, le=100_000)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 30)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Processes = Annotated[int, Meta(ge=1, le=65536)]
+"""Of processes, ranks and threads."""
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+"""A thread can wait for 9.2e9."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
@@ -52,7 +60,7 @@ class BrokerConfig(Section, frozen=True):
     """[seconds] A run without a step for less than this never counts as stalled; above it the limit is learned from the run's own pace."""
     max_message_mib: Annotated[int, Meta(ge=1, le=2048)] = 256
     """[MiB] Most that all frames of a group have. Workers give a larger one back as failed; a larger frame ends its connection."""
-    max_clients: Positive = 4096
+    max_clients: Processes = 4096
     """[processes] Most names joined at once; one more is answered `busy`. Each may have two connections: requests and hints."""
     required_fields: list[str] = []
     """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
@@ -100,11 +108,11 @@ class ModelConfig(Section, frozen=True):
 class RolloutConfig(Section, frozen=True):
     """How groups are sampled and rewarded."""
 
-    num_rollout: Positive = 100
+    num_rollout: Steps = 100
     """[steps] Training steps of the run."""
     rollout_batch_size: Positive = 32
     """[groups] Prompts a training step."""
-    n_samples_per_prompt: Positive = 8
+    n_samples_per_prompt: Samples = 8
     """[samples] Samples of each prompt: the size of a group."""
     num_steps_per_rollout: Positive = 1
     """[optimizer steps] Parts that a batch is trained in, one optimizer step each."""
@@ -112,13 +120,13 @@ class RolloutConfig(Section, frozen=True):
     """[ratio] Sampling temperature; 0 is greedy."""
     rollout_top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """[probability] Nucleus sampling."""
-    rollout_top_k: Annotated[int, Meta(ge=-1)] = -1
+    rollout_top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
     """[tokens] Sample among the k most likely, at least 1; -1: all."""
-    rollout_max_response_len: Positive = 1024
+    rollout_max_response_len: Tokens = 1024
     """[tokens] Most new tokens of a sample."""
     rollout_stop: list[str] = []
     """[strings] Generation ends at any of these."""
-    rollout_stop_token_ids: list[int] = []
+    rollout_stop_token_ids: list[TokenId] = []
     """[token ids] Generation ends at any of these, besides the model's own end token."""
     rm_type: Literal["exact", "math", "random"] = "exact"
     """[choice] Built-in reward (docs/hooks.md)."""
@@ -140,7 +148,7 @@ class RolloutConfig(Section, frozen=True):
     """[seconds] A group whose sampling takes longer, rewards aside, is a failed attempt."""
     drain_timeout_s: Seconds = 2.0
     """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
-    max_running_groups: Positive = 64
+    max_running_groups: Processes = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
 
 
@@ -156,7 +164,7 @@ class EngineConfig(Section, frozen=True):
     variable: SLIMEBUS_ENGINE_ENGINE_API_KEY."""
     engine_python: str = ""
     """[path] The Python that has SGLang installed; empty: this one."""
-    engine_threads: Positive = 1
+    engine_threads: Processes = 1
     """[threads] Of the embedded engine."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """[choice] How running requests pass a weight update: keep their KV cache, recompute it, or end as partial."""
@@ -188,11 +196,11 @@ class EvalDataset(Section, frozen=True):
 
     path: str
     """[path] A jsonl or parquet file, optionally a slice `"path@[a:b]"`; relative to the run.yaml."""
-    n_samples_per_eval_prompt: Positive = 1
+    n_samples_per_eval_prompt: Samples = 1
     """[samples] Of each prompt."""
     temperature: NonNegative = 0.0
     """[ratio] 0 is greedy."""
-    max_response_len: Natural = 0
+    max_response_len: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     """[tokens] Most new tokens; 0: rollout_max_response_len."""
     rm_type: Literal["", "exact", "math", "random"] = ""
     """[choice] Built-in reward: exact, math or random; empty: the training reward."""
@@ -268,19 +276,19 @@ class TrainerConfig(Section, frozen=True):
 
     max_tokens_per_gpu: Positive = 8192
     """[tokens] Most tokens of a packed micro-batch on one rank."""
-    nproc_per_node: Positive = 1
+    nproc_per_node: Processes = 1
     """[processes] Trainer ranks on this node; more than 1 starts torchrun."""
-    tensor_model_parallel_size: Positive = 1
+    tensor_model_parallel_size: Processes = 1
     """[ranks] That split each matrix."""
-    pipeline_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Processes = 1
     """[ranks] That split the layers."""
-    context_parallel_size: Positive = 1
+    context_parallel_size: Processes = 1
     """[ranks] That split each sequence."""
     sequence_parallel: bool = False
     """[switch] Split activations outside matrices too (with tensor parallelism)."""
     params_dtype: Literal["float32", "bfloat16"] = "float32"
     """[choice] Of the trained parameters; published weights are always bfloat16."""
-    train_threads: Positive = 1
+    train_threads: Processes = 1
     """[threads] CPU threads of each rank."""
     save_interval: Natural = 50
     """[steps] Write a checkpoint every so many steps, and at the end; 0: only at the end."""

@@ -8,7 +8,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from broker.source import FileRows, HookSource, load_source
 from broker.source.interface import GroupResult
@@ -130,6 +132,48 @@ def test_whatever_a_source_raises_is_a_failure_that_can_be_shown(method: str, pr
     msgspec.json.encode(report)
     setattr(hook, method, good)
     assert source.take(1) is not None
+
+
+@pytest.mark.parametrize(
+    "number", [np.int32(7), np.float32(0.5), np.float64(0.25), np.bool_(True), torch.tensor(3)], ids=lambda n: type(n).__name__
+)
+def test_numpy_and_torch_scalars_of_a_source_are_numbers(number: Any) -> None:
+    hook = Mock(spec=Counting, take=lambda: {"prompt": "p", "label": number, "metadata": {"n": number}}, save=lambda: {"at": number})
+    source = HookSource("h", hook)
+    prompt = source.take(0)
+    assert prompt is not None
+    value = number.item()
+    assert msgspec.msgpack.decode(prompt.record) == {"prompt": "p", "label": value, "metadata": {"n": value}}
+    assert _state(source) == {"at": value}
+    source.feedback(_result(0))
+    assert hook.feedback.call_args.args[0].metadata == {"n": value}
+
+
+class Unreadable(dict[str, Any]):
+    """A map that fails in every way that it can be read."""
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("not now")
+
+    __contains__ = __getitem__ = __iter__ = __len__ = __eq__ = __bool__ = get = keys = items = values = copy = _fail  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [Unreadable(prompt="p"), {"prompt": "p", "metadata": Unreadable(a=1)}, {"prompt": [Unreadable(role="user")]}],
+    ids=["all", "metadata", "message"],
+)
+def test_a_map_of_the_sources_own_class_that_fails_is_a_failed_take(given: Any) -> None:
+    source = HookSource("h", Mock(spec=Counting, take=lambda: given, save=lambda: {}))
+    with pytest.raises(HookError, match=r"source hook h: take gave .*not now"):
+        source.take(0)
+    assert source.report()["failures"] == 1
+
+
+def test_a_state_of_the_sources_own_class_that_fails_is_a_failed_save() -> None:
+    with pytest.raises(HookError, match=r"save gave what cannot be kept: "):
+        HookSource("h", Mock(spec=Counting, save=lambda: {"a": Unreadable(b=object())}))
 
 
 def test_many_prompts_of_a_burst_encode_the_state_twice_and_not_for_each_prompt() -> None:

@@ -158,6 +158,13 @@ def test_spread_is_mean_and_population_deviation() -> None:
 # --- a plug-in ---
 
 
+class Unreadable(list[str]):
+    """A list that fails when it is read."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("not now")
+
+
 def desk_with(new_desk: Any, choose: Callable[[Sequence[ReadyGroup], BatchWanted], Any], **rules: Any) -> Any:
     desk = new_desk(**({"max_staleness": 2} | rules))
     desk.buffer_filter = buffer_filter(choose)
@@ -214,6 +221,7 @@ def test_a_buffer_filter_is_offered_only_what_is_fresh_enough(new_desk: Any) -> 
         ("0/0", "gave str; expected a list"),
         ([0, 1], "expected a list of group ids"),
         (HookError("buffer filter f.py:f: KeyError: 'x'"), "KeyError"),
+        (Unreadable(["0/0", "0/1"]), "RuntimeError: not now"),
         (SystemExit("enough"), "SystemExit: enough"),
     ],
 )

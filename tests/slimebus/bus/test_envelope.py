@@ -136,16 +136,32 @@ def test_another_protocol_version_is_named() -> None:
     assert refused.value.code == "protocol_version"
 
 
-def test_a_header_beyond_64_kib_is_refused_on_both_sides() -> None:
-    with pytest.raises(ProtocolError, match="65536"):
-        _encode(m.Finish(reason="x" * 70000))
-    with pytest.raises(ProtocolError, match="65536"):
-        envelope.decode([b"\x00" * 70000])
+def test_a_header_beyond_256_kib_is_refused_on_both_sides() -> None:
+    with pytest.raises(ProtocolError, match="262144"):
+        _encode(m.Finish(reason="x" * 270_000))
+    with pytest.raises(ProtocolError, match="262144"):
+        envelope.decode([b"\x00" * 270_000])
 
 
-def test_a_batch_of_2048_groups_fits_one_header() -> None:
-    groups = [m.BatchGroup(group=f"12/{i + 1_000_000}", num_samples=16, num_tokens=500_000, oldest_version=70_000) for i in range(2048)]
-    assert len(_encode(m.BatchReply(step=70_000, version=70_000, groups=groups))) <= envelope.MAX_HEADER_BYTES
+NAMES = [f"import/{'x' * (m.MAX_GROUP_BYTES - 17)}/{i:09d}" for i in range(m.MAX_BATCH_SIZE)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.BatchReply(
+            step=1 << 31,
+            groups=[m.BatchGroup(group=n, num_samples=100_000, num_tokens=1 << 31, oldest_version=1 << 31) for n in NAMES],
+        ),
+        m.Fetch(groups=NAMES),
+        m.Commit(step=1 << 31, unused=dict.fromkeys(NAMES, "zero_variance, or another reason")),
+        m.Reject(step=1 << 31, groups=dict.fromkeys(NAMES[:100], "\U0001f600" * 300)),
+        m.Edit(action="drop", groups=NAMES[:100]),
+    ],
+    ids=lambda message: m.wire_name(type(message)),
+)
+def test_the_largest_batch_with_the_longest_names_fits_one_header(message: m.Message) -> None:
+    assert envelope.decode([_encode(message)]).message == message
 
 
 def _refusal(frame: bytes) -> str:

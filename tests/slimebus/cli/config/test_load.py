@@ -1,5 +1,7 @@
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slimebus.bus.errors import ConfigError
@@ -12,6 +14,23 @@ def write(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     return file
+
+
+@pytest.mark.parametrize("number", ["9007199254740993", str(2**63), str(2**200)])
+def test_every_whole_number_has_an_upper_limit(number: str) -> None:
+    whole = [name for name, field in paths().items() if isinstance(msgspec.inspect.type_info(field.type), msgspec.inspect.IntType)]
+    assert len(whole) > 25
+    with pytest.raises(ConfigError) as refused:
+        resolve(None, dict.fromkeys([*whole, "rollout.rollout_stop_token_ids"], number), {})
+    for name in whole:
+        assert re.search(rf"{name}: got .{number[:50]}.*; expected a whole number >= -?\d and <= \d+$", refused.value.text, re.M), name
+    assert "rollout.rollout_stop_token_ids: got" in refused.value.text
+
+
+@pytest.mark.parametrize("seconds", ["1e10", "1e300"])
+def test_no_wait_is_longer_than_a_thread_can_wait(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=r"broker.lease_s: got .*; expected a number > 0 and <= 1"):
+        resolve(None, {"broker.lease_s": seconds}, {})
 
 
 def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None:
