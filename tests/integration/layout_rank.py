@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -28,13 +29,18 @@ from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
 
-from trainer.batches.batch import Group  # noqa: E402
+from trainer.batches.batch import Batch, Group  # noqa: E402
 from trainer.checkpoint import save  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
 from trainer.checkpoint.save import BackgroundSave  # noqa: E402
 from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint  # noqa: E402
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
+from trainer.objective.aggregation import AGGREGATIONS  # noqa: E402
+from trainer.objective.group_rewards import per_group  # noqa: E402
+from trainer.objective.objective import Objective  # noqa: E402
+from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
+from trainer.objective.row import Row  # noqa: E402
 
 
 def groups(seed: int) -> list[Group]:
@@ -56,6 +62,40 @@ def groups(seed: int) -> list[Group]:
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
+
+
+class SequenceRatio(PolicyGradient):
+    """Knows where sequences end (GSPO's ratio), chooses over the whole optimizer step, and reads a field of the samples."""
+
+    def advantages(self, batch: Batch) -> np.ndarray:
+        return per_group(batch, batch["reward"] + batch["bonus"], lambda of_group, _: of_group - of_group.mean())
+
+    def prepare(self, part: Batch) -> dict[str, np.ndarray]:
+        return {"median": np.full(part.num_tokens, np.median(part["current_logprobs"]), np.float32)}
+
+    def needs(self) -> set[str]:
+        return {"current_logprobs", "bonus"}
+
+    def loss(self, row: Row) -> TokenLoss:
+        ratio = row.sequence_mean(row.new_logprobs - row.rollout_logprobs).exp()
+        spread = row.sequence_sum((row.new_logprobs - row["median"]).square()) / row.sequence_lengths
+        return TokenLoss(-ratio * row.advantages + 0.1 * spread, {"ratio": ratio.detach()})
+
+
+def sequence_step(policy: Policy, batch: list[Group] | None, aggregation: str) -> dict[str, float]:
+    """A step with SequenceRatio at learning rate 0; two of a group's three samples are one trajectory."""
+    for group in batch or ():
+        for i, sample in enumerate(group.samples):
+            sample.trajectory, sample.extras = i // 2, {"bonus": np.full(1, 0.1 * i, np.float32)}
+    given, optimizer = policy.objective, msgspec.structs.replace(policy.config.optimizer, lr=0.0)
+    config = msgspec.structs.replace(policy.config, algorithm=AlgorithmConfig(loss_aggregation=aggregation))  # type: ignore[arg-type]
+    trained = policy.config
+    policy.config = msgspec.structs.replace(config, optimizer=optimizer)
+    policy.objective = Objective(config, SequenceRatio(config, SequenceRatio.Settings()), [])
+    try:
+        return policy.train(batch, num_steps=2)
+    finally:
+        policy.objective, policy.config = given, trained
 
 
 def write_half_and_die(path: Path, host: str, held: list) -> None:
@@ -87,6 +127,7 @@ def train(asked: dict) -> None:
     seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned)]
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]
+    seen["aggregations"] = {name: sequence_step(policy, batch(3), name) for name in AGGREGATIONS}
     folder = str(out.with_suffix(".checkpoint")) + own_disk
     save_checkpoint(folder, policy, 3, 7)
     after = policy.train(batch(3))

@@ -84,6 +84,9 @@ def test_layout_trains_as_one_rank_does(name: str, ranks: Ranks, model: Path, on
         for metric in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_mismatch_mean", "logprob_mismatch_max", "tis"):
             assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), metric
         assert mine["tokens_trained"] == reference["tokens_trained"]
+    for aggregation, reference in one_rank["aggregations"].items():  # a loss that knows sequences, each way to make one number of it
+        for metric in ("loss", "grad_norm", "ratio", "tokens_trained"):
+            assert got["aggregations"][aggregation][metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), (aggregation, metric)
     assert got["after_load"] == got["after_save"]
     assert load_file(tmp_path / "out.hf" / "model.safetensors").keys() == got["exported"].keys()
 

@@ -15,6 +15,8 @@ from trainer.batches.batch import Batch, Column, Group
 
 log = logging.getLogger("trainer")
 
+COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "lag", "reward", "temperature", "trajectory", "turn")
+"""Those that every batch has."""
 LARGEST_LOGPROB = 0.05
 """What a log_softmax in bfloat16 may round up to; a larger one is no logprob."""
 LEAST_LOGPROB = -1e4
@@ -59,8 +61,9 @@ def _check_field(sample: Sample, field: str, name: str, is_trained: np.ndarray) 
         raise DataError(f"{name}: {field}[{wrong[0]}] is {values.reshape(-1)[wrong[0]]} ({len(wrong)} such); expected finite numbers")
 
 
-def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervised: bool = False) -> Batch:
+def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervised: bool = False, reserved: Collection[str] = ()) -> Batch:
     """One batch of groups, at least one. version: the one being trained (None: the newest in the batch). Supervised: temperatures are 1.
+    reserved: names that no field may have.
 
     | column | scope | |
     |---|---|---|
@@ -93,13 +96,13 @@ def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervise
         "turn": Column(np.array([sample.turn for sample in samples], np.int64), "sample"),
     }
     group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-    return Batch(ends, group_of, {**_extra_columns(samples, lengths, columns), **columns})
+    return Batch(ends, group_of, {**_extra_columns(samples, lengths, {*columns, *reserved}), **columns})
 
 
 def _extra_columns(samples: Sequence[Sample], lengths: np.ndarray, taken: Collection[str]) -> dict[str, Column]:
     found = {}
     for name in sorted({name for sample in samples for name in sample.extras}):
-        column = "the trainer has a column of that name" if name in taken else _extra_column(name, samples, lengths)
+        column = "the trainer has a column of its own of that name" if name in taken else _extra_column(name, samples, lengths)
         if isinstance(column, Column):
             found[name] = column
         else:

@@ -81,7 +81,7 @@ class Policy:
         if self.reference is not None:
             columns["reference_logprobs"] = self._logprobs(self.reference, batch)
         wanted = {name for name in ("old_logprobs", "current_logprobs") if objective.needs_pass(name)}
-        if objective.keeps_old and "old_logprobs" not in batch and (num_steps > 1 or wanted):
+        if objective.keeps_old and "old_logprobs" not in objective.fields and (num_steps > 1 or wanted):
             wanted.add("old_logprobs")  # with one step, and nothing that reads them before, they are those of the training pass
         if wanted:
             columns |= dict.fromkeys(wanted, self._logprobs(self.model, batch))

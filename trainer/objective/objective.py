@@ -1,17 +1,20 @@
 """What a run minimises: one algorithm, its corrections, the KL and entropy terms, and the forward passes that they need."""
 
+import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from slimebus.bus.errors import DataError
+from slimebus.bus.errors import DataError, HookError, SlimebusError
+from slimebus.cli import hooks
 from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Batch, Column, Group
-from trainer.batches.flatten import flatten
+from trainer.batches.flatten import COLUMNS, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
-from trainer.objective.plugin import Algorithm, Correction, TokenLoss
+from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
 
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
@@ -27,7 +30,7 @@ class Objective:
     def __init__(self, config: RunConfig, algorithm: Algorithm, corrections: Sequence[Correction]) -> None:
         self.config, self.settings = config, config.algorithm
         self.algorithm, self.corrections = algorithm, list(corrections)
-        self.plugins = [algorithm, *corrections]
+        self.plugins: list[Plugin] = [algorithm, *corrections]
         self.aggregation = config.algorithm.loss_aggregation or algorithm.aggregation
 
     # --- what is needed ---
@@ -45,7 +48,9 @@ class Objective:
     @property
     def fields(self) -> set[str]:
         """Fields that each sample must bring: what is needed and no pass of the trainer's, or a pass that a consumer makes instead."""
-        return {name for name in self.needs if name not in PASSES or name in self.config.broker.required_fields}
+        required = self.config.broker.required_fields
+        needs = self.needs | ({"old_logprobs"} & set(required) if self.keeps_old else set())
+        return {name for name in needs if name not in COLUMNS and (name not in PASSES or name in required)}
 
     def needs_pass(self, name: str) -> bool:
         """Whether the trainer makes this forward pass for advantages, `prepare` or a term of the loss."""
@@ -71,12 +76,14 @@ class Objective:
 
     def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
         """The batch of these groups."""
-        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised)
+        passes = set(PASSES) - self.fields
+        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised, reserved=passes)
 
     def advantages(self, batch: Batch) -> dict[str, Column]:
         """The column `advantages`, of each token: the samples' own, else the algorithm's. Raises DataError for one of a wrong shape."""
-        given = batch.per_token("advantages") if "advantages" in batch else self.algorithm.advantages(batch)
-        values = np.asarray(given, np.float32)
+        with errors_of(self.algorithm):
+            given = batch.per_token("advantages") if "advantages" in batch else self.algorithm.advantages(batch)
+            values = np.asarray(given, np.float32)
         if values.shape != (batch.num_tokens,):
             raise DataError(f"{named(self.algorithm)}: advantages have shape {list(values.shape)}; expected [{batch.num_tokens}]")
         return {"advantages": Column(np.where(batch["loss_mask"] > 0, values, np.float32(0.0)))}
@@ -87,8 +94,12 @@ class Objective:
         weights = token_weights(part, self.aggregation, self.config.rollout.rollout_max_response_len)
         prepared = part.with_columns({"loss_weight": weights})
         for plugin in self.plugins:
-            prepared = prepared.with_columns(plugin.prepare(prepared))
-        factor = np.prod([plugin.learning_rate_factor(prepared) for plugin in self.plugins])
+            with errors_of(plugin):
+                prepared = prepared.with_columns(plugin.prepare(prepared))
+        factor = 1.0
+        for plugin in self.plugins:
+            with errors_of(plugin):
+                factor *= plugin.learning_rate_factor(prepared)
         added = {name: column for name, column in prepared.columns.items() if part.columns.get(name) is not column}
         return {**added, LR_FACTOR: Column(np.full(part.num_groups, factor), "group")}
 
@@ -96,11 +107,13 @@ class Objective:
 
     def loss(self, row: Row) -> TokenLoss:
         """Algorithm's loss * the corrections' weights + kl_loss_coef * KL(new || reference) - entropy_coef * entropy, per token."""
-        outcome = self.algorithm.loss(row)
-        loss, measures = outcome.loss, dict(outcome.measures)
+        with errors_of(self.algorithm):
+            outcome = self.algorithm.loss(row)
+        loss, measures = of_row(outcome.loss, row, self.algorithm), dict(outcome.measures)
         for correction in self.corrections:
-            weighed = correction.weight(row)
-            weight = weighed.weight.detach()
+            with errors_of(correction):
+                weighed = correction.weight(row)
+            weight = of_row(weighed.weight, row, correction).detach()
             loss = torch.where(weight > 0, loss * weight, 0.0)
             measures |= weighed.measures
         if self.settings.kl_loss_coef:
@@ -144,6 +157,26 @@ class Objective:
                 f"rollout.{name}: {value} cuts the distribution that tokens are drawn from, but rollout logprobs are those of the whole "
                 "one, so every importance ratio would be wrong; remove it, or set algorithm.use_rollout_logprobs: false without corrections"
             )
+
+
+def of_row(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:
+    """These values, if they are one of each token of the row: others would be broadcast to a wrong loss. Raises HookError."""
+    if values.shape != row.loss_mask.shape:
+        raise HookError(f"{named(plugin)}: gave shape {list(values.shape)}; expected {list(row.loss_mask.shape)}, one value of each token")
+    return values
+
+
+@contextlib.contextmanager
+def errors_of(plugin: Plugin) -> Iterator[None]:
+    """Whatever a plug-in raises names it, and the line of its code. Raises HookError."""
+    try:
+        yield
+    except SlimebusError:
+        raise
+    except Exception as bad:
+        frame, line = list(traceback.walk_tb(bad.__traceback__))[-1]
+        what = f"{type(bad).__name__}: {hooks.text_of(bad)}"
+        raise HookError(f"{named(plugin)} failed at {frame.f_code.co_filename}:{line}: {what}") from bad
 
 
 def named(plugin: object) -> str:

@@ -34,7 +34,9 @@ class Converter:
         fields = {field.name: field for field in msgspec.structs.fields(cls)}
         values = given if isinstance(given, dict) else {}
         for key in values.keys() - fields.keys():
-            self._refuse(f"{prefix}{key}", f"unknown key {prefix + str(key)!r}{nearest(prefix + str(key), [prefix + f for f in fields])}")
+            near = nearest(prefix + str(key), [prefix + f for f in fields])
+            near += "; what belongs to an algorithm or correction goes under algorithm.settings" if name == "algorithm" else ""
+            self._refuse(f"{prefix}{key}", f"unknown key {prefix + str(key)!r}{near}")
         chosen: dict[str, Any] = {}
         for key, field in fields.items():
             if key in values:

@@ -1,0 +1,143 @@
+"""Columns from the wire to the loss: their scopes, what is left out, what is refused, and the same bytes on every rank."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from slimebus.bus.errors import DataError
+from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.samples import Sample
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig
+from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes
+from trainer.batches.flatten import COLUMNS, check_sample, flatten
+from trainer.objective.choose import choose
+from trainer.objective.group_rewards import rewards_with_kl
+
+
+def sample(length: int, **given: Any) -> Sample:
+    arrays = {"tokens": np.arange(length, dtype=np.int32), "loss_mask": np.ones(length, np.uint8)}
+    fixed = arrays | {"rollout_logprobs": np.full(length, -1.0, np.float32), "versions": [(NO_VERSION, 1), (5, length - 1)]}
+    return Sample(**(fixed | {"reward": 1.0} | given))
+
+
+def fields(length: int) -> dict[str, np.ndarray]:
+    """One of each scope; two experts a token, and one picture of as many rows as tokens and one more."""
+    return {
+        "routed": np.arange(2 * length, dtype=np.int16).reshape(length, 2),
+        "value": np.array(0.5),
+        "score": np.array([length], np.float32),
+        "pixels": np.full((length + 1, 3), length, np.uint8),
+    }
+
+
+def batch() -> Batch:
+    groups = [[3, 2], [4]]
+    return flatten([Group(str(i), [sample(n, extras=fields(n)) for n in lengths]) for i, lengths in enumerate(groups)], version=7)
+
+
+def test_every_field_of_a_sample_is_a_column_of_its_scope_and_type() -> None:
+    made = batch()
+    assert {name: (column.scope, column.values.dtype.name, column.values.shape) for name, column in made.columns.items()} == {
+        "tokens": ("token", "int32", (9,)),
+        "loss_mask": ("token", "float32", (9,)),
+        "rollout_logprobs": ("token", "float32", (9,)),
+        "versions": ("token", "int64", (9,)),
+        "lag": ("token", "int64", (9,)),
+        "reward": ("sample", "float64", (3,)),
+        "temperature": ("sample", "float32", (3,)),
+        "trajectory": ("sample", "int64", (3,)),
+        "turn": ("sample", "int64", (3,)),
+        "routed": ("token", "int16", (9, 2)),
+        "value": ("sample", "float64", (3,)),
+        "score": ("sample", "float32", (3,)),
+        "pixels": ("row", "uint8", (12, 3)),
+    }
+    assert made["lag"].tolist() == [0, 2, 2, 0, 2, 0, 2, 2, 2]
+    assert made.per_token("score").tolist() == [3, 3, 3, 2, 2, 4, 4, 4, 4]
+    assert set(COLUMNS) <= made.columns.keys()
+    with pytest.raises(DataError, match="'pixels' has rows of its own"):
+        made.per_token("pixels")
+    with pytest.raises(DataError, match=r"no column 'valeu'; it has .*, value"):
+        made["valeu"]
+
+
+def test_a_batch_is_the_same_on_every_rank() -> None:
+    made = batch().with_columns({"of_groups": Column(np.array([1.0, 2.0]), "group")})
+    again = batch_of_bytes(batch_to_bytes(made))
+    assert again.columns.keys() == made.columns.keys()
+    for name, column in made.columns.items():
+        assert again.column(name).scope == column.scope
+        assert np.array_equal(again[name], column.values)
+        assert again[name].dtype == column.values.dtype
+    assert np.array_equal(again.column("pixels").row_ends, [4, 7, 12])  # type: ignore[arg-type]
+    assert again.per_token("of_groups").tolist() == [1] * 5 + [2] * 4
+
+
+def test_a_part_has_the_columns_of_its_samples() -> None:
+    part = batch().with_columns({"of_groups": Column(np.array([1.0, 2.0]), "group")}).select(np.array([1, 2]))
+    assert (part.num_samples, part.num_tokens, part.num_groups) == (2, 6, 2)
+    assert part["tokens"].tolist() == [0, 1, 0, 1, 2, 3]
+    assert part["pixels"][:, 0].tolist() == [2] * 3 + [4] * 5
+    assert part["score"].tolist() == [2, 4]
+    alone = part.select(np.array([1]))
+    assert (alone["of_groups"].tolist(), alone.group_of.tolist(), alone["pixels"].shape) == ([2.0], [0], (5, 3))
+
+
+def test_a_column_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(DataError, match="column 'x' has 3 entries for the 9 tokens of the batch"):
+        batch().with_columns({"x": np.zeros(3)})
+
+
+def test_a_field_that_only_some_samples_have_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    one, two = sample(3, extras={"x": np.ones(3, np.float32)}), sample(3)
+    with caplog.at_level(logging.WARNING, logger="trainer"):
+        made = flatten([Group("a", [one]), Group("b", [two])])
+    assert "x" not in made
+    assert "field 'x' is left out of this batch: 1 of 2 samples have it" in caplog.text
+    with caplog.at_level(logging.WARNING, logger="trainer"):
+        assert "x" not in flatten([Group("a", [one]), Group("b", [replace(one, extras={"x": np.ones(3, np.int8)})])])
+    assert "its entries differ: ['float32 []', 'int8 []']" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        ({}, r"s: no field 'teacher_logprobs', which the algorithm reads; set broker.required_fields: \[teacher_logprobs\]"),
+        ({"teacher_logprobs": np.zeros(2)}, r"field 'teacher_logprobs' has shape \[2\]; expected \[3\], \[1\] or \[\]"),
+        ({"teacher_logprobs": np.array([0, np.nan, -1])}, r"teacher_logprobs\[1\] is nan \(1 such\); expected finite numbers"),
+    ],
+)
+def test_a_field_that_the_algorithm_needs_is_checked_in_every_sample(extras: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_sample(sample(3, extras=extras), "s", 99, reads_logprobs=True, fields={"teacher_logprobs"})
+    first = {"teacher_logprobs": np.array([np.nan, -1, -1])}  # the first token is never trained
+    check_sample(sample(3, extras=first), "s", 99, reads_logprobs=True, fields={"teacher_logprobs"})
+
+
+def test_advantages_of_the_samples_are_used_instead_of_the_algorithms() -> None:
+    given = [sample(3, extras={"advantages": np.array([9, 0.5, -0.5], np.float32)}), sample(2, extras={"advantages": np.array([9, 2.0])})]
+    for one in given[1:]:
+        one.extras = {"advantages": one.extras["advantages"].astype(np.float32)}
+    made = choose(RunConfig()).advantages(flatten([Group("g", given)]))
+    assert made["advantages"].values.tolist() == [0, 0.5, -0.5, 0, 2]
+
+
+def test_the_kl_in_the_reward_is_that_of_the_whole_trajectory_by_hand() -> None:
+    batch = flatten([Group("g", [sample(3, trajectory=0), sample(2, trajectory=0, reward=1.0), sample(2, trajectory=1, reward=0.0)])])
+    batch = batch.with_columns({"reference_logprobs": np.full(7, -1.5, np.float32)})
+    algorithm = AlgorithmConfig(kl_coef=0.1, kl_loss_type="k1")
+    # log p - log q = 0.5 for each of 2 + 1 and of 1 trained tokens
+    assert rewards_with_kl(batch, algorithm) == pytest.approx([1 - 0.15, 1 - 0.15, -0.05])
+    assert choose(RunConfig(algorithm=algorithm)).needs == {"reference_logprobs"}
+
+
+def test_a_reference_that_a_consumer_computes_is_no_pass_of_the_trainer() -> None:
+    required = BrokerConfig(required_fields=["reference_logprobs"])
+    objective = choose(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1), broker=required))
+    assert objective.fields == {"reference_logprobs"}
+    assert not objective.needs_pass("reference_logprobs")
+    assert choose(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1))).needs_pass("reference_logprobs")
