@@ -1,15 +1,21 @@
 """An algorithm of one's own: one file beside the run.yaml, and nothing else is touched."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from loss_rows import batch_of, row_of
 
-from slimebus.bus.errors import ConfigError
-from slimebus.cli.config import resolve
+from slimebus.bus.errors import ConfigError, HookError
+from slimebus.cli.config import RunConfig, resolve
+from trainer.batches.batch import Batch
 from trainer.model.policy import Policy
 from trainer.objective.choose import algorithm_problems
+from trainer.objective.objective import Objective
+from trainer.objective.plugin import PolicyGradient, TokenLoss
 
 FILE = '''
 import numpy as np
@@ -86,6 +92,43 @@ def test_an_algorithm_in_one_file_is_checked_and_trains(tmp_path: Path, tied_mod
     assert [step["lr"] for step in metrics] == pytest.approx([0.005] * 3)
     assert metrics[0]["drift"] == pytest.approx(metrics[0]["logprob_mismatch_mean"], rel=1e-3)  # current: of before each optimizer step
     assert metrics[2]["loss"] < metrics[0]["loss"]
+
+
+def test_the_algorithm_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?class Brief.*?)```", page, re.DOTALL)
+    (tmp_path / "brief.py").write_text(source)
+    flags = {"algorithm.advantage_estimator": "brief.py:Brief", "algorithm.settings.token_price": 0.01, "algorithm.settings.eps_clip": 0.1}
+    config, batch = resolve(None, flags, environ={}).config, make_batch()
+    policy = Policy.build(config, str(tied_model), tmp_path)
+    try:
+        assert policy.train(batch)["updated"] == 1
+        advantages = policy.objective.advantages(policy.objective.batch_of(batch, None))["advantages"].values
+    finally:
+        policy.close()
+    first = batch[0].samples
+    rewards = np.array([s.reward - 0.01 * s.loss_mask.sum() for s in first])
+    assert advantages[len(first[0].tokens) - 1] == pytest.approx(rewards[0] - rewards.mean(), rel=1e-5)
+
+
+class Broken(PolicyGradient):
+    """Fails in its own code, or gives one loss for all tokens."""
+
+    def advantages(self, batch: Any) -> Any:
+        return {}["reward"]
+
+    def loss(self, row: Any) -> TokenLoss:
+        return TokenLoss(torch.tensor(0.0))
+
+
+def test_what_a_plug_in_does_wrong_names_it_and_its_line() -> None:
+    config = RunConfig()
+    objective, batch = Objective(config, Broken(config, Broken.Settings()), []), batch_of([2])
+    without = Batch(batch.ends, batch.group_of, {name: column for name, column in batch.columns.items() if name != "advantages"})
+    with pytest.raises(HookError, match=r"test_own_algorithm:Broken failed at .*test_own_algorithm.py:\d+: KeyError: 'reward'"):
+        objective.advantages(without)
+    with pytest.raises(HookError, match=r"Broken: gave shape \[\]; expected \[1, 2\], one value of each token"):
+        objective.loss(row_of(batch, [0.0, 0.0]))
 
 
 def test_a_plug_in_that_fails_when_loaded_is_named(tmp_path: Path) -> None:

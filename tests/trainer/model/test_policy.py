@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError, SlimebusError
 from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
+from trainer.algorithms.grpo import Grpo
 from trainer.batches.batch import Group
 from trainer.model import update
 from trainer.model.megatron_fields import split_megatron_options
+from trainer.objective.objective import Objective
+from trainer.objective.plugin import TokenLoss
 
 
 def hf_logprobs(model, tokens, temperature=1.0):
@@ -256,6 +259,56 @@ def test_one_step_on_a_batch_makes_no_pass_for_old_logprobs_as_the_ratio_is_one(
     same = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=True, **tis)).train(make_batch())
     assert made == []
     assert once == same
+
+
+class Needy(Grpo):
+    """Reads every pass that there is."""
+
+    def needs(self):
+        return {"old_logprobs", "current_logprobs", "reference_logprobs"}
+
+    def prepare(self, part):
+        return {"moved": np.abs(part["current_logprobs"] - part["old_logprobs"])}
+
+    def loss(self, row):
+        outcome = super().loss(row)
+        return replace_measures(outcome, moved=row["moved"], off=(row.new_logprobs.detach() - row["current_logprobs"]).abs())
+
+
+def replace_measures(outcome, **measures):
+    return TokenLoss(outcome.loss, {**outcome.measures, **measures})
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_each_pass_that_an_algorithm_needs_is_made_once(num_steps, tied_model, build_policy, make_batch, monkeypatch, tmp_path):
+    policy = build_policy(
+        tied_model, algorithm=AlgorithmConfig(kl_loss_coef=0.1, use_rollout_logprobs=False), optimizer=OptimizerConfig(lr=0.05)
+    )
+    config = policy.config
+    policy.objective = Objective(config, Needy(config, Needy.Settings()), [])
+    made = passes(monkeypatch)
+    metrics = policy.train(make_batch(num_groups=6), num_steps=num_steps)
+    assert metrics["updated"] == num_steps
+    assert len(made) == 2 + (num_steps - 1)  # reference; old, which the first step's current is too; current before each further step
+    assert metrics["off"] < 1e-5
+    assert (metrics["moved"] > 0) == (num_steps > 1)
+
+
+def test_groups_know_whether_they_had_a_gradient(tied_model, build_policy, make_batch):
+    batch = [*make_batch(num_groups=3), *with_reward(make_batch(9, num_groups=1), 1.0)]
+    build_policy(tied_model).train(batch, num_steps=2)
+    assert [group.has_gradient for group in batch] == [len({s.reward for s in group.samples}) > 1 for group in batch]
+    build_policy(tied_model, algorithm=AlgorithmConfig(advantage_estimator="sft")).train(batch)
+    assert all(group.has_gradient for group in batch)
+
+
+def test_masked_logprobs_that_are_not_finite_change_nothing(tied_model, build_policy, make_batch):
+    batch = make_batch()
+    nan = [
+        Group(g.id, [replace(s, rollout_logprobs=np.where(s.loss_mask, s.rollout_logprobs, np.float32(np.nan))) for s in g.samples])
+        for g in batch
+    ]
+    assert build_policy(tied_model).train(nan) == build_policy(tied_model).train(batch)
 
 
 def test_sft_learns_its_samples(tied_model, build_policy, make_batch):
