@@ -3,22 +3,53 @@
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import ConfigCommand, ForeignOptions, config_argument, from_context
+
+if TYPE_CHECKING:
+    from trainer.launch.plan import Node
+
+EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
 
 
-def foreign_flags() -> Mapping[str, str]:
+def foreign_flags() -> ForeignOptions:
     """Fields of megatron-core's configs and settings of the algorithms and corrections as flags, read from source without importing it."""
-    from trainer.model.megatron_fields import megatron_fields
-    from trainer.objective.plugin_settings import known_settings
+    from trainer.arguments.command_line import TrainerFlags
 
-    flags = {name.replace("_", "-"): f"megatron.{name}" for names in megatron_fields().values() for name in names}
-    return flags | {name.replace("_", "-"): f"algorithm.settings.{name}" for name in known_settings()}
+    return TrainerFlags()
+
+
+def show_megatron_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """The callback of --help-megatron."""
+    if value and not ctx.resilient_parsing:
+        from trainer.arguments.command_line import help_text
+
+        click.echo_via_pager(help_text()) if sys.stdout.isatty() else click.echo(help_text())
+        ctx.exit()
+
+
+def node_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which of several nodes this is."""
+    options = (
+        click.option("--nnodes", type=click.IntRange(min=1), help="[nodes] That the trainer runs on; the command is started on each."),
+        click.option("--node-rank", type=click.IntRange(min=0), help="[number] Of this node, from 0; node 0 has rank 0."),
+        click.option("--master-addr", help="[host] Name or address of node 0, as the other nodes reach it."),
+        click.option("--master-port", type=click.IntRange(1, 65535), help="[port] Where node 0 waits for the others; default 29500."),
+    )
+    return functools.reduce(lambda made, option: option(made), reversed(options), function)
+
+
+def node_of(ctx: click.Context) -> "Node":
+    """What these options say."""
+    from trainer.launch.plan import Node
+
+    return Node(**{name: ctx.params[name] for name in ("nnodes", "node_rank", "master_addr", "master_port")})
 
 
 def algorithm_problems(resolved: Resolved) -> list[str]:
@@ -31,37 +62,41 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
 @click.command(cls=ConfigCommand, foreign=foreign_flags, problems=algorithm_problems, short_help="Run the trainer of a run.")
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--help-megatron", **EAGER, callback=show_megatron_help, help="Show Megatron's options, and exit.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="[times] Start all ranks again when one of them fails.")
+@node_options
 @click.pass_context
-def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None) -> None:
+def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None, max_restarts: int, **node: object) -> None:
     """Run the trainer: fetch batches, train, publish weights.
 
-    With --nproc-per-node N above 1 it starts N ranks under torchrun; it may also be started by torchrun itself. It resumes
-    from the newest checkpoint under the run directory. Any field of megatron-core's configs is accepted as a flag.
+    Start it once per node: it starts --nproc-per-node ranks there. Several nodes meet by --nnodes, --node-rank and --master-addr, or by
+    what srun or torchrun have set. It resumes from the newest checkpoint under the run directory. Any field of megatron-core's configs
+    is accepted as a flag (--help-megatron).
     """
     resolved = from_context(ctx, run_yaml)
-    from trainer.process import launch_ranks, run_trainer
+    from trainer.process import launch, run_trainer
 
-    if launch_ranks(resolved, sys.argv[1:]):
-        return
-    run_trainer(resolved, broker, debug=bool((ctx.obj or {}).get("debug")))
+    debug = bool((ctx.obj or {}).get("debug"))
+    launch(resolved, node_of(ctx), sys.argv[1:], max_restarts=max_restarts, debug=debug)
+    run_trainer(resolved, broker, debug=debug)
 
 
-@click.command(cls=ConfigCommand, short_help="Write a checkpoint in Hugging Face layout.")
+@click.command(cls=ConfigCommand, foreign=foreign_flags, short_help="Write a checkpoint in Hugging Face layout.")
 @config_argument
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="[path] Directory to write.")
 @click.option("--step", type=click.IntRange(min=0), help="[step] Of the checkpoint: how many steps it has trained; default: the newest.")
 @click.option("--force", is_flag=True, help="Replace a directory that is not empty.")
+@node_options
 @click.pass_context
-def export(ctx: click.Context, run_yaml: Path | None, out: Path, step: int | None, force: bool) -> None:
+def export(ctx: click.Context, run_yaml: Path | None, out: Path, step: int | None, force: bool, **node: object) -> None:
     """Write the newest checkpoint, or that of --step, as a Hugging Face directory: safetensors, config and tokenizer."""
     resolved = from_context(ctx, run_yaml)
-    from trainer.process import check_export, export_checkpoint, launch_ranks
+    from trainer.process import check_export, export_checkpoint, launch
 
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", str(ctx.params["node_rank"] or 0))) == "0"
     if is_first:
         check_export(resolved, out, step, force=force)
-    if launch_ranks(resolved, sys.argv[1:]):
-        return
+    launch(resolved, node_of(ctx), sys.argv[1:])
     say = functools.partial(click.echo, err=True) if is_first else lambda text: None
     exported = export_checkpoint(resolved, out, step, say)
     if exported is not None:

@@ -4,10 +4,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slimebus.bus.errors import UsageError
+from slimebus.bus.errors import ConfigError, SlimebusError, UsageError
 from slimebus.bus.security.exposure import check_bind
 from slimebus.bus.transport.silence import SILENT_S
 from slimebus.cli import logs
@@ -16,34 +16,65 @@ from slimebus.cli.config.file_checks import trainer_problems
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
+from trainer.arguments.checks import megatron_problems
+from trainer.arguments.layout import check_layout
 from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
 from trainer.compat.cpu_compat import import_megatron
+from trainer.launch.launcher import Launcher
+from trainer.launch.plan import LAUNCHED, Node, make_plan
+from trainer.model.megatron_fields import refusals_in_one_line
 from trainer.stop_request import StopRequest
 
 log = logging.getLogger("trainer")
 
 
-def launch_ranks(resolved: Resolved, arguments: list[str]) -> bool:
-    """Become torchrun when more than one rank is wanted and we are not one of them; does not return then."""
-    ranks = resolved.config.trainer.nproc_per_node
-    if ranks == 1 or "RANK" in os.environ:
-        return False
-    python = [sys.executable, "-P"]  # without the working directory on the path, as torchrun would have it
-    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
-    os.execv(sys.executable, [*torchrun, *python, "-u", "-m", "slimebus", *arguments])
+def launch(resolved: Resolved, node: Node, arguments: list[str], *, max_restarts: int = 0, debug: bool = False) -> None:
+    """Start the ranks of this node and exit with their code; return where this process is itself a rank, or the only one.
+
+    Raises UsageError or ConfigError with everything that is wrong, before any rank starts.
+    """
+    is_nproc_given = "trainer.nproc_per_node" in resolved.origin
+    plan = make_plan(node, resolved.config.trainer.nproc_per_node, os.environ, is_nproc_given=is_nproc_given)
+    os.environ.update(plan.environment)
+    is_launched = LAUNCHED in os.environ
+    problems = [] if is_launched else [*start_problems(resolved, plan.world_size)]
+    if plan.is_rank or plan.is_alone:
+        return raise_all(problems)
+    logs.set_up("trainer", debug=debug)
+    log.info("%s: starting %d of %d ranks", plan.found, plan.ranks_here, plan.world_size)
+    launcher = Launcher(plan, arguments, max_restarts)
+    if problems and plan.node_rank:
+        launcher.run("; ".join(problems))
+    raise_all(problems)
+    sys.exit(launcher.run())
+
+
+def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:
+    """What would keep the ranks of this node from training: options, layout, the model folder."""
+    weights, insecure = resolved.config.weights, resolved.config.security.insecure
+    try:
+        check_bind(weights.weights_bind, "weights.weights_bind", has_keys=resolved.keys_path is not None, insecure=insecure)
+        resolved.model_dir  # noqa: B018  # raises
+    except SlimebusError as bad:
+        yield bad.text
+        return
+    yield from trainer_problems(resolved)
+    yield from (problems := megatron_problems(resolved))
+    if not problems:
+        try:
+            check_layout(resolved.config, world_size)
+        except ConfigError as bad:
+            yield bad.text
 
 
 def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug)
     stop = StopRequest()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # the ranks of a killed torchrun would train on
+    if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED not in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)()
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
-    bind, insecure = resolved.config.weights.weights_bind, resolved.config.security.insecure
-    check_bind(bind, "weights.weights_bind", has_keys=resolved.keys_path is not None, insecure=insecure)
-    raise_all(trainer_problems(resolved))
     session, model_dir = None, str(resolved.model_dir)
     try:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -70,7 +101,8 @@ def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, br
     from trainer.publish.publication import Publication
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
-    policy = Policy.build(resolved.config, model_dir, resolved.base)
+    with refusals_in_one_line():
+        policy = Policy.build(resolved.config, model_dir, resolved.base)
     rank = int(os.environ.get("RANK", "0"))
     spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
     publication = Publication(resolved, policy, session.client if session else None, spans, broker)
@@ -108,7 +140,8 @@ def export_checkpoint(resolved: Resolved, out: Path, step: int | None, say: Call
     from trainer.model.policy import Policy
 
     say(f"building the model of {resolved.model_dir}")
-    policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
+    with refusals_in_one_line():
+        policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     try:
         say(f"reading the {'newest checkpoint' if step is None else f'checkpoint of step {step}'} of {resolved.run_dir / 'checkpoints'}")
         found = load_weights(resolved.run_dir / "checkpoints", policy, step)

@@ -105,7 +105,7 @@ def problem_of(words: list[str]) -> str:
 
 
 def is_foreign(command: click.Command, option: str) -> bool:
-    return isinstance(command, ConfigCommand) and command._foreign_name(option) is not None
+    return isinstance(command, ConfigCommand) and command.foreign_flag(option) is not None
 
 
 # --- commands ---

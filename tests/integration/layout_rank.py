@@ -146,7 +146,7 @@ def train(asked: dict) -> None:
 
 
 def fork_rank(asked: dict, rank: int, port: int) -> int:
-    """The process of one rank; as torchrun would start it."""
+    """The process of one rank."""
     if pid := os.fork():
         return pid
     local_rank = 0 if asked.get("own_disks") else rank

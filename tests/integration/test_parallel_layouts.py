@@ -169,20 +169,3 @@ def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:
     assert len(got["owners"]) == stages
     assert sum(map(len, got["owned"])) == len(got["exported"])
     assert {name: digest for owned in got["owned"] for name, digest in owned.items()} == got["exported"]
-
-
-def test_ranks_that_do_not_divide_are_refused_in_one_line():
-    from slimebus.bus.errors import ConfigError
-    from slimebus.cli.config import RunConfig
-    from slimebus.cli.config.schema import TrainerConfig
-    from trainer.compat.cpu_compat import import_megatron
-
-    import_megatron()
-    from trainer.model.parallel import check_layout
-
-    config = RunConfig(trainer=TrainerConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
-    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1"):
-        check_layout(config, 6)
-    config = RunConfig(megatron={"expert_model_parallel_size": 4})
-    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4"):
-        check_layout(config, 6)

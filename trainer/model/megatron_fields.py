@@ -1,65 +1,69 @@
-"""Which fields Megatron's config classes have, read from their source by ast: no torch, no megatron import."""
+"""What each of Megatron's config classes is given of the `megatron` section, and what a rank alone can check of it."""
 
-import ast
-import difflib
-import importlib.util
-from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config.schema import OptimizerConfig, TrainerConfig
+from trainer.arguments.checks import contradiction
+from trainer.arguments.fields import enum_members, megatron_fields
+from trainer.arguments.options import read_options
 
-# class -> file under megatron/core, and the class it inherits fields from
-SOURCES = {
-    "ModelParallelConfig": "model_parallel_config.py",
-    "TransformerConfig": "transformer/transformer_config.py",
-    "OptimizerConfig": "optimizer/optimizer_config.py",
-    "DistributedDataParallelConfig": "distributed/distributed_data_parallel_config.py",
+CLASSES = {
+    "TransformerConfig": ("ModelParallelConfig", "TransformerConfig"),
+    "OptimizerConfig": ("OptimizerConfig",),
+    "DistributedDataParallelConfig": ("DistributedDataParallelConfig",),
 }
+"""Class that is built -> the classes whose fields it has."""
 
 
-def core_folder() -> Path:
-    """Where megatron/core lies. Raises ConfigError when it is not installed."""
-    spec = importlib.util.find_spec("megatron")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("megatron-core is not installed; install slimebus[trainer]")
-    return Path(next(iter(spec.submodule_search_locations))) / "core"
+def split_megatron_options(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options by the config class that has them, enums and dtypes made; one that several classes have goes to each. What they say of
+    the model is left out, as the model folder decides it.
 
-
-def class_fields(source: str, name: str) -> set[str]:
-    """Annotated fields of dataclass `name` in `source`."""
-    body = next(node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
-    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-
-
-@cache
-def megatron_fields() -> Mapping[str, frozenset[str]]:
-    """Fields by config class; TransformerConfig includes what it inherits."""
-    root = core_folder()
-    found = {name: class_fields((root / path).read_text(), name) for name, path in SOURCES.items()}
-    found["TransformerConfig"] |= found.pop("ModelParallelConfig")
-    return {name: frozenset(fields) for name, fields in found.items()}
-
-
-def elsewhere() -> dict[str, str]:
-    """Fields of Megatron's that other sections of the config decide, and those that would be without effect: what to do instead."""
-    sections = {"trainer": TrainerConfig, "optimizer": OptimizerConfig}
-    own = {field: f"set {section}.{field}" for section, config in sections.items() for field in config.__struct_fields__}
-    return own | {"virtual_pipeline_model_parallel_size": "leave it out, each rank has one chunk of the model"}
-
-
-def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sort options by the config class that has them; one that several classes have goes to each.
-
-    Raises ConfigError for a name that none has, with the nearest that exists, and for one that another section decides.
+    Raises ConfigError for the first that is wrong; `slimebus.cli.config` and the launch name them all.
     """
-    for name in options.keys() & elsewhere().keys():
-        raise ConfigError(f"megatron.{name}: not here; {elsewhere()[name]}")
-    by_class = megatron_fields()
-    known = set().union(*by_class.values())
-    for name in options.keys() - known:
-        near = difflib.get_close_matches(name, sorted(known), n=1)
-        raise ConfigError(f"megatron: no field {name!r} in {', '.join(by_class)}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return {cls: {k: v for k, v in options.items() if k in fields} for cls, fields in by_class.items()}
+    options = read_options(given)
+    for key, text in options.problems.items():
+        raise ConfigError(f"megatron.{key}: {text}")
+    made = {name: _made(name, value) for name, value in options.values.items()}
+    fields = megatron_fields()
+    return {cls: {name: value for name, value in made.items() if {*fields[name].owners} & {*owners}} for cls, owners in CLASSES.items()}
+
+
+def _made(name: str, value: Any) -> Any:
+    """The value as Megatron's dataclass has it."""
+    annotation = megatron_fields()[name].annotation
+    if isinstance(value, str) and "torch.dtype" in annotation:
+        import torch
+
+        return getattr(torch, value)
+    enum = next((word for word, members in enum_members().items() if word in annotation and value in members), None)
+    if enum is not None:
+        from megatron.core.transformer import enums
+
+        return getattr(enums, enum)[value]
+    return value
+
+
+def check_architecture(config: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where an option about the model differs from `config`, the TransformerConfig made from the model folder."""
+    options = read_options(given)
+    for name, value in options.model.items():
+        if hasattr(config, name) and (actual := getattr(config, name)) != value:
+            raise ConfigError(f"megatron.{options.places[name]}: {contradiction(value, actual)}")
+
+
+@contextlib.contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """Make Megatron's refusal of a config, raised while it is built, a ConfigError."""
+    try:
+        yield
+    except (ValueError, AssertionError, NotImplementedError, RuntimeError) as refused:
+        trace, is_config = refused.__traceback__, False
+        while trace is not None:
+            is_config = is_config or trace.tb_frame.f_code.co_name == "__post_init__"
+            trace = trace.tb_next
+        if not is_config:
+            raise
+        raise ConfigError(f"megatron: {' '.join(str(refused).split())}") from refused

@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from slimebus.cli.config import RunConfig, schema
 from trainer.compat import cpu_compat
 from trainer.model.gpt import Model
-from trainer.model.megatron_fields import split_megatron_options
+from trainer.model.megatron_fields import check_architecture, split_megatron_options
 
 COPIED = ("lr", "min_lr", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
 
@@ -23,10 +23,21 @@ def build_optimizer(config: RunConfig, model: Model) -> Any:
         "params_dtype": getattr(torch, config.trainer.params_dtype),
         "use_distributed_optimizer": True,
     }
+    check_architecture(model.config, config.megatron)
     options = split_megatron_options(config.megatron)["OptimizerConfig"]
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**chosen, **options}), [model.module])
     model.config.grad_scale_func = optimizer.scale_loss
+    if model.module.ddp_config.overlap_grad_reduce:  # else each row's gradients would be reduced, and those of the others left out
+        model.config.no_sync_func = model.module.no_sync
     return optimizer
+
+
+def gather_weights(model: Model) -> None:
+    """Make the weights whole on every rank. With overlap_param_gather a rank has its own shard of them after a step, and the others' only
+    when a forward pass in training asks for them; who publishes, saves or computes logprobs reads them without.
+    """
+    if model.module.ddp_config.overlap_param_gather:
+        model.module.start_param_sync(force_sync=True)
 
 
 def learning_rate(settings: schema.OptimizerConfig, step: int, *, num_updates: int) -> float:

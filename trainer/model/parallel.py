@@ -1,6 +1,6 @@
 """torch.distributed and megatron's parallel state: start, stop, and what ranks tell each other. No pickle crosses ranks here.
 
-The same code runs under torchrun (its environment variables say who is who) and as a single process without it (no port is opened);
+The same code runs as one of several ranks (the environment says who is who) and as a single process (no port is opened);
 gloo where there is no CUDA, NCCL where there is. This and all else that imports megatron comes after cpu_compat.import_megatron.
 """
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
+from trainer.arguments.layout import check_layout, expert_ranks
 from trainer.compat.gloo_device import shared_gloo_device
 
 # a rank that has died is noticed after this long
@@ -26,6 +26,7 @@ def start(config: RunConfig) -> None:
     """
     sizes, world_size = config.trainer, int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(config, world_size)
+    expert_size, expert_tensor_size = expert_ranks(config)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -41,25 +42,12 @@ def start(config: RunConfig) -> None:
             sizes.tensor_model_parallel_size,
             sizes.pipeline_model_parallel_size,
             context_parallel_size=sizes.context_parallel_size,
-            expert_model_parallel_size=config.megatron.get("expert_model_parallel_size", 1),
-            expert_tensor_parallel_size=config.megatron.get("expert_tensor_parallel_size", 1),
+            expert_model_parallel_size=expert_size,
+            expert_tensor_parallel_size=expert_tensor_size,
         )
     seed = config.seed + 1  # megatron refuses 0
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def check_layout(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError unless the ranks divide by tensor x pipeline x context, and by tensor x pipeline x expert."""
-    tensor, pipeline = config.trainer.tensor_model_parallel_size, config.trainer.pipeline_model_parallel_size
-    inner = {"context": config.trainer.context_parallel_size, "expert": config.megatron.get("expert_model_parallel_size", 1)}
-    for kind, size in inner.items():
-        ranks = tensor * pipeline * size
-        if world_size % ranks:
-            raise ConfigError(
-                f"{world_size} trainer ranks do not divide by {ranks} = tensor {tensor} x pipeline {pipeline} x {kind} {size};"
-                f" start a multiple of {ranks} with torchrun --nproc-per-node, or lower {kind} parallelism"
-            )
 
 
 def stop() -> None:

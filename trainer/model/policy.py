@@ -16,7 +16,7 @@ from trainer.model import parallel, update
 from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import write_folder
-from trainer.model.optimizer import build_optimizer, learning_rate, set_learning_rate
+from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate, set_learning_rate
 from trainer.objective.choose import choose
 from trainer.objective.objective import LR_FACTOR, Objective
 
@@ -73,6 +73,7 @@ class Policy:
             made.append(counts | self._train_part(batch.select(samples), is_first=i == 0))
         for i, group in enumerate(groups or ()):
             group.has_gradient = i in kept
+        gather_weights(self.model)
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]}
 
     def _with_passes(self, batch: Batch, num_steps: int) -> Batch:

@@ -33,7 +33,7 @@ SGLANG_OPTION = re.compile(r"\"--([a-z][\w-]+)\"|^    ([a-z]\w+):", re.MULTILINE
 def file_problems(resolved: Resolved) -> list[str]:
     """Everything that a run on this machine lacks."""
     data, broker = resolved.config.data, resolved.config.broker
-    looks = (_keys, _prompt_files, label_problems, _layout, _megatron_fields, _algorithm)
+    looks = (_keys, _prompt_files, label_problems, _layout, _megatron, _algorithm)
     wanted = [("data.source_path", data.source_path, ""), ("broker.buffer_filter_path", broker.buffer_filter_path, "groups batch")]
     return [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
 
@@ -167,11 +167,10 @@ def _layout(resolved: Resolved) -> Iterator[str]:
         yield f"trainer.pipeline_model_parallel_size: {pipeline} ranks cannot share the model's {layers} layers; expected a divisor of them"
 
 
-def _megatron_fields(resolved: Resolved) -> Iterator[str]:
-    if resolved.config.megatron:
-        with contextlib.suppress(ConfigError):  # Megatron is not installed here
-            known = {name.removeprefix("megatron.") for name in trainer_flags().values()}
-            yield from _unknown(resolved, "megatron", known, "field of Megatron's configs")
+def _megatron(resolved: Resolved) -> Iterable[str]:
+    """What the trainer says of `megatron`."""
+    flags = trainer_flags()
+    return flags.problems(resolved) if flags is not None and resolved.config.megatron else ()
 
 
 def can_check_algorithms() -> bool:

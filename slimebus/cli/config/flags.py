@@ -1,24 +1,51 @@
 """Every config field as a flag of a command, shown by section in its help."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, Protocol, get_origin
 
 import click
+import msgspec
 
 from slimebus.cli.config.fields import sections
 from slimebus.cli.config.load import Resolved, resolve
 from slimebus.cli.config.schema import paths
 
 META = "slimebus.flags"
-ForeignFlags = Callable[[], Mapping[str, str]]
-"""Gives flag -> dotted config name for the options of another project (megatron-core)."""
+SWITCH_WORDS = ("true", "false", "True", "False")
+
+
+class ForeignFlag(msgspec.Struct, frozen=True):
+    """What a flag of another project sets: the config field `name`, and its value where the flag stands alone.
+
+    takes: which of the words behind it belong to it; a switch takes true or false, if one of them is there.
+    """
+
+    name: str
+    alone: str = "true"
+    takes: Literal["nothing", "switch", "word", "words", "any"] = "any"
+
+
+class ForeignOptions(Protocol):
+    """The options of another project that a command takes beside the config fields."""
+
+    def flag(self, name: str) -> ForeignFlag | None:
+        """What `--name` sets; None where there is no such option."""
+        ...
+
+    def nearest(self, name: str) -> list[str]:
+        """Names of options that `name` may have been meant for."""
+        ...
+
+    def problems(self, resolved: Resolved) -> Sequence[str]:
+        """A sentence for each of these options that is wrong in this config."""
+        ...
 
 
 class ConfigCommand(click.Command):
     """A command that takes a RUN.yaml and any config field as a flag.
 
-    foreign: exact flags of another project, asked for only when one is used. problems: what only the role of this command can find in a
+    foreign: gives the options of another project; asked only when one is used. problems: what only the role of this command can find in a
     config, a sentence each (`slimebus config check` asks it too).
     """
 
@@ -28,35 +55,48 @@ class ConfigCommand(click.Command):
     """What the flags of a section begin with whose keys belong to another project."""
 
     def __init__(
-        self, name: str | None, *, foreign: ForeignFlags | None = None, problems: Callable[[Resolved], list[str]] | None = None, **kw: Any
+        self,
+        name: str | None,
+        *,
+        foreign: Callable[[], ForeignOptions | None] | None = None,
+        problems: Callable[[Resolved], list[str]] | None = None,
+        **kw: Any,
     ) -> None:
         kw["params"] = [*kw.get("params", []), *(_option(*flag) for flag in _flags(self.fields).items())]
         super().__init__(name, **kw)
-        self.foreign, self.problems = foreign, problems
+        self.foreign, self.problems = foreign or (lambda: None), problems
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, rest = [], list(args)
         while rest:
             word = rest.pop(0)
-            name = self._foreign_name(word)
-            if name is None:
+            flag = self.foreign_flag(word)
+            if flag is None:
                 own.append(word)
-                continue
-            _, equals, value = word.partition("=")
-            if not equals:
-                value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-            ctx.meta.setdefault(META, {})[name] = value
-        return super().parse_args(ctx, own)
+            else:
+                ctx.meta.setdefault(META, {})[flag.name] = _value_of(flag, word, rest)
+        try:
+            return super().parse_args(ctx, own)
+        except click.NoSuchOption as bad:
+            options = self.foreign()
+            near = options.nearest(bad.option_name.removeprefix("--")) if options and bad.option_name.startswith("--") else []
+            raise click.NoSuchOption(bad.option_name, possibilities=[*(bad.possibilities or []), *near], ctx=ctx) from None
 
-    def _foreign_name(self, word: str) -> str | None:
+    def foreign_flag(self, word: str) -> ForeignFlag | None:
+        """The option of another project that this word of the command line is; None for any other word."""
         option = word.partition("=")[0]
-        flag = option.removeprefix("--")
-        if flag == option or flag.removeprefix("no-") in _flags() or any(option in p.opts for p in self.params):
+        name = option.removeprefix("--")
+        if name == option or name.removeprefix("no-") in _flags() or any(option in p.opts for p in self.params):
             return None
         for prefix, section in self.prefixes.items():
-            if flag.startswith(prefix):
-                return f"{section}.{flag.removeprefix(prefix).replace('-', '_')}"
-        return self.foreign().get(flag) if self.foreign else None
+            if name.startswith(prefix):
+                known = self.foreign() if section == "megatron" else None
+                found = known.flag(name.removeprefix(prefix)) if known else None
+                if found is not None and found.name.startswith("megatron."):
+                    return found
+                return ForeignFlag(f"{section}.{name.removeprefix(prefix).replace('-', '_')}")
+        options = self.foreign()
+        return options.flag(name) if options else None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -93,6 +133,26 @@ def _option(flag: str, name: str) -> click.Option:
     return click.Option(names, default=None, multiple=is_list, hidden=True, expose_value=False, callback=remember)
 
 
+def _value_of(flag: ForeignFlag, word: str, rest: list[str]) -> str:
+    """The text of its value; words that belong to it are taken from `rest`."""
+    option, equals, value = word.partition("=")
+    if equals:
+        return value
+    if flag.takes == "nothing" or (flag.takes == "switch" and rest[:1] and rest[0] not in SWITCH_WORDS):
+        return flag.alone
+    taken = [rest.pop(0)] if rest and not rest[0].startswith("--") else []
+    while flag.takes == "words" and taken and rest and not rest[0].startswith("--") and not is_run_file(rest[0]):
+        taken.append(rest.pop(0))
+    if not taken and flag.takes in ("word", "words"):
+        raise click.BadOptionUsage(option, f"Option {option!r} requires an argument.")
+    return ",".join(taken) or flag.alone
+
+
+def is_run_file(word: str) -> bool:
+    """Whether a word of a command line is the RUN.yaml."""
+    return word.endswith((".yaml", ".yml"))
+
+
 def trainer_command() -> ConfigCommand | None:
     """The trainer's command, whose flags and checks others share; None where no trainer is installed."""
     from slimebus.cli.root import root
@@ -101,10 +161,10 @@ def trainer_command() -> ConfigCommand | None:
     return command if isinstance(command, ConfigCommand) else None
 
 
-def trainer_flags() -> Mapping[str, str]:
-    """What the trainer's command takes besides: flags of the algorithms and of megatron-core; none where no trainer is installed."""
+def trainer_flags() -> ForeignOptions | None:
+    """What the trainer's command takes besides: flags of the algorithms and of megatron-core; None where no trainer is installed."""
     command = trainer_command()
-    return command.foreign() if command is not None and command.foreign is not None else {}
+    return command.foreign() if command is not None else None
 
 
 def from_context(ctx: click.Context, file: Path | None) -> Resolved:
@@ -114,7 +174,7 @@ def from_context(ctx: click.Context, file: Path | None) -> Resolved:
 
 def split_words(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     """The RUN.yaml, where the first word is one, and the other words."""
-    if words and words[0].endswith((".yaml", ".yml")):
+    if words and is_run_file(words[0]):
         return Path(words[0]), words[1:]
     return None, words
 

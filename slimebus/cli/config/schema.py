@@ -277,7 +277,7 @@ class TrainerConfig(Section, frozen=True):
     max_tokens_per_gpu: Positive = 8192
     """[tokens] Most tokens of a packed micro-batch on one rank."""
     nproc_per_node: Processes = 1
-    """[processes] Trainer ranks on this node; more than 1 starts torchrun."""
+    """[processes] Trainer ranks on each node (docs/megatron.md)."""
     tensor_model_parallel_size: Processes = 1
     """[ranks] That split each matrix."""
     pipeline_model_parallel_size: Processes = 1
@@ -334,8 +334,8 @@ class RunConfig(Section, frozen=True):
     trainer: TrainerConfig = TrainerConfig()
     security: SecurityConfig = SecurityConfig()
     megatron: dict[str, Any] = {}
-    """[map] Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, as it is.
-    `expert_tensor_parallel_size` is 1 unless it is given."""
+    """[map] Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, or Megatron-LM's spelling
+    of it (docs/megatron.md). `expert_tensor_parallel_size` is 1 unless it is given."""
     sglang: dict[str, Any] = {}
     """[map] Any argument of the SGLang server, with or without dashes."""
 

@@ -1,0 +1,145 @@
+"""Contradictions between options, layout and model folder are told before any rank starts, Megatron's own refusals among them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slimebus.bus.errors import ConfigError
+from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config.schema import ModelConfig, TrainerConfig
+from trainer.arguments.checks import megatron_problems
+from trainer.arguments.layout import check_layout
+from trainer.model.megatron_fields import check_architecture, refusals_in_one_line
+
+DENSE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 38,
+    "rope_parameters": {"rope_theta": 1e6},
+    "tie_word_embeddings": True,
+}
+MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def problems(folder: Path, megatron: dict, model: dict = DENSE, **trainer: object) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(model))
+    config = RunConfig(megatron=megatron, trainer=TrainerConfig(**trainer), model=ModelConfig(hf_checkpoint=str(folder)))
+    return megatron_problems(Resolved(config, {}, folder))
+
+
+SCRIPT = {
+    "swiglu": True,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "use_rotary_position_embeddings": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "rotary_base": 1000000,
+    "vocab_size": 38,
+    "kv_channels": 16,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "attention_softmax_in_fp32": True,
+    "attention_backend": "flash",
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+}
+"""As the script of a Megatron-LM run has them."""
+
+
+def test_the_model_arguments_of_a_script_may_stay(tmp_path: Path) -> None:
+    assert not problems(tmp_path, SCRIPT)
+    assert not problems(tmp_path, SCRIPT, tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "text"),
+    [
+        ({"num_layers": 5}, "megatron.num_layers: 5, but the model folder's config.json makes it 4, and decides; leave it out"),
+        ({"norm_epsilon": 1e-5}, "megatron.norm_epsilon: 1e-05, but the model folder's config.json makes it 1e-06"),
+        ({"rotary_base": 10000}, "makes it 1000000"),
+        ({"untie_embeddings_and_output_weights": True}, "makes it false"),
+        ({"swiglu": False}, "megatron.swiglu: false, but the model folder's config.json makes it true"),
+        ({"num_experts": 4}, "megatron.num_experts: 4, but the model's config.json has nothing of the kind"),
+        ({"expert_model_parallel_size": 2}, "2, but the model has no experts (config.json); leave it out"),
+        ({"moe_aux_loss_coeff": 0.1}, "0.1, but the model has no experts"),
+        ({"recompute_granularity": "selective", "recompute_method": "block"}, "recomputes its modules in every layer; leave it out"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            "recompute_num_layers must be between 1 and num_layers_per_pipeline",
+        ),
+        ({"recompute_granularity": "full"}, 'recompute_method must be "block" or "uniform"'),
+        ({"num_layers_in_first_pipeline_stage": 1}, "there is one pipeline stage; set trainer.pipeline_model_parallel_size"),
+        ({"moe_token_dispatcher_type": "allgather"}, "does not support variable sequence length"),
+        ({"fp8": "hybrid", "fp4": "e2m1"}, "fp4 and fp8 cannot be used simultaneously"),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 9}, "CPU offloading can be done only for layers less than 4"),
+        ({"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": True}, "Reuse grad buffer only when keeping params in MXFP8"),
+    ],
+)
+def test_a_contradiction_is_one_line(tmp_path: Path, megatron: dict, text: str) -> None:
+    (found,) = problems(tmp_path, megatron)
+    assert text in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("megatron", "trainer", "text"),
+    [
+        ({"expert_model_parallel_size": 3}, {}, "3 does not divide the model's 4 experts"),
+        ({"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}, "need trainer.sequence_parallel: true"),
+        ({"moe_aux_loss_coeff": "0.1,0.2", "moe_router_load_balancing_type": "aux_loss,none"}, {}, ""),
+        ({"moe_router_load_balancing_type": "aux_loss,none"}, {}, "moe_aux_loss_coeff must be a list of the same length"),
+        ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, ""),
+        ({"num_layers_in_first_pipeline_stage": 1}, {"pipeline_model_parallel_size": 2}, ""),
+        ({"num_layers_in_first_pipeline_stage": 4}, {"pipeline_model_parallel_size": 2}, "Mismatch: 0 middle layers remaining"),
+    ],
+)
+def test_contradictions_of_a_model_with_experts(tmp_path: Path, megatron: dict, trainer: dict, text: str) -> None:
+    found = problems(tmp_path, megatron, MOE, **trainer)
+    assert len(found) == bool(text)
+    assert all(text in one for one in found)
+
+
+def test_ranks_that_do_not_divide_are_refused_in_one_line() -> None:
+    config = RunConfig(trainer=TrainerConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1"):
+        check_layout(config, 6)
+    config = RunConfig(megatron={"expert_model_parallel_size": 4})
+    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4"):
+        check_layout(config, 6)
+    wide = TrainerConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    check_layout(RunConfig(megatron={"expert_model_parallel_size": 4}, trainer=wide), 4)
+    with pytest.raises(ConfigError, match="tensor 2 x pipeline 1 x expert 4"):
+        check_layout(RunConfig(megatron={"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}, trainer=wide), 4)
+
+
+def test_what_only_a_rank_knows_is_refused_there() -> None:
+    class Config:
+        qk_layernorm = True
+
+    check_architecture(Config, {"qk_layernorm": True})
+    with pytest.raises(ConfigError, match=r"megatron\.qk_layernorm: false, but the model folder's config\.json makes it true"):
+        check_architecture(Config, {"qk_layernorm": False})
+
+
+def test_megatrons_own_refusal_on_a_rank_is_a_config_error() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    with pytest.raises(ConfigError, match="megatron: --use-precision-aware-optimizer only supported with"), refusals_in_one_line():
+        OptimizerConfig(use_precision_aware_optimizer=True)
+    with pytest.raises(ValueError, match="mine"), refusals_in_one_line():
+        raise ValueError("mine")

@@ -1,0 +1,1 @@
+"""Megatron's options: read from the installed megatron-core's source, checked before any rank starts. No torch here."""

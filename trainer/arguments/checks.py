@@ -1,0 +1,122 @@
+"""What is wrong with a run's Megatron options and layout, found before any rank starts: without torch, in milliseconds."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slimebus.bus.errors import ConfigError
+from slimebus.cli.config import Resolved, RunConfig
+from slimebus.model_folder import read_config
+from trainer.arguments.options import MegatronOptions, read_options, shown
+from trainer.arguments.own_checks import megatron_refusal
+
+HF_KEYS: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "kv_channels": ("head_dim",),
+    "layernorm_epsilon": ("rms_norm_eps",),
+    "num_moe_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_router_num_groups": ("n_group",),
+    "moe_router_group_topk": ("topk_group",),
+    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
+    "q_lora_rank": ("q_lora_rank",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "qk_head_dim": ("qk_nope_head_dim",),
+    "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
+    "rotary_base": ("rope_theta",),
+    "rotary_percent": ("partial_rotary_factor",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings",),
+}
+"""Megatron's name -> the keys of a Hugging Face config.json that say the same."""
+ALWAYS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+"""Of every family that mbridge maps."""
+
+
+def megatron_problems(resolved: Resolved) -> list[str]:
+    """A sentence for each option that is unknown, wrong, decided elsewhere, or contradicts another, the layout or the model folder."""
+    config, options = resolved.config, read_options(resolved.config.megatron)
+    shape = shape_of(resolved)
+    looks = (_contradicts_model, _experts, _pipeline, _recompute)
+    for look in looks:
+        for name, text in look(options, config, shape):
+            options.problems.setdefault(options.places.get(name, name), text)
+    found = [f"{_place(resolved, key)}: megatron.{key}: {text}" for key, text in options.problems.items()]
+    if not found and shape and options.values and (refusal := megatron_refusal(config, options.values, shape)):
+        found.append(f"megatron: {refusal} (Megatron's own check of {', '.join(sorted(options.places.values()))} in this layout)")
+    return found
+
+
+def shape_of(resolved: Resolved) -> dict[str, Any]:
+    """What config.json says of the model, by Megatron's names; empty where there is no model folder."""
+    try:
+        tree = read_config(resolved.model_dir)
+    except ConfigError:
+        return {}
+    text = tree.get("text_config") or tree
+    text = text | {key: value for key, value in (text.get("rope_parameters") or {}).items() if key not in text}
+    found = {name: next((text[key] for key in keys if text.get(key) is not None), None) for name, keys in HF_KEYS.items()}
+    said = {name: value for name, value in found.items() if value is not None} | ALWAYS
+    said |= {"position_embedding_type": "rope", "use_rotary_position_embeddings": True}
+    if said.get("num_query_groups") and said.get("num_attention_heads"):
+        said["group_query_attention"] = said["num_query_groups"] < said["num_attention_heads"]
+    if "tie_word_embeddings" in tree:
+        said["untie_embeddings_and_output_weights"] = not tree["tie_word_embeddings"]
+    return said
+
+
+def _place(resolved: Resolved, key: str) -> str:
+    return resolved.origin.get(f"megatron.{key}", "config")
+
+
+Found = Iterator[tuple[str, str]]
+
+
+def _contradicts_model(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
+    for name, value in options.model.items():
+        if name in shape and shape[name] != value:
+            yield name, contradiction(value, shape[name])
+        elif shape and name in HF_KEYS and name not in shape and name.startswith(("num_moe", "moe_", "q_lora", "kv_lora", "qk_", "v_head")):
+            yield name, f"{shown(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
+
+
+def contradiction(given: Any, actual: Any) -> str:
+    """The sentence about a model option that the model folder contradicts."""
+    return f"{shown(given)}, but the model folder's config.json makes it {shown(actual)}, and decides; leave it out"
+
+
+def _experts(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
+    experts, size = shape.get("num_moe_experts"), options.values.get("expert_model_parallel_size") or 1
+    if not shape:
+        return
+    if experts is None:
+        for name in options.values:
+            is_of_experts = name.startswith(("expert_", "moe_")) and name != "moe_token_dispatcher_type"  # which pipelines need too
+            if is_of_experts and options.values[name] not in (1, None, False):
+                yield name, f"{shown(options.values[name])}, but the model has no experts (config.json); leave it out"
+        return
+    if experts % size:
+        yield "expert_model_parallel_size", f"{size} does not divide the model's {experts} experts"
+    if config.trainer.tensor_model_parallel_size > 1 and not config.trainer.sequence_parallel:
+        yield "expert_model_parallel_size", "experts with tensor parallelism need trainer.sequence_parallel: true"
+
+
+def _pipeline(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
+    if config.trainer.pipeline_model_parallel_size > 1:
+        return
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):
+        if options.values.get(name) is not None:
+            yield name, "there is one pipeline stage; set trainer.pipeline_model_parallel_size"
+
+
+def _recompute(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
+    given = options.values.get("recompute_granularity")
+    if given == "selective" and options.values.get("recompute_method"):
+        yield "recompute_method", "recompute_granularity selective recomputes its modules in every layer; leave it out"
+    if given == "full" and options.values.get("recompute_modules"):
+        yield "recompute_modules", "recompute_granularity full recomputes whole layers; leave it out, or set selective"

@@ -1,0 +1,102 @@
+"""Megatron's options as flags of `slimebus trainer`, and their help."""
+
+import difflib
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from slimebus.bus.errors import ConfigError
+from slimebus.cli.config import Resolved
+from slimebus.cli.config.flags import ForeignFlag
+from trainer.arguments.checks import megatron_problems
+from trainer.arguments.decided import ARCHITECTURE, FIXED, elsewhere
+from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
+from trainer.arguments.options import MODEL_OPTIONS, names, shown
+from trainer.arguments.spellings import AS_GIVEN, INSTEAD, kind_of, spellings
+from trainer.objective.plugin_settings import known_settings
+
+PRECISION = ForeignFlag("trainer.params_dtype", alone="bfloat16", takes="nothing")
+
+
+class TrainerFlags:
+    """Megatron-core's fields, Megatron-LM's spellings, the settings of algorithms and corrections. Values are checked with the config."""
+
+    def flag(self, name: str) -> ForeignFlag | None:
+        """What `--name` sets."""
+        key = name.replace("-", "_")
+        if key in known_settings():
+            return ForeignFlag(f"algorithm.settings.{key}")
+        if not is_installed():
+            return None
+        if key == "bf16":
+            return PRECISION
+        if key in spellings() or key in MODEL_OPTIONS or key in megatron_fields() or key in INSTEAD:
+            return ForeignFlag(f"megatron.{key}", takes=_takes(key))
+        positive = key.removeprefix("no_")
+        if positive != key and positive not in INSTEAD and _takes(positive) == "switch":
+            return ForeignFlag(f"megatron.{positive}", alone="false", takes="nothing")
+        return None
+
+    def nearest(self, name: str) -> list[str]:
+        """Options that are spelled like `name`, as flags."""
+        known = [*known_settings(), *(names() if is_installed() else ())]
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+        return [f"--{word.replace('_', '-')}" for word in near]
+
+    def problems(self, resolved: Resolved) -> Sequence[str]:
+        """What is wrong with Megatron's options in this config; nothing where Megatron is not installed."""
+        return megatron_problems(resolved) if is_installed() else []
+
+
+def is_installed() -> bool:
+    """Whether there is a megatron-core to ask."""
+    try:
+        return bool(core_folder())
+    except ConfigError:
+        return False
+
+
+def _takes(key: str) -> Literal["switch", "word", "words", "any"]:
+    spelling = spellings().get(key)
+    if spelling and spelling.value is not AS_GIVEN:
+        return "switch"
+    field = spelling.field if spelling else key
+    if field in MODEL_OPTIONS:
+        return "switch" if MODEL_OPTIONS[field].is_switch else "word"
+    if field not in megatron_fields() or not megatron_fields()[field].is_option:
+        return "any"
+    kind = kind_of(field)
+    return "switch" if kind.is_switch else "words" if kind.is_list else "word"
+
+
+def help_text(width: int = 0) -> str:
+    """Every option by config class: its flag, what it takes, its default, Megatron's meaning, and what decides it otherwise."""
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    lines = ["Options of megatron-core, as flags or under `megatron:`. A switch --x has its opposite --no-x."]
+    for owner in SOURCES:
+        lines += ["", f"{owner}:"]
+        fields = [field for field in megatron_fields().values() if field.owners[0] == owner and field.is_option]
+        for field in fields:
+            lines += _entry(field, width)
+    lines += ["", "Megatron-LM's spellings:"]
+    for name, spelling in sorted(spellings().items()):
+        value = "VALUE" if spelling.value is AS_GIVEN else shown(spelling.value)
+        lines.append(f"  --{name.replace('_', '-')}  =  {spelling.field}: {value}")
+    lines += ["", "Decided elsewhere:"]
+    lines += [f"  --{name.replace('_', '-')}: {why}" for name, why in sorted(INSTEAD.items())]
+    return "\n".join(lines)
+
+
+def _entry(field: MegatronField, width: int) -> Iterator[str]:
+    default = f"; default {field.default}" if field.default else ""
+    yield f"  --{field.name.replace('_', '-')}  [{kind_of(field.name).words}{default}]"
+    texts = [field.meaning]
+    if field.name in elsewhere():
+        texts.append(f"Not here: {elsewhere()[field.name]}.")
+    elif field.name in ARCHITECTURE:
+        texts.append("The model folder decides; accepted where it says the same.")
+    elif field.name in FIXED:
+        texts.append(f"Always {shown(FIXED[field.name][0])}: {FIXED[field.name][1]}.")
+    for text in texts:
+        yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")

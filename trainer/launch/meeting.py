@@ -1,0 +1,125 @@
+"""How the launchers of a trainer's nodes act as one: they start their ranks together, and end them together.
+
+    node k -> node 0    {"node": k, "ranks": 4, "nnodes": 2}      once, when it is there; {"problem": "..."} when its check failed
+    node 0 -> all       {"start": PORT, "attempt": 0}             start your ranks; rank 0's store listens at PORT
+    node k -> node 0    {"ended": CODE, "attempt": 0}             its ranks have ended: 0, or the code of the first that failed
+    node 0 -> all       {"stop": 0}                               end your ranks of this attempt; answered by "ended", unless told before
+    node 0 -> all       {"finish": CODE}                          leave with this exit code
+
+A line of JSON each, over TCP. A connection that breaks is a node that is gone.
+"""
+
+import contextlib
+import json
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from slimebus.bus.errors import SlimebusError, UsageError
+from trainer.launch.plan import Plan
+
+log = logging.getLogger("trainer")
+
+MEET_S = 600.0
+"""How long nodes wait for one another: as a cluster's nodes may start minutes apart."""
+RETRY_S = 0.5
+GONE = {"gone": True}
+
+
+class Line:
+    """A connection that carries a JSON object a line."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self.connection, self.peer, self._buffer = connection, peer, b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def send(self, **message: Any) -> None:
+        """Never raises: whom it no longer reaches is found gone by `receive`."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """The messages that come within the time, as soon as there is one; {"gone": true} when there will be no more."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.connection, selectors.EVENT_READ)
+            if not ready.select(timeout_s):
+                return
+        try:
+            read = self.connection.recv(65536)
+        except OSError:
+            read = b""
+        self._buffer += read
+        *lines, self._buffer = self._buffer.split(b"\n")
+        yield from map(json.loads, lines)
+        if not read:
+            yield GONE
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def meet(plan: Plan, problem: str = "") -> list[Line]:
+    """Node 0: a connection from each other node, in order. Another node: the one to node 0. With `problem` this node only says so.
+
+    Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem.
+    """
+    deadline = time.monotonic() + MEET_S
+    if plan.node_rank:
+        line = _call(plan, deadline)
+        line.send(**({"problem": problem, "node": plan.node_rank} if problem else _hello(plan)))
+        return [line]
+    if problem:
+        return []
+    log.info("node 0 of %d: waiting for the others at port %d", plan.nnodes, plan.master_port)
+    with socket.create_server(("", plan.master_port)) as server:
+        found: dict[int, Line] = {}
+        try:
+            while len(found) < plan.nnodes - 1:
+                server.settimeout(max(0.1, deadline - time.monotonic()))
+                node, line = _welcome(plan, server, found)
+                found[node] = line
+        except BaseException as bad:
+            for line in found.values():
+                line.send(finish=2 if isinstance(bad, UsageError) else 1)
+                line.close()
+            raise
+    return [found[node] for node in sorted(found)]
+
+
+def _hello(plan: Plan) -> dict[str, int]:
+    return {"node": plan.node_rank, "ranks": plan.ranks_here, "nnodes": plan.nnodes}
+
+
+def _welcome(plan: Plan, server: socket.socket, found: dict[int, Line]) -> tuple[int, Line]:
+    try:
+        connection, address = server.accept()
+    except TimeoutError:
+        missing = ", ".join(map(str, sorted(set(range(1, plan.nnodes)) - found.keys())))
+        raise SlimebusError(
+            f"node {missing} did not come within {MEET_S:.0f} s; was it started, with this node as --master-addr?"
+        ) from None
+    line = Line(connection, address[0])
+    said = next(line.receive(MEET_S), GONE)
+    node = int(said.get("node", -1))
+    if "problem" in said:
+        raise UsageError(f"node {node} ({line.peer}): {said['problem']}")
+    if said != {**_hello(plan), "node": node} or node in found or node == 0:
+        line.send(finish=2)
+        twice = f"node {node} is there twice" if node in found or node == 0 else f"it says {said}, node 0 {_hello(plan)}"
+        remedy = "give every node the same --nnodes and --nproc-per-node, and a --node-rank of its own"
+        raise UsageError(f"a node at {line.peer} does not fit: {twice}; {remedy}")
+    return node, line
+
+
+def _call(plan: Plan, deadline: float) -> Line:
+    log.info("node %d of %d, to meet node 0 at %s:%d", plan.node_rank, plan.nnodes, plan.master_addr, plan.master_port)
+    while True:
+        try:
+            return Line(socket.create_connection((plan.master_addr, plan.master_port), timeout=10.0), plan.master_addr)
+        except OSError as bad:
+            if time.monotonic() > deadline:
+                raise SlimebusError(f"node 0 does not answer at {plan.master_addr}:{plan.master_port}: {bad}") from None
+            time.sleep(RETRY_S)
