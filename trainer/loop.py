@@ -53,6 +53,7 @@ def train(
                 return
             with spans("train", step=step) as work:
                 metrics = policy.train(batch.groups if batch else None, num_steps=plan.num_steps, version=version)
+                policy.refresh_reference(step + 1)
             with spans("publish", step=step) as copy:
                 if plan.publishes:
                     version += 1

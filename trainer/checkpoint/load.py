@@ -130,11 +130,20 @@ class _Checkpoint:
         """Copy all of it into the policy."""
         state = list(trained_state.optimizer_state(policy))
         self.copy_to([*trained_state.weights(policy), *state])
+        self._load_reference(policy)
         trained_state.set_adam_step(policy, self.manifest.adam_step)
         self._load_random_state()
         progress = self.manifest.progress
         policy.num_updates = progress.num_updates
         return progress
+
+    def _load_reference(self, policy: Policy) -> None:
+        """The reference that was refreshed; one that was not is that of the model's folder, which the policy was built with."""
+        if policy.reference is None or not any(key.startswith(f"{trained_state.REFERENCE}.") for key in self.manifest.shapes):
+            return
+        with policy.reference.in_place():
+            self.copy_to(list(trained_state.reference_weights(policy)))
+        policy.reference.is_refreshed = True
 
     def _load_random_state(self) -> None:
         now = trained_state.layout()

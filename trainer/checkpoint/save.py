@@ -68,10 +68,11 @@ class BackgroundSave:
     @torch.no_grad()
     def _copy(self, policy: Policy) -> list[Held]:
         """What this rank writes, in host memory; the steps that follow do not touch it."""
-        held = []
-        for place in self._saved_here(policy):
-            copy = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, pin_memory=place.tensor.is_cuda)
-            held.append(Held(place.key, place.offset, place.shape, copy.copy_(place.tensor, non_blocking=True)))
+        held = [
+            *self._copies(trained_state.weights(policy)),
+            *self._copies(trained_state.optimizer_state(policy)),
+            *self._copies_of_reference(policy),
+        ]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for name, state in trained_state.random_state().items():
@@ -85,12 +86,18 @@ class BackgroundSave:
         except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
             self._file.set_exception(bad)
 
-    def _saved_here(self, policy: Policy) -> Iterator[trained_state.Place]:
-        for places in (trained_state.weights(policy), trained_state.optimizer_state(policy)):
-            for place in places:
-                if place.is_saved:
-                    self._shapes[place.key] = place.whole
-                    yield place
+    def _copies(self, places: Iterator[trained_state.Place]) -> Iterator[Held]:
+        for place in places:
+            if place.is_saved:
+                self._shapes[place.key] = place.whole
+                copy = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, pin_memory=place.tensor.is_cuda)
+                yield Held(place.key, place.offset, place.shape, copy.copy_(place.tensor, non_blocking=True))
+
+    def _copies_of_reference(self, policy: Policy) -> list[Held]:
+        if policy.reference is None or not policy.reference.is_refreshed:
+            return []
+        with policy.reference.in_place():
+            return list(self._copies(trained_state.reference_weights(policy)))
 
     def is_whole(self) -> bool:
         """Whether every rank has written its file, or failed to. Every rank calls it."""

@@ -3,6 +3,7 @@
 KEY              weights: fp32 from the optimizer where it holds them so, in its shards over data parallelism; buffers as they are
 exp_avg.KEY      Adam's moments, [the same shape]
 exp_avg_sq.KEY
+reference.KEY    weights and buffers of a reference that was refreshed, as they are
 random/RANK/...  torch's generators and those of megatron's tracker (dropout)
 
 Keys, whole shapes and offsets are those of Megatron's sharded state; its checkpoint functions are not used
@@ -23,6 +24,7 @@ from trainer.checkpoint.boxes import Box, Shape, boxes_of_range
 from trainer.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+REFERENCE = "reference"
 
 
 class Place(NamedTuple):
@@ -50,6 +52,13 @@ def weights(policy: Policy) -> Iterator[Place]:
     for entry in _sharded(policy):
         for piece in _pieces(entry):
             yield _place(piece, piece.data, is_saved=entry.data not in optimized and not any(_replica(piece)))
+
+
+def reference_weights(policy: Policy) -> Iterator[Place]:
+    """The reference's parameters and buffers on this rank, while it is in place."""
+    for entry in _sharded(policy):
+        for piece in _pieces(entry):
+            yield _place(piece, piece.data, is_saved=not any(_replica(piece)), name=REFERENCE)
 
 
 def optimizer_state(policy: Policy) -> Iterator[Place]:

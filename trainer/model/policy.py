@@ -17,6 +17,7 @@ from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import write_folder
 from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate, set_learning_rate
+from trainer.model.reference import Reference
 from trainer.objective.choose import choose
 from trainer.objective.objective import LR_FACTOR, Objective
 
@@ -27,7 +28,7 @@ MAX_NONFINITE = 8
 class Policy:
     """Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
 
-    def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Model | None, objective: Objective) -> None:
+    def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Reference | None, objective: Objective) -> None:
         self.config, self.model, self.optimizer, self.reference, self.objective = config, model, optimizer, reference, objective
         self.num_updates = 0
         """Steps of the learning-rate schedule done so far."""
@@ -39,7 +40,7 @@ class Policy:
         """Join the other ranks, build the model with the weights of `model_dir`, the optimizer, and for a KL term the frozen reference.
         base: the folder of the run.yaml, for algorithms by path.
 
-        The reference has those weights also in a run that is resumed. `close` undoes it all.
+        The reference has those weights also in a run that is resumed, unless it was refreshed. `close` undoes it all.
 
         Raises ConfigError or DataError with one line when the config, the layout or the model directory do not fit.
         """
@@ -48,7 +49,7 @@ class Policy:
             parallel.start(config)
             try:
                 model = build_model(config, model_dir)
-                reference = build_model(config, model_dir, is_trained=False) if objective.needs_pass("reference_logprobs") else None
+                reference = Reference(model) if objective.needs_pass("reference_logprobs") else None
                 return cls(config, model, build_optimizer(config, model), reference, objective)
             except BaseException:
                 parallel.stop()
@@ -76,16 +77,23 @@ class Policy:
         gather_weights(self.model)
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]}
 
+    def refresh_reference(self, num_steps: int) -> None:
+        """Make the model as it is now the reference, if one is held and `num_steps` steps of the run are a multiple of ref_update_interval."""
+        interval = self.config.algorithm.ref_update_interval
+        if self.reference is not None and interval and num_steps % interval == 0:
+            self.reference.refresh()
+
     def _with_passes(self, batch: Batch, num_steps: int) -> Batch:
         """The batch with the forward passes that are needed before its first optimizer step, each made once."""
         objective, columns = self.objective, dict[str, np.ndarray]()
         if self.reference is not None:
-            columns["reference_logprobs"] = self._logprobs(self.reference, batch)
+            with self.reference.in_place():
+                columns["reference_logprobs"] = self._logprobs(batch)
         wanted = {name for name in ("old_logprobs", "current_logprobs") if objective.needs_pass(name)}
         if objective.keeps_old and "old_logprobs" not in objective.fields and (num_steps > 1 or wanted):
             wanted.add("old_logprobs")  # with one step, and nothing that reads them before, they are those of the training pass
         if wanted:
-            columns |= dict.fromkeys(wanted, self._logprobs(self.model, batch))
+            columns |= dict.fromkeys(wanted, self._logprobs(batch))
         return batch.with_columns(columns)
 
     def _train_part(self, part: Batch, *, is_first: bool) -> dict[str, float]:
@@ -95,7 +103,7 @@ class Policy:
         metrics = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}
         if part.num_samples:
             if not is_first and self.objective.needs_pass("current_logprobs"):
-                part = part.with_columns({"current_logprobs": self._logprobs(self.model, part)})
+                part = part.with_columns({"current_logprobs": self._logprobs(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
             lr *= float(part[LR_FACTOR][0])
             set_learning_rate(self.optimizer, lr)
@@ -117,7 +125,7 @@ class Policy:
     def logprobs(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
         batch = self._shared(groups, None)
-        return np.split(self._logprobs(self.model, batch), batch.ends[:-1])
+        return np.split(self._logprobs(batch), batch.ends[:-1])
 
     @cached_property
     def export(self) -> HfExport:
@@ -134,8 +142,8 @@ class Policy:
         """Leave the other ranks."""
         parallel.stop()
 
-    def _logprobs(self, model: Model, batch: Batch) -> np.ndarray:
-        return update.compute_logprobs(model, batch, self.config.trainer.max_tokens_per_gpu)
+    def _logprobs(self, batch: Batch) -> np.ndarray:
+        return update.compute_logprobs(self.model, batch, self.config.trainer.max_tokens_per_gpu)
 
     def _shared(self, groups: Sequence[Group] | None, version: int | None) -> Batch:
         """The batch of rank 0's groups, on every rank."""
