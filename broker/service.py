@@ -42,7 +42,7 @@ log = logging.getLogger("slimebus.broker")
 MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
 COLLECT_S, COLLECT_FROM = 0.004, 1024
-"""With so many members a burst collects requests for this long: one costs half as much then (10,000 idle workers), and none is so urgent."""
+"""With so many members a burst collects requests for this long: each costs half as much then (10,000 idle workers), none is so urgent."""
 RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
 
 

@@ -19,6 +19,7 @@ from broker.store.interface import Damaged
 from slimebus.bus.errors import ProtocolError, UsageError
 from slimebus.bus.sample_table import CheckedGroup
 from slimebus.bus.samples import decode_arrays
+from slimebus.weights.files.safetensors_file import READABLE
 
 GROUPS_FILE = "groups.jsonl"
 SHARD_BYTES = 256 * 1024 * 1024
@@ -72,6 +73,7 @@ def _write_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file(arrays, path)
+    path.chmod(READABLE)
 
 
 def shard_name(number: int) -> str:

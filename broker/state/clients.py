@@ -240,6 +240,8 @@ def _end_waits(state: State, client: Client) -> None:
     for key in state.waiting_leases.of(client.name):
         state.waiting_leases.take(key)
     state.waiting_reads.take(client.name)
+    for step in state.waiting_batches.of(client.name):
+        state.waiting_batches.take(step)
 
 
 def end_lease(state: State, group: Group, cause: str, reason: str) -> None:

@@ -47,7 +47,8 @@ def why_leases_wait(state: State) -> dict[Kind, str]:
 def waiting(state: State) -> list[str]:
     """One line for each role that waits, naming what it waits for."""
     lines = [f"the broker waits for its store: {state.store_problem}"] if state.store_problem else []
-    lines += [reason_for(state, step) for step in sorted(state.waiting_batches)]
+    asked = {step: state.clients.get(waiting.client) for step, waiting in sorted(state.waiting_batches.items())}
+    lines += [reason_for(state, step) for step, client in asked.items() if client is not None and is_present(client)]
     lines += _lease_lines(state)
     for client in state.clients.values():
         silence = f", last heard {state.now - client.heard_at:.0f} s ago" if is_silent(state, client) else ""

@@ -21,8 +21,9 @@ import lmdb
 from broker.state.effects import RowTable, Write
 from broker.store.interface import TABLES, Damaged, StoreError, StoreRefusal
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
-from broker.store.space import LOOK_S, Reserve, free_bytes, in_words
+from broker.store.space import LOOK_S, Reserve, free_bytes
 from slimebus.bus.errors import UsageError
+from slimebus.cli.formatting import size as readable_size
 
 log = logging.getLogger("slimebus.broker")
 
@@ -99,7 +100,7 @@ class LmdbStore:
         except StoreError as bad:
             if bad.code != "disk_full" or not self.reserve.release():
                 raise
-            log.warning("%s; the reserve of %s is given up for it", bad.text, in_words(self.reserve.size_bytes))
+            log.warning("%s; the reserve of %s is given up for it", bad.text, readable_size(self.reserve.size_bytes))
             self._commit(writes)
         self._room_bytes -= _needed(writes)
 
@@ -152,7 +153,7 @@ class LmdbStore:
         except (lmdb.Error, OverflowError) as bad:
             self._map_bytes = size
             self._reopen()  # LMDB has let go of the old map and would follow a null pointer
-            text = f"the map of the broker's store at {self.path} cannot grow from {in_words(size)} to {in_words(wanted)}: {bad}"
+            text = f"the map of the broker's store at {self.path} cannot grow from {readable_size(size)} to {readable_size(wanted)}: {bad}"
             raise StoreError(f"{text}; raise the limit of address space (ulimit -v)") from None
 
     def _reopen(self) -> None:
@@ -174,10 +175,10 @@ class LmdbStore:
         )
 
     def _full_text(self, needed_bytes: int) -> str:
-        free = in_words(free_bytes(self.path))
+        free, needed = readable_size(free_bytes(self.path)), readable_size(needed_bytes)
         readers = "".join(f"; process {pid} reads the store and holds back what is freed until it ends" for pid in self._readers())
         return (
-            f"the disk of the broker's store is full: {self.path} has {free} free and {in_words(needed_bytes)} are needed; make room there "
+            f"the disk of the broker's store is full: {self.path} has {free} free and {needed} are needed; make room there "
             f"(or raise the quota) and the run goes on by itself; nothing acknowledged is lost{readers}"
         )
 
@@ -352,7 +353,7 @@ def cannot_open(path: Path, why: Exception) -> UsageError:
     if isinstance(why, lmdb.ReadonlyError) or getattr(why, "errno", 0) in (errno.EROFS, errno.EACCES, errno.EPERM):
         text = f"the broker's store at {path} cannot be written: {why}; give this user write access to it, or use another run directory"
     elif _is_full(why):
-        text = f"the broker's store at {path} cannot be opened: its disk is full ({in_words(free_bytes(path))} free); make room there"
+        text = f"the broker's store at {path} cannot be opened: its disk is full ({readable_size(free_bytes(path))} free); make room there"
     return UsageError(text, code="store")
 
 

@@ -26,16 +26,6 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def in_words(size_bytes: float) -> str:
-    """A size for a person: 1.5 GiB."""
-    size = float(size_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 class Reserve:
     """A file of real blocks beside the store, to be given up when a commit finds no room. Absent while there is no room for it."""
 

@@ -19,6 +19,15 @@ def count(number: float) -> str:
     return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.1f} {unit}"
 
 
+def size(num_bytes: float) -> str:
+    """`512 bytes`, `1.5 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
 def columns(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> list[str]:
     """Lines of plain text in which the cells of the rows stand below one another, however wide the terminal is."""
     cells = [list(map(str, row)) for row in itertools.chain([header] if header else [], rows)]

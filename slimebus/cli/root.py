@@ -64,10 +64,14 @@ def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2, never a traceback (but with --debug)."""
     shows_all = "--debug" in sys.argv
     try:
-        code = root.main(standalone_mode=False)  # of ctx.exit; what a command returns otherwise is None
+        code = root.main(prog_name="slimebus", standalone_mode=False)  # of ctx.exit; what a command returns otherwise is None
         sys.exit(code if isinstance(code, int) else 0)
-    except click.ClickException as bad:
+    except click.exceptions.NoArgsIsHelpError as bad:
         bad.show()
+        sys.exit(bad.exit_code)
+    except click.ClickException as bad:
+        command = bad.ctx.command_path if isinstance(bad, click.UsageError) and bad.ctx else "slimebus"
+        click.echo(f"slimebus: {' '.join(bad.format_message().split())} (`{command} --help`)", err=True)
         sys.exit(bad.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)

@@ -5,10 +5,11 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.bus.messages import Heartbeat, Welcome
 from slimebus.bus.security.credentials import credentials_of
 from slimebus.bus.security.exposure import reachable
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("slimebus")
 
 ANSWER_S = 5.0
+CONNECT_S, LOOK_AGAIN_S = 1.0, 0.2
+RESTART_S = 3.0
+"""A broker that is started again listens within this."""
+WRONGLY_ASKED = ("forbidden", "no_dataset")
+"""Codes of errors that a person mends by giving another key or name."""
 
 
 def broker_address(resolved: Resolved, given: str | None) -> str:
@@ -37,16 +43,42 @@ def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) ->
     return client
 
 
+def is_listening(address: str) -> bool:
+    """Whether anything accepts connections at `tcp://HOST:PORT`; a port 0 is nobody's."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            return port != "0"
+    except (OSError, ValueError):
+        return False
+
+
+def check_listening(address: str, wait_s: float) -> None:
+    """Raise Unreachable when nothing has listened at an address for so long."""
+    until = time.monotonic() + wait_s
+    while not is_listening(address):
+        if time.monotonic() > until:
+            raise Unreachable(f"no broker listens at {address}; has its run ended, or is the address another?")
+        time.sleep(LOOK_AGAIN_S)
+
+
 @contextlib.contextmanager
-def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client") -> "Iterator[Client]":
+def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client", patience_s: float | None = None) -> "Iterator[Client]":
     """A client for a few requests, under a name of its own that begins with `what`; it connects without registering.
 
-    Where the user named a run, a broker of another one refuses the requests as `wrong_run`.
+    Where the user named a run, a broker of another one refuses the requests as `wrong_run`. Raises Unreachable when nothing has listened
+    at the address for `patience_s` seconds; None: it is not looked.
     """
+    if patience_s is not None:
+        check_listening(broker_address(resolved, given), patience_s)
     client = client_of(resolved, given, role=role, name=process_name(what))
     client.run = resolved.expected_run
     try:
         yield client
+    except SlimebusError as bad:
+        if bad.code in WRONGLY_ASKED:
+            raise UsageError(bad.text, code=bad.code) from None
+        raise
     finally:
         client.close(goodbye=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimebus.model_folder import CONFIG, read_config
-from slimebus.weights.files.safetensors_file import copy_config
+from slimebus.weights.files.safetensors_file import READABLE, copy_config
 
 
 def write_folder(folder: str | Path, tensors: dict[str, Any], source: str | Path, dtype: str) -> None:
@@ -22,6 +22,7 @@ def write_folder(folder: str | Path, tensors: dict[str, Any], source: str | Path
     building.mkdir(parents=True)
     copy_config(Path(source), building)
     save_file(tensors, building / "model.safetensors", metadata={"format": "pt"})
+    (building / "model.safetensors").chmod(READABLE)
     config = {key: value for key, value in read_config(Path(source)).items() if key != "torch_dtype"} | {"dtype": dtype}
     (building / CONFIG).write_text(json.dumps(config, indent=2))
     shutil.rmtree(target, ignore_errors=True)

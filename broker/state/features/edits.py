@@ -9,7 +9,7 @@ from broker.state.effects import Event
 from broker.state.features import evaluation
 from broker.state.features.partials import version_range
 from broker.state.groups import COMMITTED, DEAD, DROPPED, EVAL, READY, Group, LeaseRecord
-from slimebus.bus.errors import DataError, ProtocolError
+from slimebus.bus.errors import DataError, ProtocolError, SlimebusError
 from slimebus.bus.messages import MAX_GROUP_BYTES, NO_VERSION, Edit, EditReply, Import
 from slimebus.bus.prompt_record import check_record
 from slimebus.bus.sample_table import BadSamples, CheckedGroup, check_group
@@ -17,6 +17,7 @@ from slimebus.bus.sample_table import BadSamples, CheckedGroup, check_group
 IMPORTED = f"{prompts.IMPORT}/"
 """How the id of every imported group begins: no source gives such an id, so none of its prompts is trained twice."""
 REPLAYED = "replayed"
+FINISHED = "the run is finished, nothing more is sampled or trained; a larger rollout.num_rollout extends it"
 
 
 def edit(state: State, event: Event, ask: Edit) -> None:
@@ -53,13 +54,14 @@ def _drop(state: State, name: str, reason: str) -> str:
 
 def _drop_ended(state: State, name: str) -> str:
     group = _ended(state, name)
-    if group.phase == DEAD:
-        state.meta.ended[DEAD] -= 1
-        state.tally(state.meta.ended, DROPPED)
-        state.tally(state.meta.moves, "dead>dropped by hand")
-        state.forget_ended(group)
-        group.phase = DROPPED
-        state.keep_ended(group)
+    if group.phase == DROPPED:
+        return "dropped already"
+    state.meta.ended[DEAD] -= 1
+    state.tally(state.meta.ended, DROPPED)
+    state.tally(state.meta.moves, "dead>dropped by hand")
+    state.forget_ended(group)
+    group.phase = DROPPED
+    state.keep_ended(group)
     return "dropped"
 
 
@@ -75,6 +77,8 @@ def _replay(state: State, name: str) -> str:
         if group.reason != REPLAYED:
             raise _CannotBe(f"it is {group.phase}; only dead and dropped groups are replayed")
         return "queued"
+    if state.meta.finishing:
+        raise _CannotBe(FINISHED)
     ended = _ended(state, name)
     if ended.phase == DROPPED:  # its prompt was not kept
         prompt = prompts.find(state, name)
@@ -97,6 +101,8 @@ def take_in(state: State, event: Event, ask: Import) -> None:
     if known is not None:
         state.reply(event.to, EditReply(done={ask.group: f"here already: {known.phase}"}))
         return
+    if state.meta.finishing:
+        raise SlimebusError(f"import: {FINISHED}", code="finished")
     group = Group(id=ask.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
     state.save("prompts", group.id, bytes(event.bulk[0]))
     why = _why_without(state, ask, made) if made else ""

@@ -10,7 +10,7 @@ import click
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Evaluate, EvaluateReply
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.client.connect import visit
+from slimebus.client.connect import RESTART_S, visit
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -27,7 +27,7 @@ WAIT_S = 10.0
 def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: tuple[str, ...], as_json: bool) -> None:
     """Evaluate the newest published version on the run's own workers; training goes on meanwhile."""
     request, said = Evaluate(key=secrets.token_hex(8), datasets=list(datasets), wait_s=WAIT_S), ""
-    with visit(from_context(ctx, run_yaml), broker, what="eval") as client:
+    with visit(from_context(ctx, run_yaml), broker, what="eval", patience_s=RESTART_S) as client:
         while isinstance(results := _ask(client, request), str):
             if results != said:
                 said = results

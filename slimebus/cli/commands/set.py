@@ -10,7 +10,7 @@ from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Scalar, Set, SetReply
 from slimebus.cli.config.flags import RunCommand, from_context, split_words
 from slimebus.cli.formatting import columns
-from slimebus.client.connect import visit
+from slimebus.client.connect import RESTART_S, visit
 
 INFINITE = ("inf", ".inf", "unbounded")
 
@@ -30,7 +30,7 @@ def set_(ctx: click.Context, words: tuple[str, ...], broker: str | None, as_json
     They hold from the first step on whose batch is not chosen yet, and over restarts of the broker.
     """
     file, settings = parse(words)
-    with visit(from_context(ctx, file), broker, what="set") as client:
+    with visit(from_context(ctx, file), broker, what="set", patience_s=min(timeout_s, RESTART_S)) as client:
         answer = client.call(Set(key=secrets.token_hex(8), settings=settings), timeout_s=timeout_s).expect(SetReply)
     changed = {name: [_plain(value) for value in values] for name, values in answer.changed.items()}
     now = {name: _plain(value) for name, value in answer.settings.items()}

@@ -1,7 +1,6 @@
 """`slimebus status`: what the broker knows of everyone."""
 
 import json
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,14 @@ import click
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Status, StatusReply
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.cli.formatting import columns
-from slimebus.client.connect import broker_address, visit
+from slimebus.cli.formatting import columns, size
+from slimebus.client.connect import broker_address, is_listening, visit
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
 
 EXIT_STALLED = 3
 EXIT_UNREACHABLE = 4
-CONNECT_S = 1.0
 LAST = "status.json"
 SHOWN_ROWS = 12
 IN_HEADLINE = ("run", "state", "step", "num_steps", "version", "stalled")
@@ -85,16 +83,6 @@ def last_status(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def is_listening(address: str) -> bool:
-    """Whether anything accepts connections at `tcp://HOST:PORT`; a port 0 is nobody's."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
-            return port != "0"
-    except (OSError, ValueError):
-        return False
-
-
 def summary(found: dict[str, Any]) -> list[str]:
     """The status in lines for a person: what the run does, who waits for whom, who takes part, then all the rest that is not empty."""
     stalled, steps = found.get("stalled"), found.get("num_steps") or "?"
@@ -120,9 +108,15 @@ def _section(title: str, value: Any) -> list[str]:
     return [f"{title}:", *(f"  {line}" for line in columns([[_short(row.get(name)) for name in names] for row in rows], names))]
 
 
+def _named(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{name.removesuffix('_bytes')} {size(value)}"
+    return f"{name} {_short(value)}"
+
+
 def _short(value: Any) -> str:
     if isinstance(value, dict):
-        return "  ".join(f"{name} {_short(one)}" for name, one in value.items() if one not in (None, "", {}))
+        return "  ".join(_named(name, one) for name, one in value.items() if one not in (None, "", {}))
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return "-" if value in (None, "") else str(value)

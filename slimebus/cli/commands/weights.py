@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slimebus.bus.errors import EXIT_FAILURE
+from slimebus.bus.errors import EXIT_FAILURE, FatalWeightsError, UsageError
 from slimebus.cli.formatting import columns
 
 if TYPE_CHECKING:
@@ -16,7 +16,17 @@ Place = click.Path(exists=True, path_type=Path)
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 
 
-@click.group(short_help="Compare, apply and verify weights as files.")
+class Group(click.Group):
+    """A path that holds no weights, or others than are needed, is a mistake of who named it."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except FatalWeightsError as bad:
+            raise UsageError(bad.text, code=bad.code) from None
+
+
+@click.group(cls=Group, short_help="Compare, apply and verify weights as files.")
 def weights() -> None:
     """Compare, apply and verify weights as files.
 

@@ -18,6 +18,8 @@ from slimebus.weights.tensors import SAFETENSORS_CODES, Tensor, Weights, digest_
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+READABLE = 0o644
+"""safetensors makes its files for their owner alone."""
 SHARD = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,9})\.safetensors")
 DTYPES = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
@@ -60,6 +62,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
             serialize_file(specs, out.name, {"format": "pt"})
         except SafetensorError as bad:
             raise OSError(errno.EIO, str(bad), str(path)) from None
+        os.chmod(out.name, READABLE)
 
 
 def read_model(path: Path, access: Access = "read") -> dict[str, Tensor]:

@@ -20,3 +20,18 @@ def test_one_who_starts_says_what_it_waits_for_and_is_not_gone(new_desk: Any, ro
     assert not [line for line in desk.status["waiting"] if "starting" in line]
     desk.pass_time(55.0)
     assert [client["state"] for client in desk.status["clients"]] == ["gone"]
+
+
+@pytest.mark.parametrize("leaves", ["goodbye", "silence"])
+def test_nobody_waits_for_a_batch_whose_trainer_is_gone(new_desk: Any, leaves: str) -> None:
+    desk = new_desk(client_timeout_s=30.0)
+    desk.begin()
+    desk.send("t", m.Batch(step=0, wait_s=600.0))
+    assert any(line.startswith("trainer waits for batch 0") for line in desk.status["waiting"])
+    if leaves == "goodbye":
+        desk.ask("t", m.Goodbye())
+        assert desk.status["parked"] == []
+    else:
+        desk.pass_time(55.0)
+    assert not [line for line in desk.status["waiting"] if "batch" in line]
+    assert "everyone waits for a trainer to join" in desk.status["waiting"]

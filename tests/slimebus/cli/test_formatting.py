@@ -1,6 +1,6 @@
 import pytest
 
-from slimebus.cli.formatting import count, duration
+from slimebus.cli.formatting import count, duration, size
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,10 @@ def test_durations_read_in_the_unit_that_fits(seconds: float, text: str) -> None
 )
 def test_counts_keep_three_digits(number: float, text: str) -> None:
     assert count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")]
+)
+def test_sizes_read_in_the_unit_that_fits(number: int, text: str) -> None:
+    assert size(number) == text

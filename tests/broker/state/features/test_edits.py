@@ -68,7 +68,7 @@ def test_groups_in_play_are_dropped_with_the_reason_and_can_be_replayed(desk: An
     elif phase == "queued":
         desk.ask("w", m.GiveBack(group=group.group, lease=group.lease, outcome="requeue", reason=""))
     assert edit(desk, "drop", group.group, reason="label is wrong") == m.EditReply(done={group.group: "dropped"})
-    assert edit(desk, "drop", group.group) == m.EditReply(done={group.group: "dropped"})
+    assert edit(desk, "drop", group.group) == m.EditReply(done={group.group: "dropped already"})
     assert desk.status["moves"][f"{phase}>dropped by hand: label is wrong"] == 1
     assert desk.store.get("prompts", group.group) is None
     assert desk.store.get("payloads", group.group) is None
@@ -83,6 +83,16 @@ def test_what_the_trainer_has_is_not_replayed(desk: Any) -> None:
     first, _ = desk.batch(0)
     assert edit(desk, "replay", first).refused == {first: "it is assigned; only dead and dropped groups are replayed"}
     assert edit(desk, "replay", "0/77", "y" * 1000).refused == {"0/77": "unknown", "y" * 1000: "unknown"}
+
+
+def test_a_finished_run_takes_nothing_in(strict: Any) -> None:
+    name = fail_until_dead(strict)
+    assert take_in(strict, group="import/before") == "ready"
+    strict.ask("t", m.Finish())
+    refused = strict.ask("person", m.Import(group="import/after"), bulk=[PROMPT], run="")
+    assert (refused.code, "num_rollout extends it" in refused.text) == ("finished", True)
+    assert "the run is finished" in edit(strict, "replay", name).refused[name]
+    assert take_in(strict, group="import/before") == "here already: ready", "a repeat gets its answer"
 
 
 def test_a_dead_letter_can_be_dropped_for_good(strict: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from slimebus_command import slimebus
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import UsageError
 from slimebus.cli.commands.weights import weights
 from slimebus.cli.root import main
 from slimebus.weights.files import listing
@@ -262,8 +262,7 @@ def test_an_empty_folder_a_missing_tensor_and_a_file_in_its_place(pair: tuple[Pa
     assert f"gone: {LAYERS[2]}" in run("diff", b, tmp_path / "less").stdout
     for wrong in ("less", "empty"):
         result = CliRunner().invoke(weights, ["apply", str(tmp_path / wrong), str(tmp_path / "x.delta"), str(tmp_path / "out")])
-        assert result.exit_code == 1
-        assert isinstance(result.exception, WeightsError)
+        assert isinstance(result.exception, UsageError)
         assert not (tmp_path / "out").exists(), "nothing is begun for a wrong base"
 
 
@@ -342,7 +341,7 @@ def test_a_delta_of_another_lineage_on_the_same_bytes_is_judged_by_its_hashes(tm
 def refused(*words: Any) -> str:
     """Why a command does nothing."""
     result = CliRunner().invoke(weights, [str(word) for word in words])
-    assert isinstance(result.exception, WeightsError), result.output
+    assert isinstance(result.exception, UsageError), result.output
     return result.exception.text
 
 
@@ -372,3 +371,20 @@ def test_a_delta_file_in_place_of_a_model_is_refused_as_such(pair: tuple[Path, P
     run("diff", a, b, "--out", delta)
     for words in (("diff", a, delta), ("diff", delta, b), ("apply", delta, delta, "out"), ("verify", delta, "--base", delta)):
         assert f"{delta} is a delta to version 0: it has what changed and no model" in refused(*words)
+
+
+def test_a_path_without_weights_is_a_mistake_of_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["ls", tmp_path], ["diff", tmp_path, tmp_path]):
+        monkeypatch.setattr(sys, "argv", ["slimebus", "weights", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert (ended.value.code, said.count("\n")) == (2, 1), said
+        assert said.startswith(f"slimebus: {tmp_path}")
+
+
+def test_what_is_written_can_be_read_by_others(tmp_path: Path) -> None:
+    write_model(tmp_path / "made", model(0))
+    assert [oct(file.stat().st_mode & 0o777) for file in (tmp_path / "made").iterdir()] == ["0o644"]

@@ -1,0 +1,66 @@
+"""A mistake on the command line is one line and exit code 2; nobody waits for a broker that is not there."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.cli.config import resolve
+from slimebus.cli.root import main
+from slimebus.client import connect
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
+    """The exit code of `slimebus WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["slimebus", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["set", "--timeout-s", "soon"], "slimebus: Invalid value for '--timeout-s': 'soon' is not a valid float. (`slimebus set --help`)"),
+        (["buffer", "ls", "--state", "lost"], "(`slimebus buffer ls --help`)"),
+        (["weights", "ls", "/no/such/folder"], "Path '/no/such/folder' does not exist. (`slimebus weights ls --help`)"),
+        (["nope"], "slimebus: No such command 'nope'."),
+        (["status", "--no-such-option"], "slimebus: No such option"),
+    ],
+)
+def test_a_usage_error_is_one_line(
+    words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert expected in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["eval"], ["set"], ["set", "max-staleness", "2"]])
+def test_a_broker_that_has_ended_is_not_waited_for(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    assert run(monkeypatch, *words, "--broker", "tcp://127.0.0.1:1") == 2
+    assert time.monotonic() - started < connect.RESTART_S + 2
+    assert "no broker listens at tcp://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_broker_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, False, True])
+    monkeypatch.setattr(connect, "is_listening", lambda address: next(answers))
+    monkeypatch.setattr(connect, "LOOK_AGAIN_S", 0.0)
+    connect.check_listening("tcp://127.0.0.1:1", 10.0)
+    assert list(answers) == []
+
+
+@pytest.mark.parametrize("code", ["forbidden", "no_dataset"])
+def test_a_key_or_name_that_the_broker_refuses_is_a_mistake(code: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("broker: {bind: 'tcp://127.0.0.1:1'}\n")
+    with pytest.raises(UsageError) as refused, connect.visit(resolve(file, {}, {}), None, what="test"):
+        raise SlimebusError("broker: no", code=code)
+    assert refused.value.code == code
