@@ -61,7 +61,7 @@ def groups(seed: int) -> list[Group]:
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
+    return {name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
 class SequenceRatio(PolicyGradient):

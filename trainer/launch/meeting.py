@@ -102,16 +102,25 @@ def _welcome(plan: Plan, server: socket.socket, found: dict[int, Line]) -> tuple
             f"node {missing} did not come within {MEET_S:.0f} s; was it started, with this node as --master-addr?"
         ) from None
     line = Line(connection, address[0])
+    try:
+        return _checked(plan, line, found), line
+    except UsageError:
+        line.send(finish=2)
+        line.close()
+        raise
+
+
+def _checked(plan: Plan, line: Line, found: dict[int, Line]) -> int:
+    """The number of the node that has come, which must fit. Raises UsageError."""
     said = next(line.receive(MEET_S), GONE)
     node = int(said.get("node", -1))
     if "problem" in said:
         raise UsageError(f"node {node} ({line.peer}): {said['problem']}")
     if said != {**_hello(plan), "node": node} or node in found or node == 0:
-        line.send(finish=2)
         twice = f"node {node} is there twice" if node in found or node == 0 else f"it says {said}, node 0 {_hello(plan)}"
         remedy = "give every node the same --nnodes and --nproc-per-node, and a --node-rank of its own"
         raise UsageError(f"a node at {line.peer} does not fit: {twice}; {remedy}")
-    return node, line
+    return node
 
 
 def _call(plan: Plan, deadline: float) -> Line:

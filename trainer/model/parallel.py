@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from trainer.arguments.layout import check_layout, expert_ranks
 from trainer.compat.gloo_device import shared_gloo_device
@@ -27,6 +28,10 @@ def start(config: RunConfig) -> None:
     sizes, world_size = config.trainer, int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(config, world_size)
     expert_size, expert_tensor_size = expert_ranks(config)
+    if expert_tensor_size > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            f"megatron.expert_tensor_parallel_size: {expert_tensor_size} needs NCCL, as gloo gathers equal sizes only; leave it out without CUDA"
+        )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,0 +1,133 @@
+"""The launcher of a node: its ranks end together, start again together, and nodes that do not fit are named before anything starts."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.cli.launch import free_port
+from trainer.launch import launcher
+from trainer.launch.launcher import Launcher
+from trainer.launch.meeting import Line, meet
+from trainer.launch.plan import Plan
+
+
+@pytest.fixture
+def ranks_are(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes each rank a Python that runs this code, with its number in RANK."""
+
+    def choose(code: str) -> None:
+        def start(plan: Plan, arguments: object, port: int, local: int) -> "subprocess.Popen[bytes]":
+            environment = os.environ | {"RANK": str(plan.node_rank * plan.ranks_here + local)}
+            return subprocess.Popen([sys.executable, "-S", "-c", f"import os, sys, time; {code}"], env=environment)
+
+        monkeypatch.setattr(launcher, "_start", start)
+
+    return choose
+
+
+def test_all_end_well(ranks_are: Callable[[str], None]) -> None:
+    ranks_are("")
+    assert Launcher(Plan("", ranks_here=2), [], 0).run() == 0
+
+
+def test_one_that_fails_ends_the_others_and_gives_its_code(ranks_are: Callable[[str], None]) -> None:
+    ranks_are("os.environ['RANK'] == '1' and sys.exit(3); time.sleep(60)")
+    assert Launcher(Plan("", ranks_here=2), [], 0).run() == 3
+
+
+def test_one_that_is_killed_gives_1(ranks_are: Callable[[str], None]) -> None:
+    ranks_are("os.environ['RANK'] == '0' and os.kill(os.getpid(), 9); time.sleep(60)")
+    assert Launcher(Plan("", ranks_here=2), [], 0).run() == 1
+
+
+def test_a_failed_set_starts_again_as_often_as_asked(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
+    ranks_are(f"open('{tmp_path}/' + os.environ['RANK'], 'a').write('x'); os.environ['RANK'] == '1' and sys.exit(1); time.sleep(60)")
+    assert Launcher(Plan("", ranks_here=2), [], 2).run() == 1
+    assert (tmp_path / "1").read_text() == "xxx"
+
+
+def test_a_set_that_recovers_ends_well(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
+    ranks_are(f"f = open('{tmp_path}/' + os.environ['RANK'], 'a'); f.write('x'); f.close(); os.path.getsize(f.name) < 2 and sys.exit(1)")
+    assert Launcher(Plan("", ranks_here=1), [], 3).run() == 0
+    assert (tmp_path / "0").read_text() == "xx"
+
+
+def test_a_users_mistake_is_not_tried_again(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
+    ranks_are(f"open('{tmp_path}/' + os.environ['RANK'], 'a').write('x'); sys.exit(2)")
+    assert Launcher(Plan("", ranks_here=1), [], 3).run() == 2
+    assert (tmp_path / "0").read_text() == "x"
+
+
+# --- nodes that meet ---
+
+
+class Meeting:
+    """Node 0 in this thread, another node in a second one; what the other raised or got."""
+
+    def __init__(self, other: Plan, problem: str = "") -> None:
+        self.lines: list[Line] = []
+        self.raised: SlimebusError | None = None
+        self._thread = threading.Thread(target=self._join, args=(other, problem))
+        self._thread.start()
+
+    def _join(self, plan: Plan, problem: str) -> None:
+        try:
+            self.lines = meet(plan, problem)
+        except SlimebusError as bad:
+            self.raised = bad
+
+    def end(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        for line in self.lines:
+            line.close()
+
+
+def plans(**changed: Any) -> tuple[Plan, Plan]:
+    """Of node 0, and of node 1 with some changes."""
+    given = {"ranks_here": 2, "nnodes": 2, "master_port": free_port()}
+    return Plan("", **given), Plan("", **{**given, "node_rank": 1, **changed})
+
+
+def test_nodes_meet_and_talk() -> None:
+    first, second = plans()
+    other = Meeting(second)
+    (line,) = meet(first)
+    line.send(start=1, attempt=0)
+    other._thread.join(20)
+    assert list(other.lines[0].receive(20)) == [{"start": 1, "attempt": 0}]
+    other.lines[0].send(ended=0, attempt=0)
+    assert list(line.receive(20)) == [{"ended": 0, "attempt": 0}]
+    other.end()
+    assert list(line.receive(20)) == [{"gone": True}]
+    line.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"ranks_here": 4}, "does not fit: it says .*'ranks': 4.*give every node the same --nnodes and --nproc-per-node"),
+        ({"nnodes": 3}, "'nnodes': 3"),
+    ],
+)
+def test_a_node_that_was_started_differently_is_named(changed: dict, text: str) -> None:
+    first, second = plans(**changed)
+    other = Meeting(second)
+    with pytest.raises(UsageError, match=text):
+        meet(first)
+    other.end()
+
+
+def test_the_problem_of_a_node_is_told_by_node_0() -> None:
+    first, second = plans()
+    other = Meeting(second, "model.hf_checkpoint: no model at /models/x")
+    with pytest.raises(UsageError, match=r"node 1 \(127.0.0.1\): model.hf_checkpoint: no model at /models/x"):
+        meet(first)
+    other.end()
