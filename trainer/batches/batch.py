@@ -87,6 +87,8 @@ class Batch:
 
     def select(self, samples: np.ndarray) -> "Batch":
         """The batch of these samples (rising indices), with all columns; groups without one of them are left out."""
+        if len(samples) == self.num_samples:
+            return self
         lengths = self.lengths[samples]
         tokens, (groups, group_of) = spans(self.starts[samples], lengths), np.unique(self.group_of[samples], return_inverse=True)
         columns = {name: column.select(samples, tokens, groups) for name, column in self.columns.items()}

@@ -1,5 +1,6 @@
 """Plug-ins by name and by path, their settings, and what contradicts them."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ from click.testing import CliRunner
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.commands.config import check
+from slimebus.cli.commands.up import arguments_of, up
 from slimebus.cli.config import resolve
+from slimebus.cli.config.file_checks import can_check_algorithms
 from slimebus.cli.config.flags import META
 from slimebus.cli.config.load import Resolved
 from trainer.algorithms.grpo import Grpo
@@ -91,6 +94,33 @@ def test_settings_read_from_the_source_are_those_of_the_classes() -> None:
 def test_a_setting_is_a_flag_of_the_trainer(flag: str) -> None:
     with trainer.make_context("trainer", [flag, "0.1"]) as ctx:
         assert ctx.meta[META] == {"algorithm.settings.eps_clip": "0.1"}
+
+
+def test_up_hands_settings_on_to_its_children_and_check_reads_them() -> None:
+    words = arguments_of(None, {"algorithm.settings.eps_clip": "0.1", "algorithm.corrections": "tis"})
+    assert words == ["--algorithm-eps-clip", "0.1", "--corrections", "tis"]
+    for command in (up, check):
+        with command.make_context("x", ["--eps-clip", "0.1"]) as ctx:
+            assert ctx.meta[META] == {"algorithm.settings.eps_clip": "0.1"}
+
+
+def test_every_setting_is_in_the_document() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    assert not [name for name in known_settings() if f"`{name}`" not in page]
+
+
+def test_config_check_says_where_it_cannot_check_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: {settings: {eps_clp: 0.1}}\n")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    assert not can_check_algorithms()
+    told = CliRunner().invoke(check, [str(file)])
+    assert "eps_clp" not in str(told.exception)
+    monkeypatch.setattr("slimebus.cli.commands.config.file_problems", lambda resolved: [])
+    told = CliRunner().invoke(check, [str(file)])
+    assert told.exit_code == 0
+    assert "section algorithm: its plug-ins were not checked, as torch or the trainer is not installed here" in told.output
 
 
 def test_config_check_finds_what_the_algorithm_refuses(tmp_path: Path) -> None:
