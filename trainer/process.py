@@ -98,8 +98,10 @@ def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, br
     from trainer.checkpoint.schedule import CheckpointSchedule
     from trainer.loop import train
     from trainer.model.policy import Policy
+    from trainer.objective.choose import algorithm_problems
     from trainer.publish.publication import Publication
 
+    raise_all(algorithm_problems(resolved))
     torch.set_num_threads(resolved.config.trainer.train_threads)
     with refusals_in_one_line():
         policy = Policy.build(resolved.config, model_dir, resolved.base)

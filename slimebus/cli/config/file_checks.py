@@ -39,8 +39,8 @@ def file_problems(resolved: Resolved) -> list[str]:
 
 
 def trainer_problems(resolved: Resolved) -> list[str]:
-    """What the trainer lacks."""
-    return [*vocabulary_problems(resolved.model_dir), *_layout(resolved), *_algorithm(resolved)]
+    """What the trainer lacks, but for algorithms: they load torch, and the trainer joins the run before that."""
+    return [*vocabulary_problems(resolved.model_dir), *_layout(resolved)]
 
 
 def worker_problems(resolved: Resolved) -> list[str]:
