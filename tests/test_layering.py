@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROLES = ("broker", "trainer", "rollout")
-HEAVY = {"torch", "megatron", "transformers", "sglang", "mbridge"}
+HEAVY = {"torch", "megatron", "transformers", "sglang"}
 
 
 def imports(file: Path, *, top_only: bool = False) -> set[str]:

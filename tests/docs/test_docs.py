@@ -293,3 +293,23 @@ def test_every_sentence_explained_in_operations_is_said_by_the_code(heading: str
     code = "\n".join(file.read_text() for folder in ("slimebus", "broker", "rollout", "trainer") for file in (ROOT / folder).rglob("*.py"))
     plain = re.sub(r"\{[^{}]*\}", "", re.sub(r'"\s*\n\s*f?"', "", code))
     assert not [piece for piece in quoted(table) if piece not in plain and piece not in code and piece not in COMPOSED]
+
+
+# --- models ---
+
+
+def test_models_document_lists_the_families_that_are_trained() -> None:
+    from trainer.model.families import VERIFIED, WRONG
+
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in read("docs/models.md").splitlines() if row.startswith("| ")]
+    trained = {kind: row[2] for row in rows if len(row) == 5 for kind in re.findall(r"`(\w+)`", row[1]) if kind != "model_type"}
+    assert {kind for kind, answer in trained.items() if answer == "yes"} == VERIFIED.keys()
+    assert {trained[kind] for kind in WRONG} == {"no"}
+
+
+def test_models_document_says_which_families_the_embedded_engine_serves() -> None:
+    from rollout.embedded.model_config import ARCHITECTURES
+
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in read("docs/models.md").splitlines() if row.startswith("| ")]
+    served = {kind for row in rows if len(row) == 5 and row[3] == "end to end" for kind in re.findall(r"`(\w+)`", row[1])}
+    assert served == {name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES} - {"mistral"}  # which is not trained

@@ -5,7 +5,8 @@
 
 A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON. With "resume": PATH it goes on from a checkpoint for
 one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a
-second save.
+second save. With "models", a map of name to [PATH, layout] in the place of model and layout, it loads each of them and does not
+train.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import RunConfig
@@ -41,6 +43,8 @@ from trainer.objective.group_rewards import per_group  # noqa: E402
 from trainer.objective.objective import Objective  # noqa: E402
 from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
 from trainer.objective.row import Row  # noqa: E402
+
+NONE = torch.empty(0)
 
 
 def groups(seed: int) -> list[Group]:
@@ -145,15 +149,35 @@ def train(asked: dict) -> None:
     policy.close()
 
 
-def fork_rank(asked: dict, rank: int, port: int) -> int:
+def load(models: dict[str, tuple[str, dict]], out: Path, ports: list[int]) -> None:
+    """What every model exports other than it was loaded, and the logprobs of random tokens."""
+    seen: dict[str, object] = {"tokens": [sample.tokens.tolist() for group in groups(0) for sample in group.samples]}
+    seen["temperatures"] = [sample.temperature for group in groups(0) for sample in group.samples]
+    for port, (name, (model, layout)) in zip(ports, models.items(), strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        trainer = TrainerConfig(max_tokens_per_gpu=500, **{name: value for name, value in layout.items() if name != "megatron"})
+        policy = Policy.build(RunConfig(trainer=trainer, megatron=layout.get("megatron", {})), model)
+        want, got = load_file(Path(model) / "model.safetensors"), dict(policy.export.tensors())
+        changed = [tensor for tensor in want.keys() | got.keys() if not torch.equal(want.get(tensor, NONE), got.get(tensor, NONE))]
+        logprobs = policy.logprobs(groups(0) if parallel.is_main_rank() else None)
+        seen[name] = {"changed": changed, "logprobs": [part.tolist() for part in logprobs]}
+        policy.close()
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(seen))
+
+
+def fork_rank(asked: dict, rank: int, ports: list[int]) -> int:
     """The process of one rank."""
     if pid := os.fork():
         return pid
     local_rank = 0 if asked.get("own_disks") else rank
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(asked["ranks"])}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     try:
-        train(asked)
+        if "models" in asked:
+            load(asked["models"], Path(asked["out"]), ports)
+        else:
+            train(asked)
         os._exit(0)
     finally:  # the rank ends here, whatever it was
         traceback.print_exc()
@@ -162,8 +186,9 @@ def fork_rank(asked: dict, rank: int, port: int) -> int:
 
 def main() -> None:
     for line in sys.stdin:
-        asked, port = json.loads(line), free_port()
-        pids = [fork_rank(asked, rank, port) for rank in range(asked["ranks"])]
+        asked = json.loads(line)
+        ports = [free_port() for _ in asked.get("models", "1")]
+        pids = [fork_rank(asked, rank, ports) for rank in range(asked["ranks"])]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tiny_model import save_model
 
 from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from slimebus.cli.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
@@ -56,10 +56,12 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
         max_tokens_per_gpu: int = 64,
         dtype: str = "float32",
         on_nonfinite: str = "skip",
+        family: str = "",
     ) -> Policy:
         while built:
             built.pop().close()
         config = RunConfig(
+            model=ModelConfig(family=family),
             optimizer=optimizer or OptimizerConfig(lr=1e-2, lr_warmup_iters=2),
             algorithm=algorithm or AlgorithmConfig(),
             trainer=TrainerConfig(max_tokens_per_gpu=max_tokens_per_gpu, params_dtype=dtype, on_nonfinite=on_nonfinite),

@@ -35,7 +35,7 @@ HF_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Megatron's name -> the keys of a Hugging Face config.json that say the same."""
 ALWAYS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
-"""Of every family that mbridge maps."""
+"""Of every family that is mapped."""
 
 
 def megatron_problems(resolved: Resolved) -> list[str]:

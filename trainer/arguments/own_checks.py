@@ -19,7 +19,7 @@ from trainer.arguments.fields import class_of, enum_members, megatron_fields
 CHAIN = ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig")
 SECTION = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
 BRIDGE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
-"""What mbridge sets for every family."""
+"""What trainer/model/gpt.py sets for every model."""
 
 
 def megatron_refusal(config: RunConfig, values: Mapping[str, Any], shape: Mapping[str, Any]) -> str | None:

@@ -22,12 +22,12 @@ MARK = "_slimebus_cpu_compat"
 
 @contextlib.contextmanager
 def library_warnings_ignored() -> Iterator[None]:
-    """Ignore what megatron and mbridge warn of in their own code (each import names Transformer Engine as missing, and old modules).
+    """Ignore what megatron warns of in its own code (each import names Transformer Engine as missing, and old modules).
 
     Only around imports, building and calls known to warn.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
+        warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints are made of ShardedTensor
         yield
 
@@ -59,12 +59,11 @@ def compiles_nothing(function: Any = None, **options: Any) -> Any:
 
 
 def import_megatron() -> None:
-    """Install the bridge, then import megatron-core and mbridge without their remarks on what else could be installed."""
+    """Install the bridge, then import megatron-core without its remarks on what else could be installed."""
     install()
     with library_warnings_ignored():
-        import mbridge  # noqa: F401
         import megatron.core
-        import megatron.core.models.gpt
+        import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401
 
 

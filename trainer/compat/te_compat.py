@@ -1,7 +1,7 @@
 """Transformer Engine's module and parameter names on plain torch.
 
-mbridge's weight maps and Megatron's checkpoints are written for the Transformer Engine layer specs; `install()` makes those specs
-build these modules, so one map and one checkpoint layout serve machines with and without Transformer Engine. RMSNorm only.
+Our weight map and Megatron's checkpoints are written for the Transformer Engine layer specs; `install()` makes those specs build these
+modules, so one map and one checkpoint layout serve machines with and without Transformer Engine. RMSNorm only.
 """
 
 from typing import Any

@@ -1,20 +1,25 @@
-"""The GPT that is trained: built from a Hugging Face directory by mbridge, wrapped for data parallelism. One chunk a rank."""
+"""The GPT that is trained: built and loaded from a Hugging Face directory, wrapped for data parallelism. One chunk a rank."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mbridge.core.bridge import _MODEL_REGISTRY
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import TrainerConfig
 from trainer.compat import cpu_compat, te_compat
 from trainer.model import parallel
+from trainer.model.glm4_layers import add_post_norms
+from trainer.model.hf_config import hf_map, read_hf_config, rotary_percent, transformer_fields
+from trainer.model.hf_load import load_weights
+from trainer.model.hf_map import HfMap
 from trainer.model.megatron_fields import split_megatron_options
 
 
@@ -26,59 +31,68 @@ class Model:
     """DistributedDataParallel around the GPT."""
     gpt: Any
     """The GPTModel inside the wrappers."""
-    bridge: Any
-    """mbridge's map between megatron's and Hugging Face's names."""
+    hf: HfMap
+    """The map between megatron's and Hugging Face's weights."""
     folder: str
     """The Hugging Face directory that it was built from."""
-    vocab_size: int
-    """Rows of the embedding in Hugging Face's model, without padding."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding in Hugging Face's model, without padding."""
+        return self.hf.vocab_size
 
     @property
     def config(self) -> Any:
         """Its TransformerConfig."""
-        return self.bridge.config
+        return self.gpt.config
 
 
 def build_model(config: RunConfig, folder: str, *, is_trained: bool = True) -> Model:
     """Build this rank's part, load its weights and wrap it for training, or leave it frozen. `parallel.start` comes first.
 
-    Raises ConfigError for an unknown family or option.
+    Raises ConfigError for a family or option that cannot be trained, and for weights that are not the model's.
     """
     cpu_compat.repair_megatron()
     options = split_megatron_options(config.megatron)
-    bridge = make_bridge(config.trainer, folder, options["TransformerConfig"])
-    gpt, vocab_size = make_gpt(bridge), int(bridge.hf_config.vocab_size)
-    bridge.load_weights([gpt], folder)
-    clear_padding(gpt, vocab_size)
-    module = Float16Module(bridge.config, gpt) if bridge.config.bf16 else gpt
+    family, hf_config = read_hf_config(folder, config.model.family)
+    hf = hf_map(family, hf_config)
+    fields = {**transformer_options(), **transformer_fields(family, hf_config)}
+    settings = transformer_config(config.trainer, fields, options["TransformerConfig"])
+    gpt = make_gpt(settings, family, hf_config)
+    module = Float16Module(settings, gpt) if settings.bf16 else gpt
+    keep_in_float32(gpt)
+    load_weights(gpt, hf, folder, settings.num_layers)
     if is_trained:
         # gradients in fp32, sharded for the distributed optimizer, reduced once a step, unless the options say otherwise
         chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **options["DistributedDataParallelConfig"]}
-        module = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(**chosen), module)
-        bridge.config.finalize_model_grads_func = finalize_model_grads
+        module = DistributedDataParallel(settings, DistributedDataParallelConfig(**chosen), module)
+        settings.finalize_model_grads_func = finalize_model_grads
     else:
         module.requires_grad_(False)
-    return Model(module, gpt, bridge, folder, vocab_size)
+    return Model(module, gpt, hf, folder)
 
 
-def make_bridge(settings: TrainerConfig, folder: str, options: dict[str, Any]) -> Any:
-    """mbridge's Bridge for the model family that config.json names. Raises ConfigError when mbridge has none."""
-    config = AutoConfig.from_pretrained(folder)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):  # transformers 5 moved them; mbridge 0.15 reads these
-        if not hasattr(config, name):
-            setattr(config, name, rope.get(name, default))
-    family = _MODEL_REGISTRY.get(config.model_type)
-    if family is None:
-        known = ", ".join(sorted(_MODEL_REGISTRY))
-        raise ConfigError(f"model_type {config.model_type!r} has no weight map in mbridge; it has {known}")
-    # a model with tied embeddings changes the map of its class: give it one of its own, or the next model reads wrong names
-    own = type(family.__name__, (family,), {"_DIRECT_MAPPING": dict(family._DIRECT_MAPPING)})
-    bridge = own(config, dtype=getattr(torch, settings.params_dtype))
-    if settings.tensor_model_parallel_size > 1:
-        bridge.make_vocab_size_divisible_by = settings.tensor_model_parallel_size
-    bridge.set_extra_args(**{**transformer_options(), "sequence_parallel": settings.sequence_parallel, **options})
-    return bridge
+def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The TransformerConfig of the model, this layout and these options."""
+    dtype = getattr(torch, trainer.params_dtype)
+    chosen = {
+        **fields,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": trainer.sequence_parallel,
+        "variable_seq_lengths": True,  # rows are of unequal length, which pipeline stages must be told
+        "moe_token_dispatcher_type": "alltoall",  # also of dense models: megatron asks it of variable_seq_lengths
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": False,
+        **options,
+    }
+    return (MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig)(**chosen)
 
 
 def transformer_options() -> dict[str, Any]:
@@ -94,16 +108,31 @@ def transformer_options() -> dict[str, Any]:
     }
 
 
-def make_gpt(bridge: Any) -> Any:
+def make_gpt(settings: Any, family: str, hf_config: Any) -> Any:
     """The GPTModel of this pipeline stage, on this rank's device, with random weights."""
-    provide = bridge._model_provider([])
-    gpt = provide(pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage())
+    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
+    if family == "glm4":
+        add_post_norms(spec)
+    ranks = settings.tensor_model_parallel_size
+    gpt = GPTModel(
+        settings,
+        spec,
+        vocab_size=-(-hf_config.vocab_size // ranks) * ranks,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+        position_embedding_type="rope",
+        rotary_percent=rotary_percent(hf_config),
+        rotary_base=hf_config.rope_parameters["rope_theta"],
+    )
+    if hf_config.rope_parameters["rope_type"] == "llama3":  # megatron's own has fixed wavelengths
+        gpt.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, parallel.device())
     return gpt.to(parallel.device())
 
 
-def clear_padding(gpt: Any, vocab_size: int) -> None:
-    """Zero the embedding rows that only fill the vocabulary up to a multiple of the tensor-parallel size."""
-    for name, parameter in gpt.named_parameters():
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            first = parameter.shape[0] * parallel_state.get_tensor_model_parallel_rank()
-            parameter.data[max(0, vocab_size - first) :] = 0
+def keep_in_float32(gpt: Any) -> None:
+    """Undo bfloat16's rounding of the router's correction bias: megatron keeps it in float32 once it runs, which is after it was loaded."""
+    for module in gpt.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias.data = module.expert_bias.data.float()

@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 
 from trainer.model import parallel
 from trainer.model.gpt import Model
-
-EXPERT_MARK = ".mlp.experts."
+from trainer.model.hf_load import EXPERT_MARK, expert_names, tensor_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Parameter:
     name: str
     """With the numbers that its layer and its expert have in the whole model."""
     live: torch.Tensor
-    """This rank's part, with megatron's marks of how it is split."""
+    """This rank's part."""
     group: Any
     """The ranks that hold the parts of one copy of it; the first of them gets the whole."""
 
@@ -48,10 +47,9 @@ class HfExport:
     """
 
     def __init__(self, model: Model) -> None:
-        self.bridge = model.bridge
-        names = self.bridge._weight_name_mapping_mcore_local_to_global(model.gpt)
+        self.hf = model.hf
         live = model.gpt.state_dict(keep_vars=True)  # with buffers that are saved: the router's correction bias
-        self.parameters = [parameter for name in names if (parameter := exported(names[name], live[name]))]
+        self.parameters = [part for name, whole in expert_names(model.gpt).items() if (part := exported(whole, live[name]))]
         mine = [Held(name, list(whole.shape), str(whole.dtype)[len("torch.") :], dist.get_rank()) for name, whole in self.held_tensors()]
         self.owned: dict[str, Held] = {}
         for payload in parallel.gather_bytes(msgspec.msgpack.encode(mine)):
@@ -59,54 +57,72 @@ class HfExport:
                 self.owned.setdefault(held.name, held)
         self.owners = sorted({0, *(held.rank for held in self.owned.values())})
 
-    @torch.no_grad()
-    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank has whole after merging over tensor-parallel groups, by Hugging Face name."""
+    def held_tensors(self, first: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank has whole after merging over tensor-parallel groups, by Hugging Face name.
+
+        first: only the groups whose first rank is this one.
+        """
         seen = set()
         for parameter in self.parameters:
-            whole = self.whole(parameter)
-            for name, tensor in zip(*self.bridge._weight_to_hf_format(parameter.name, whole), strict=True):
+            if first is not None and first_rank(parameter.group) != first:
+                continue
+            whole = self.hf.merge(parameter.name, self.parts(parameter))
+            for name, tensor in zip(self.hf.rule(parameter.name).names, whole, strict=True):
                 if name not in seen and parameter.group.rank() == 0:
                     seen.add(name)
                     yield name, tensor
 
-    def whole(self, parameter: Parameter) -> torch.Tensor:
-        """The parameter with the parts of its group."""
+    def parts(self, parameter: Parameter) -> list[torch.Tensor]:
+        """What each rank of its group has of the parameter."""
         mine, count = parameter.live.data, parameter.group.size()
-        if not getattr(parameter.live, "tensor_model_parallel", False) or count == 1:
-            return mine
+        if self.hf.rule(parameter.name).dim is None or count == 1:
+            return [mine]
         parts = [torch.empty_like(mine) for _ in range(count)]
         dist.all_gather(parts, mine.contiguous(), group=parameter.group)
-        return self.bridge._weight_merge_across_tp(parameter.name, parts, parameter.live)
+        return parts
 
-    def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of what this rank owns, nothing on most ranks; every rank must run it to its end.
+    def owned_tensors(self, first: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of what this rank owns, nothing on most ranks; every rank must run it to its end. first: as in `held_tensors`.
 
         Tensors may be views of the live weights: use or copy them before the next step.
         """
-        for name, tensor in self.held_tensors():
+        for name, tensor in self.held_tensors(first):
             if self.owned[name].rank == dist.get_rank():
                 yield name, tensor
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the whole model on rank 0 and nothing elsewhere; every rank must run it to its end. As `owned_tensors`."""
-        if not parallel.is_main_rank():
-            for _, tensor in list(self.owned_tensors()):  # merged first: rank 0 may wait for this rank's part of what it merges itself
-                dist.send(tensor.contiguous(), 0)
-            return
-        yield from self.owned_tensors()
+        """(name, tensor) of the whole model on rank 0 and nothing elsewhere; every rank must run it to its end. As `owned_tensors`.
+
+        One owner after the other, one tensor after the other: no rank has more than one tensor whole at a time.
+        """
+        for owner in self.owners:
+            if owner != 0 and parallel.is_main_rank():
+                yield from self.received(owner)
+            else:
+                for name, tensor in self.owned_tensors(owner):
+                    if owner == 0:
+                        yield name, tensor
+                    else:
+                        dist.send(tensor.contiguous(), 0)
+
+    def received(self, owner: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank 0: what `owner` sends."""
         for held in self.owned.values():
-            if held.rank != 0:
+            if held.rank == owner:
                 tensor = torch.empty(held.shape, dtype=getattr(torch, held.dtype), device=parallel.device())
-                dist.recv(tensor, held.rank)
+                dist.recv(tensor, owner)
                 yield held.name, tensor
+
+
+def first_rank(group: Any) -> int:
+    """The global rank of a group's first."""
+    return int(dist.get_global_rank(group, 0))
 
 
 def exported(name: str, live: Any) -> Parameter | None:
     """How this rank takes part in exporting a parameter of it; None where another data-parallel rank does."""
     if EXPERT_MARK in name:
-        replica, group = parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_tensor_parallel_group()
+        replica = parallel_state.get_expert_data_parallel_rank()
     else:
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        group = parallel_state.get_tensor_model_parallel_group()
-    return Parameter(name, live, group) if replica == 0 else None
+    return Parameter(name, live, tensor_group(name)) if replica == 0 else None

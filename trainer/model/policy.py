@@ -1,5 +1,6 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +16,7 @@ from trainer.compat import cpu_compat
 from trainer.model import parallel, update
 from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
-from trainer.model.hf_folder import write_folder
+from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
 from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate, set_learning_rate
 from trainer.model.reference import Reference
 from trainer.objective.choose import choose
@@ -134,9 +135,13 @@ class Policy:
 
     def save_hf(self, folder: str) -> None:
         """Write a directory that transformers reloads with equal weights: safetensors, config and the tokenizer it came with."""
-        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.export.tensors()}
+        tensors = self.export.tensors()
         if parallel.is_main_rank():
-            write_folder(folder, tensors, self.model.folder, self.config.trainer.params_dtype)
+            plan = [Planned(held.name, held.dtype, tuple(held.shape)) for held in self.export.owned.values()]
+            dtype = self.config.trainer.params_dtype
+            write_folder(folder, plan, tensors, source=self.model.folder, dtype=dtype, shard_bytes=SHARD_BYTES)
+        else:
+            deque(tensors, maxlen=0)
 
     def close(self) -> None:
         """Leave the other ranks."""

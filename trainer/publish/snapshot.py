@@ -10,6 +10,9 @@ from slimebus.weights.tensors import TensorLike
 IN_FLIGHT_BYTES = 1 << 29
 """Of copies to the host that are under way: what they read holds GPU memory until they have ended."""
 
+IN_FLOAT32 = "e_score_correction_bias"
+"""The router's correction bias moves in steps that bfloat16 rounds away, and chooses experts; engines hold it in float32 too."""
+
 Taken = dict[str, TensorLike]
 
 
@@ -23,12 +26,13 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Taken:
-        """These tensors in bfloat16; updates of the weights do not touch what is returned, the next `take` may."""
+        """These tensors in bfloat16, router biases in float32. Updates of weights do not touch what is returned, the next `take` may."""
         before, self._buffers = self._buffers, {}
         for name, tensor in tensors:
             buffer = before.get(name)
             if buffer is None or buffer.shape != tensor.shape:
-                buffer = torch.empty(tensor.shape, dtype=torch.bfloat16, pin_memory=tensor.is_cuda)
+                dtype = torch.float32 if name.endswith(IN_FLOAT32) else torch.bfloat16
+                buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
             self._copy(tensor, buffer)
         self._wait()
@@ -38,7 +42,7 @@ class HostSnapshot:
         if not tensor.is_cuda:
             canonical(buffer.copy_(tensor))
             return
-        rounded = canonical(tensor.to(torch.bfloat16, copy=True).contiguous())  # on the GPU: half of the bytes cross
+        rounded = canonical(tensor.to(buffer.dtype, copy=True).contiguous())  # on the GPU: half of the bytes cross
         if tensor.device not in self._streams:
             self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
         stream = self._streams[tensor.device]
@@ -57,4 +61,4 @@ class HostSnapshot:
 
 
 def _bits(host: torch.Tensor) -> TensorLike:
-    return host.view(torch.int16).numpy().view("uint16")
+    return host.view(torch.int16).numpy().view("uint16") if host.dtype == torch.bfloat16 else host.numpy()

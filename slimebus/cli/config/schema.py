@@ -103,6 +103,8 @@ class ModelConfig(Section, frozen=True):
 
     hf_checkpoint: str = ""
     """[path] Directory of the initial model and its tokenizer, in Hugging Face layout; relative to the run.yaml."""
+    family: str = ""
+    """[name] The family (docs/models.md) that a model of an unverified model_type is trained as, at your own risk; empty: it is refused."""
 
 
 class RolloutConfig(Section, frozen=True):

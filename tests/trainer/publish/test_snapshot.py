@@ -77,3 +77,14 @@ def test_the_host_uses_its_memory_again_and_takes_a_new_shape() -> None:
     assert second["a"] is not first["a"]
     assert np.shares_memory(first["a"], second["a"])
     assert second["b"].shape == (2,)
+
+
+@every_device
+def test_router_biases_are_published_in_float32(device: str) -> None:
+    name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", 1 + torch.arange(8) * 1e-5
+    taken = HostSnapshot().take([(name, bias.to(device))])
+    assert np.array_equal(taken[name], bias.numpy())
+    store = VersionStore()
+    assert store.publish(taken).changed_fraction == 1.0
+    assert store.newest is not None
+    assert np.array_equal(np.frombuffer(store.read(store.lineage, store.newest.version, name, NO_BASE), np.float32), bias.numpy())

@@ -1,0 +1,173 @@
+"""Names and forms of weights: one megatron parameter is one or several Hugging Face tensors.
+
+    linear_qkv    of each key/value head: its query heads, its key head, its value head   <->   q_proj, k_proj, v_proj
+    linear_fc1    gate, then up                                                           <->   gate_proj, up_proj
+    others        as they are
+
+A tensor-parallel rank's part of a parameter is made of the same part of each tensor, so joining and splitting need no other rank.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from slimebus.bus.errors import ConfigError
+
+
+class Rule(NamedTuple):
+    """The tensors of one parameter, and the dimension that tensor-parallel ranks share (None: each has all of it)."""
+
+    dim: int | None
+    names: tuple[str, ...]
+
+
+def _projections(*names: str, of: str, form: str = "weight") -> tuple[str, ...]:
+    return tuple(f"{of}.{name}_proj.{form}" for name in names)
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+TOP = {
+    EMBEDDING: Rule(0, ("model.embed_tokens.weight",)),
+    OUTPUT: Rule(0, ("lm_head.weight",)),
+    "decoder.final_layernorm.weight": Rule(None, ("model.norm.weight",)),
+}
+LAYER = {
+    "input_layernorm.weight": Rule(None, ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.layer_norm_weight": Rule(None, ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": Rule(0, _projections("q", "k", "v", of="self_attn")),
+    "self_attention.linear_qkv.bias": Rule(0, _projections("q", "k", "v", of="self_attn", form="bias")),
+    "self_attention.q_layernorm.weight": Rule(None, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Rule(None, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Rule(1, ("self_attn.o_proj.weight",)),
+    "self_attention.linear_proj.post_norm.weight": Rule(None, ("post_self_attn_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": Rule(None, ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": Rule(None, ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": Rule(0, _projections("gate", "up", of="mlp")),
+    "mlp.linear_fc2.weight": Rule(1, _projections("down", of="mlp")),
+    "mlp.linear_fc2.post_norm.weight": Rule(None, ("post_mlp_layernorm.weight",)),
+    "mlp.router.weight": Rule(None, ("mlp.gate.weight",)),
+    "mlp.router.expert_bias": Rule(None, ("mlp.gate.e_score_correction_bias",)),
+    "mlp.shared_experts.linear_fc1.weight": Rule(0, _projections("gate", "up", of="mlp.shared_experts")),
+    "mlp.shared_experts.linear_fc2.weight": Rule(1, _projections("down", of="mlp.shared_experts")),
+    "mlp.experts.linear_fc1.weight": Rule(0, _projections("gate", "up", of="mlp.experts.{expert}")),
+    "mlp.experts.linear_fc2.weight": Rule(1, _projections("down", of="mlp.experts.{expert}")),
+    # latent attention
+    "self_attention.linear_q_proj.weight": Rule(0, _projections("q", of="self_attn")),
+    "self_attention.linear_q_down_proj.weight": Rule(None, ("self_attn.q_a_proj.weight",)),
+    "self_attention.linear_q_up_proj.layer_norm_weight": Rule(None, ("self_attn.q_a_layernorm.weight",)),
+    "self_attention.linear_q_up_proj.weight": Rule(0, ("self_attn.q_b_proj.weight",)),
+    "self_attention.linear_kv_down_proj.weight": Rule(None, ("self_attn.kv_a_proj_with_mqa.weight",)),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": Rule(None, ("self_attn.kv_a_layernorm.weight",)),
+    "self_attention.linear_kv_up_proj.weight": Rule(0, ("self_attn.kv_b_proj.weight",)),
+}
+IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+OF_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
+FUSED = {"mlp.linear_fc1.weight": Rule(0, ("mlp.gate_up_proj.weight",))}
+
+
+@dataclass(frozen=True)
+class HfMap:
+    """The map of one model."""
+
+    vocab_size: int
+    """Rows of the embedding; megatron's may have more."""
+    head_dim: int
+    query_heads: int
+    """Query heads that share a key/value head."""
+    is_tied: bool = False
+    """Whether the output layer is the embedding."""
+    is_fused: bool = False
+    """Whether the gate and up projections of a dense layer are one tensor (GLM-4)."""
+    interleaved: int = 0
+    """The first dimensions of a head, if the rotary embedding turns neighbours in them and not halves (GLM-4): query and key rows are
+    reordered, so that megatron's rotation of halves, the one with fast kernels, gives the same scores."""
+
+    def rule(self, name: str) -> Rule:
+        """The tensors of a parameter, by its name in the whole model. Raises ConfigError for one that has none."""
+        if name == OUTPUT and self.is_tied:
+            return TOP[EMBEDDING]
+        if name in TOP:
+            return TOP[name]
+        layer, local = _matched(IN_LAYER, name)
+        key, expert = _matched(OF_EXPERT, local)
+        found = (FUSED if self.is_fused else {}).get(key or local) or LAYER.get(key or local)
+        if found is None:
+            raise ConfigError(f"megatron's parameter {name} has no Hugging Face name; is there an option under `megatron:` that adds it?")
+        return Rule(found.dim, tuple(f"model.layers.{layer}.{tensor.format(expert=expert)}" for tensor in found.names))
+
+    def split(self, name: str, part: torch.Tensor) -> list[torch.Tensor]:
+        """A rank's part of a parameter, as parts of its tensors; views where it can be."""
+        if not is_qkv(name):
+            return list(part.chunk(len(self.rule(name).names)))
+        rest = part.shape[1:]
+        heads = part.reshape(-1, self.query_heads + 2, self.head_dim, *rest).split([self.query_heads, 1, 1], 1)
+        query, key, value = (rows.reshape(-1, *rest) for rows in heads)
+        return [self._ordered(query, is_back=True), self._ordered(key, is_back=True), value]
+
+    def join(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse of split."""
+        if not is_qkv(name):
+            return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        query, key, value = self._ordered(parts[0]), self._ordered(parts[1]), parts[2]
+        rest, size = query.shape[1:], self.head_dim
+        by_head = [query.view(-1, self.query_heads, size, *rest), key.view(-1, 1, size, *rest), value.view(-1, 1, size, *rest)]
+        return torch.cat(by_head, 1).reshape(-1, *rest)
+
+    def merge(self, name: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole tensors of a parameter from every rank's part of it."""
+        rule = self.rule(name)
+        pieces = zip(*(self.split(name, part) for part in parts), strict=True)
+        return [self._unpadded(name, self._whole(name, rule.dim or 0, list(of_ranks))) for of_ranks in pieces]
+
+    def blocks(self, name: str) -> int:
+        """Into how many equal blocks the first dimension of a tensor is cut before ranks share each of them."""
+        return 2 if self.is_fused and name.endswith("mlp.linear_fc1.weight") else 1
+
+    def _whole(self, name: str, dim: int, parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        blocks = zip(*(part.chunk(self.blocks(name)) for part in parts), strict=True)
+        return torch.cat([block for of_ranks in blocks for block in of_ranks]) if dim == 0 else torch.cat(parts, dim)
+
+    def _unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: self.vocab_size] if name in (EMBEDDING, OUTPUT) else tensor
+
+    def _ordered(self, rows: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
+        """Rows of heads from neighbours (0 1 2 3) to halves (0 2 1 3), or back."""
+        if not self.interleaved:
+            return rows
+        order = torch.arange(self.head_dim)
+        order[: self.interleaved] = torch.arange(self.interleaved).view(-1, 2).T.reshape(-1)
+        heads = rows.reshape(-1, self.head_dim, *rows.shape[1:])
+        return heads[:, (order.argsort() if is_back else order).to(rows.device)].reshape(rows.shape)
+
+
+def is_qkv(name: str) -> bool:
+    """Whether a parameter holds queries, keys and values."""
+    return name.endswith((".linear_qkv.weight", ".linear_qkv.bias"))
+
+
+def whole_model_names(gpt: Any, num_experts: int, expert_rank: int, expert_ranks: int) -> dict[str, str]:
+    """This rank's parameters and saved buffers: name to the name with the layer's and expert's number in the whole model."""
+    first_expert = expert_rank * (num_experts // expert_ranks)
+    names = {}
+    for name in gpt.state_dict(keep_vars=True):
+        if name.endswith("_extra_state"):  # Transformer Engine's
+            continue
+        whole = name
+        if found := IN_LAYER.fullmatch(name):
+            local = found[2]
+            if expert := OF_EXPERT.fullmatch(local):
+                local = f"{expert[1]}{int(expert[2]) + first_expert}"
+            whole = f"decoder.layers.{gpt.decoder.layers[int(found[1])].layer_number - 1}.{local}"
+        names[name] = whole
+    return names
+
+
+def _matched(pattern: re.Pattern[str], name: str) -> tuple[str, str]:
+    """Its two groups; two empty strings where it does not match."""
+    found = pattern.fullmatch(name)
+    return (found[1], found[2]) if found else ("", "")
