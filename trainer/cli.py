@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slimebus.bus.errors import UsageError
 from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ConfigCommand, ForeignOptions, config_argument, from_context
 
@@ -64,9 +66,23 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--help-megatron", **EAGER, callback=show_megatron_help, help="Show Megatron's options, and exit.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="[times] Start all ranks again when one of them fails.")
+@click.option(
+    "--replay",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="[path] Train on the groups of this folder (of `buffer export`, or a dump), without a broker; nothing is published or saved.",
+)
+@click.option("--profile-steps", metavar="A:B", help="[steps] Trace steps A to B - 1 into RUN_DIR/profile; on CUDA with a memory snapshot.")
 @node_options
 @click.pass_context
-def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None, max_restarts: int, **node: object) -> None:
+def trainer(
+    ctx: click.Context,
+    run_yaml: Path | None,
+    broker: str | None,
+    max_restarts: int,
+    replay: Path | None,
+    profile_steps: str | None,
+    **node: object,
+) -> None:
     """Run the trainer: fetch batches, train, publish weights.
 
     Start it once per node: it starts --nproc-per-node ranks there. Several nodes meet by --nnodes, --node-rank and --master-addr, or by
@@ -74,11 +90,21 @@ def trainer(ctx: click.Context, run_yaml: Path | None, broker: str | None, max_r
     is accepted as a flag (--help-megatron).
     """
     resolved = from_context(ctx, run_yaml)
-    from trainer.process import launch, run_trainer
+    profile = steps_of(profile_steps) if profile_steps else None
+    from trainer.process import Debugging, launch, run_trainer
 
     debug = bool((ctx.obj or {}).get("debug"))
     launch(resolved, node_of(ctx), sys.argv[1:], max_restarts=max_restarts, debug=debug)
-    run_trainer(resolved, broker, debug=debug)
+    run_trainer(resolved, broker, Debugging(replay, profile, run_yaml), debug=debug)
+
+
+def steps_of(text: str) -> range:
+    """The steps of A:B. Raises UsageError."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    steps = range(*map(int, found.groups())) if found else range(0)
+    if not steps:
+        raise UsageError(f"--profile-steps {text}: expected A:B, steps A to B - 1, such as 10:12")
+    return steps
 
 
 @click.command(cls=ConfigCommand, foreign=foreign_flags, short_help="Write a checkpoint in Hugging Face layout.")

@@ -2,7 +2,8 @@
 
     publish v0;  for each step:  take a batch -> advantages and loss -> optimizer -> publish -> checkpoint -> commit
 
-Every rank runs this; rank 0 alone has a `session` (the broker's batches). Which ranks serve weights: trainer/publish/publication.py.
+Every rank runs this; rank 0 alone has a `source` of batches: the broker, or a folder. Which ranks serve weights:
+trainer/publish/publication.py.
 """
 
 import logging
@@ -10,12 +11,14 @@ import time
 
 from slimebus.cli.config import RunConfig
 from slimebus.cli.spans import Spans
+from trainer.batches.source import BatchSource, EndOfBatches
 from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan, share_plan
-from trainer.broker_session import BrokerSession
 from trainer.checkpoint.schedule import CheckpointSchedule
 from trainer.model.policy import Policy
 from trainer.publish.publication import Publication
+from trainer.replay import NoPublication, ReplayStart
 from trainer.stop_request import StopRequest
+from trainer.watch.step_watch import StepWatch
 
 log = logging.getLogger("trainer")
 
@@ -27,32 +30,33 @@ LOOK_S = 0.2
 
 def train(
     policy: Policy,
-    session: BrokerSession | None,
-    publication: Publication,
-    checkpoints: CheckpointSchedule,
+    source: BatchSource | None,
+    publication: Publication | NoPublication,
+    checkpoints: CheckpointSchedule | ReplayStart,
+    watch: StepWatch,
     config: RunConfig,
     spans: Spans,
     stop: StopRequest,
 ) -> None:
-    """Train from where the newest checkpoint ends to the last step, or until `stop` is made."""
+    """Train from where the newest checkpoint ends to the last step, until `stop` is made, or until the batches end."""
     start = checkpoints.resume(policy)
     version = start.version
     publication.begin(version)
     checkpoints.lineage = publication.lineage
-    if session:
+    if source:
         checkpoints.check_newest()
-        session.begin(start, publication, policy.model.vocab_size)
+        source.begin(start, publication, policy.model.vocab_size)
         checkpoints.check_newest()
     publication.publish(version)
     with stop.deferred():
         for step in range(start.step, config.rollout.num_rollout):
             with spans("wait", step=step) as wait:
-                batch, plan = next_batch(session, step, config.rollout.num_steps_per_rollout, stop)
+                batch, plan = next_batch(source, step, config.rollout.num_steps_per_rollout, stop)
             if plan.stops:
                 checkpoints.save_and_stop(policy, step, version)
                 return
             with spans("train", step=step) as work:
-                metrics = policy.train(batch.groups if batch else None, num_steps=plan.num_steps, version=version)
+                metrics = watch.train(step, batch, num_steps=plan.num_steps, version=version)
                 policy.refresh_reference(step + 1)
             with spans("publish", step=step) as copy:
                 if plan.publishes:
@@ -61,23 +65,27 @@ def train(
                     copy.about["version"] = version
             with spans("save", step=step) as save:
                 saved = checkpoints.save_if_due(policy, step + 1, version)
-            if session and batch:
+            if source and batch:
                 times = {"wait_s": wait.seconds, "train_s": work.seconds, "publish_s": copy.seconds, "save_s": save.seconds}
                 with spans("commit", step=step):
-                    session.commit(step, batch, saved, metrics | times)
+                    source.commit(step, batch, saved, metrics | times)
     checkpoints.close(policy)
-    if session:
-        session.finish()
+    if source:
+        source.finish()
     publication.finish()
 
 
-def next_batch(session: BrokerSession | None, step: int, max_steps: int, stop: StopRequest) -> tuple[StepBatch | None, StepPlan]:
+def next_batch(source: BatchSource | None, step: int, max_steps: int, stop: StopRequest) -> tuple[StepBatch | None, StepPlan]:
     """Rank 0's batch of `step`, None elsewhere, and on every rank how it is trained; however long samples take to come."""
     while True:
         batch, until = None, time.monotonic() + TURN_S
-        while session and not batch and not stop.is_made and time.monotonic() < until:
-            batch = session.take(step, LOOK_S)
-        mine = StepPlan(stops=True) if stop.is_made else batch.plan(max_steps) if batch else NOT_YET
-        plan = share_plan(mine if session else None)
+        has_ended = False
+        try:
+            while source and not batch and not stop.is_made and time.monotonic() < until:
+                batch = source.take(step, LOOK_S)
+        except EndOfBatches:
+            has_ended = True
+        mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(max_steps) if batch else NOT_YET
+        plan = share_plan(mine if source else None)
         if plan != NOT_YET:
             return batch, plan

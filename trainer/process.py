@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from slimebus.bus.errors import ConfigError, SlimebusError, UsageError
 from slimebus.bus.security.exposure import check_bind
@@ -23,7 +24,9 @@ from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, s
 from trainer.compat.cpu_compat import import_megatron
 from trainer.launch.launcher import Launcher
 from trainer.launch.plan import LAUNCHED, Node, make_plan
+from trainer.model.determinism import make_deterministic
 from trainer.model.megatron_fields import refusals_in_one_line
+from trainer.replay import NoPublication, ReplaySource, ReplayStart
 from trainer.stop_request import StopRequest
 
 log = logging.getLogger("trainer")
@@ -68,30 +71,44 @@ def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:
             yield bad.text
 
 
-def run_trainer(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
+class Debugging(NamedTuple):
+    """How a trainer is looked into. replay: train on the groups of this folder, without a broker. profile: steps that are traced.
+
+    file: the run.yaml, for the command that a dump is replayed with.
+    """
+
+    replay: Path | None = None
+    profile: range | None = None
+    file: Path | None = None
+
+
+def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug)
     stop = StopRequest()
     if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED not in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)()
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
-    session, model_dir = None, str(resolved.model_dir)
+    source: BrokerSession | ReplaySource | None = None
     try:
         if int(os.environ.get("RANK", "0")) == 0:
-            session = BrokerSession(resolved, broker)
-            stop.is_broker_silent = lambda: session.client.silent_s >= SILENT_S
-        _train(resolved, model_dir, session, broker, stop)
+            source = BrokerSession(resolved, broker) if debugging.replay is None else ReplaySource(debugging.replay, resolved)
+        _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:
-        log.warning(
-            "interrupted without saving; the run goes on from step %d, and trains again what came after",
-            saved_step(resolved.run_dir / "checkpoints") or 0,
-        )
+        if debugging.replay is None:
+            log.warning(
+                "interrupted without saving; the run goes on from step %d, and trains again what came after",
+                saved_step(resolved.run_dir / "checkpoints") or 0,
+            )
     finally:
-        if session is not None:
-            session.close()
+        if source is not None:
+            source.close()
 
 
-def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, broker: str | None, stop: StopRequest) -> None:
+def _train(
+    resolved: Resolved, source: BrokerSession | ReplaySource | None, broker: str | None, stop: StopRequest, debugging: Debugging
+) -> None:
+    make_deterministic(resolved.config.megatron)
     import_megatron()
     import torch
 
@@ -100,17 +117,28 @@ def _train(resolved: Resolved, model_dir: str, session: BrokerSession | None, br
     from trainer.model.policy import Policy
     from trainer.objective.choose import algorithm_problems
     from trainer.publish.publication import Publication
+    from trainer.watch.step_watch import StepWatch
 
     raise_all(algorithm_problems(resolved))
     torch.set_num_threads(resolved.config.trainer.train_threads)
     with refusals_in_one_line():
-        policy = Policy.build(resolved.config, model_dir, resolved.base)
+        policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     rank = int(os.environ.get("RANK", "0"))
-    spans = Spans(resolved.run_dir / "metrics", f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
-    publication = Publication(resolved, policy, session.client if session else None, spans, broker)
-    checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None)
+    is_replay = debugging.replay is not None
+    spans = Spans(resolved.run_dir / ("replay" if is_replay else "metrics"), f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
+    watch = StepWatch(resolved, debugging.file, policy, profile=debugging.profile, is_dumping=not is_replay)
+    publication: Publication | NoPublication = NoPublication()
     try:
-        train(policy, session, publication, checkpoints, resolved.config, spans, stop)
+        if debugging.replay is not None:
+            replayed = source if isinstance(source, ReplaySource) else None
+            train(policy, source, publication, ReplayStart(resolved, debugging.replay, replayed), watch, resolved.config, spans, stop)
+            return
+        session = source if isinstance(source, BrokerSession) else None
+        if session:
+            stop.is_broker_silent = lambda: session.client.silent_s >= SILENT_S
+        publication = Publication(resolved, policy, session.client if session else None, spans, broker)
+        checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None)
+        train(policy, session, publication, checkpoints, watch, resolved.config, spans, stop)
     finally:
         publication.close()
         policy.close()

@@ -1,8 +1,4 @@
-"""Groups as a folder of files that other tools can read and `slimebus buffer import` takes in again.
-
-groups.jsonl               one group a line: what became of it, its prompt, and the headers and fields of its samples
-arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
-"""
+"""Groups as a folder of files that other tools can read and `slimebus buffer import` takes in again (slimebus/bus/exported_groups.py)."""
 
 import contextlib
 import shutil
@@ -17,11 +13,9 @@ from broker.buffer.reader import StoreSnapshot
 from broker.state.groups import Group
 from broker.store.interface import Damaged
 from slimebus.bus.errors import ProtocolError, UsageError
+from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, write_arrays
 from slimebus.bus.sample_table import CheckedGroup
-from slimebus.bus.samples import decode_arrays
-from slimebus.weights.files.safetensors_file import READABLE
 
-GROUPS_FILE = "groups.jsonl"
 SHARD_BYTES = 256 * 1024 * 1024
 """Arrays are written when so many are in memory."""
 
@@ -56,7 +50,7 @@ def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard
     with (folder / GROUPS_FILE).open("wb") as file:
         for group, prompt, samples, own_arrays in _whole(snapshot, groups, done):
             if arrays and sum(a.nbytes for a in (*arrays.values(), *own_arrays.values())) > shard_bytes:
-                _write_arrays(arrays, folder / shard_name(shard))
+                write_arrays(arrays, folder / shard_name(shard))
                 shard, arrays = shard + 1, {}
             arrays |= own_arrays
             row = {"group": group.id, **about_of(group), "prompt": prompt}
@@ -65,20 +59,8 @@ def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard
                 done.samples += len(samples.samples)
             file.write(msgspec.json.encode(row) + b"\n")
     if arrays:
-        _write_arrays(arrays, folder / shard_name(shard))
+        write_arrays(arrays, folder / shard_name(shard))
     return done
-
-
-def _write_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(arrays, path)
-    path.chmod(READABLE)
-
-
-def shard_name(number: int) -> str:
-    """The file of the arrays of some groups."""
-    return f"arrays-{number:05d}.safetensors"
 
 
 Whole = tuple[Group, Any, CheckedGroup | None, dict[str, np.ndarray]]
@@ -88,9 +70,8 @@ def _whole(snapshot: StoreSnapshot, groups: Iterator[Group], done: Exported) -> 
     """Each group with its prompt, samples and named arrays; one whose records are damaged is left out and counted."""
     for group in groups:
         try:
-            prompt, samples, arrays = snapshot.prompt(group.id), snapshot.samples(group.id), dict[str, np.ndarray]()
-            for name, parts in () if samples is None else decode_arrays(samples).items():
-                arrays |= {f"{group.id}/{i}/{name}": part for i, part in enumerate(parts)}
+            prompt, samples = snapshot.prompt(group.id), snapshot.samples(group.id)
+            arrays = {} if samples is None else arrays_of(group.id, samples)
         except (Damaged, ProtocolError, msgspec.DecodeError) as bad:
             done.left_out[group.id] = str(bad)
             continue

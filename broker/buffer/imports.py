@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from broker.buffer.export import GROUPS_FILE
 from broker.state.features.edits import IMPORTED
 from slimebus.bus.errors import DataError, ProtocolError, UsageError
+from slimebus.bus.exported_groups import GROUPS_FILE, read_frames
 from slimebus.bus.messages import NO_VERSION, Import
 from slimebus.bus.sample_table import SampleTable, check_group, encode_table
 
@@ -73,20 +73,8 @@ def _incoming(place: str, path: Path, row: Row, number: int, prompts_only: bool,
         if as_version is not None:
             row.table.versions = [[(v if v == NO_VERSION else as_version, n) for v, n in runs] for runs in row.table.versions]
         try:
-            frames += [encode_table(row.table), *_arrays(path / Path(row.arrays).name, row.group, row.table)]
+            frames += [encode_table(row.table), *read_frames(path / Path(row.arrays).name, row.group, row.table)]
             check_group(frames[1:])
         except ProtocolError as bad:
             raise DataError(f"{place}: group {name!r}: {bad.text}") from None
     return Incoming(message, frames)
-
-
-def _arrays(path: Path, group: str, table: SampleTable) -> list[bytes]:
-    """One frame for each field, from the arrays of the samples. Raises DataError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as arrays:
-            names = [[f"{group}/{i}/{field.name}" for i in range(len(table.num_tokens))] for field in table.fields]
-            return [b"".join(arrays.get_tensor(name).tobytes() for name in of_field) for of_field in names]
-    except (SafetensorError, OSError) as bad:
-        raise DataError(f"{path}: the arrays of group {group!r} cannot be read: {bad}") from None

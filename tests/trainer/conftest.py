@@ -88,7 +88,7 @@ def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> lis
         )
 
     return [
-        Group(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float)])
+        Group(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float).tolist()])
         for g in range(num_groups)
     ]
 

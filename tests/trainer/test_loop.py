@@ -61,7 +61,7 @@ def test_a_trainer_tells_the_broker_whose_checkpoint_it_goes_on_from_and_saves_u
     start, checkpoints, session, config = Progress(step=3, version=3, num_updates=6, lineage="L"), Mock(lineage=""), Mock(), Mock()
     checkpoints.resume.return_value, config.rollout.num_rollout = start, 3
     publication = Mock(lineage="M")
-    train(Mock(), session, publication, checkpoints, config, Mock(), Stop())  # type: ignore[arg-type]
+    train(Mock(), session, publication, checkpoints, Mock(), config, Mock(), Stop())  # type: ignore[arg-type]
     assert session.begin.call_args.args[:2] == (start, publication)
     assert checkpoints.check_newest.call_count == 2, "before and after the broker was told"
     assert checkpoints.lineage == "M"

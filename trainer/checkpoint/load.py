@@ -49,6 +49,14 @@ def load_checkpoint(folder: str | Path, policy: Policy) -> Progress | None:
     raise DataError(f"{folder}: no checkpoint is whole ({listed}); bring the files back, or move the folder away to begin at step 0")
 
 
+def load_step(folder: str | Path, policy: Policy, step: int) -> Progress:
+    """Continue from the checkpoint of this step and no other; every rank calls it. Raises DataError when it is not whole."""
+    checkpoint = _open(Path(folder) / name_of(step))
+    if not isinstance(checkpoint, _Checkpoint):
+        raise DataError(f"{Path(folder) / name_of(step)}: {checkpoint}")
+    return checkpoint.load(policy)
+
+
 def load_weights(folder: str | Path, policy: Policy, step: int | None = None) -> Progress | None:
     """The weights alone, of the newest checkpoint or of the one that goes on with `step`; every rank calls it. None when there is none.
 

@@ -1,8 +1,8 @@
 """The frozen reference: weights in host memory that take the policy's place on the device for a forward pass.
 
-            before            inside `in_place`      after
-    device  policy            reference              policy
-    host    reference         policy                 reference
+        before            inside `in_place`      after
+device  policy            reference              policy
+host    reference         policy                 reference
 """
 
 from collections.abc import Iterator

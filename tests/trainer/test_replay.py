@@ -1,0 +1,125 @@
+"""Training on a folder of groups, without a broker."""
+
+import contextlib
+import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, write_arrays
+from slimebus.bus.sample_table import check_group
+from slimebus.bus.samples import encode_group
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import RolloutConfig
+from slimebus.cli.spans import Spans
+from trainer.checkpoint.save_load import save_checkpoint
+from trainer.loop import train
+from trainer.model.determinism import make_deterministic
+from trainer.replay import NoPublication, ReplaySource, ReplayStart
+from trainer.watch.step_watch import StepWatch
+
+
+def export(folder: Path, groups: dict) -> Path:
+    """As `slimebus buffer export` writes it."""
+    import msgspec
+
+    folder.mkdir(parents=True)
+    rows, arrays = [], {}
+    for name, group in groups.items():
+        checked = check_group(encode_group(group.samples))
+        arrays |= arrays_of(name, checked)
+        rows.append({"group": name, "prompt": {"prompt": "x"}, "state": "committed", "table": checked.table, "arrays": shard_name(0)})
+    rows.append({"group": "unsampled", "prompt": {"prompt": "x"}, "state": "queued"})
+    write_arrays(arrays, folder / shard_name(0))
+    (folder / GROUPS_FILE).write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_batch):
+    """Eight groups in a folder, and a run of two groups a step."""
+    groups = {f"0/{i}": group for i, group in enumerate(make_batch(0, 8))}
+    config = RunConfig(rollout=RolloutConfig(rollout_batch_size=2))
+    return SimpleNamespace(run_dir=tmp_path, base=tmp_path, config=config, folder=export(tmp_path / "groups", groups))
+
+
+def record(run, rows: list[tuple[int, int, list[str]]]) -> None:
+    (run.run_dir / "metrics").mkdir(exist_ok=True)
+    text = "".join(json.dumps({"time": 0, "step": s, "lineage": "L", "version": v, "groups": g}) + "\n" for s, v, g in rows)
+    (run.run_dir / "metrics" / "batches.jsonl").write_text(text)
+
+
+def steps(source: ReplaySource) -> dict[int, list[str]]:
+    source.begin(SimpleNamespace(step=0), None, 38)
+    return {step: [group.id for group in source.take(step, 0).groups] for step in source.rows}
+
+
+def test_without_a_record_groups_are_taken_in_order(run) -> None:
+    assert steps(ReplaySource(run.folder, run)) == {i: [f"0/{2 * i}", f"0/{2 * i + 1}"] for i in range(4)}
+
+
+def test_batches_are_those_that_the_run_had_at_last(run) -> None:
+    rows = [(3, 3, ["0/9", "0/1"]), (4, 4, ["0/0", "0/7"]), (5, 5, ["0/2"]), (4, 4, ["0/7", "0/3"]), (6, 5, ["0/1"]), (8, 7, ["0/4"])]
+    record(run, rows)
+    source = ReplaySource(run.folder, run)
+    assert steps(source) == {4: ["0/7", "0/3"], 5: ["0/2"], 6: ["0/1"]}, "step 3 lacks a group, and after 6 there is a gap"
+    assert [source.take(step, 0).plan(1).publishes for step in (4, 5, 6)] == [True, False, False]
+
+
+def test_what_cannot_be_replayed_is_said(run, tmp_path: Path) -> None:
+    record(run, [(3, 3, ["0/9"])])
+    with pytest.raises(DataError, match=r"of no step in .*batches.jsonl are all groups here"):
+        ReplaySource(run.folder, run)
+    with pytest.raises(UsageError, match=r"cannot read .*groups.jsonl: No such file"):
+        ReplaySource(tmp_path, run)
+    with pytest.raises(DataError, match="no group has samples"):
+        ReplaySource(export(tmp_path / "none", {}), run)
+
+
+class NoStop:
+    is_made = False
+
+    @staticmethod
+    def deferred():
+
+        return contextlib.nullcontext()
+
+
+def replay(run, policy, caplog) -> tuple[list[dict], str]:
+    """The metrics of each step, and the hash of the weights."""
+    caplog.clear()
+    source = ReplaySource(run.folder, run)
+    watch = StepWatch(run, None, policy, profile=None, is_dumping=False)
+    with caplog.at_level(logging.INFO):
+        train(policy, source, NoPublication(), ReplayStart(run, run.folder, source), watch, run.config, Spans(), NoStop())
+    source.close()
+    rows = [json.loads(line) for line in (run.run_dir / "replay" / "trainer.jsonl").read_text().splitlines()]
+    (run.run_dir / "replay" / "trainer.jsonl").unlink()
+    digest = re.search(r"BLAKE3 of the weights: (\w{64})", caplog.text)
+    assert digest, caplog.text
+    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_s") and not k.endswith("_s")} for row in rows], digest[1]
+
+
+def test_two_replays_are_equal_bit_by_bit_and_begin_with_the_newest_checkpoint_before_them(
+    run, tied_model, build_policy, make_batch, caplog, monkeypatch
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    make_deterministic({"deterministic_mode": True})
+    try:
+        first = replay(run, build_policy(tied_model), caplog)
+        assert [row["step"] for row in first[0]] == [0, 1, 2, 3]
+        assert replay(run, build_policy(tied_model), caplog) == first
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    policy = build_policy(tied_model)
+    save_checkpoint(run.run_dir / "checkpoints", policy, 1)
+    record(run, [(2, 2, ["0/0"]), (3, 3, ["0/1"])])
+    rows, _ = replay(run, build_policy(tied_model), caplog)
+    assert [row["step"] for row in rows] == [2, 3]
+    assert "step 2 is replayed with the weights of the checkpoint of step 1: the batches between are not here" in caplog.text

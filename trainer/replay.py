@@ -1,0 +1,225 @@
+"""Train-only from a folder of groups: no broker, no workers, nothing published, nothing saved, the same every time.
+
+DIR/                  what `slimebus buffer export` or a dump (trainer/watch/dumps.py) wrote: slimebus/bus/exported_groups.py
+  batches.jsonl       which groups each step had; else RUN_DIR/metrics/batches.jsonl; else groups in order, rollout_batch_size a step
+  random_00000.safetensors   of a dump: the random state of each rank before the step
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from slimebus.bus.errors import DataError, ProtocolError, UsageError
+from slimebus.bus.exported_groups import GROUPS_FILE, read_frames
+from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.sample_table import SampleTable, encode_table, oldest_version
+from slimebus.bus.samples import Sample, decode_group
+from slimebus.cli.config import Resolved
+from slimebus.cli.metrics import MetricsWriter
+from slimebus.weights.tensors import hash_bytes
+from trainer.batches.source import EndOfBatches
+from trainer.checkpoint.folder import complete_checkpoints, step_of
+from trainer.checkpoint.manifest import Progress
+
+if TYPE_CHECKING:
+    from trainer.batches.step_batch import StepBatch
+    from trainer.model.policy import Policy
+
+log = logging.getLogger("trainer")
+
+BATCHES_FILE = "batches.jsonl"
+Row = TypeVar("Row")
+
+
+class ExportedGroup(msgspec.Struct):
+    """A line of groups.jsonl."""
+
+    group: str
+    table: SampleTable | None = None
+    arrays: str = ""
+
+
+class BatchRow(msgspec.Struct):
+    """A line of batches.jsonl."""
+
+    step: int
+    version: int
+    groups: list[str]
+
+
+class ReplaySource:
+    """The batches of a folder, on rank 0. Raises UsageError or DataError when they cannot be read."""
+
+    def __init__(self, folder: Path, resolved: Resolved) -> None:
+        self.folder, self.config = folder, resolved.config
+        self.groups = {row.group: row for row in _read(folder / GROUPS_FILE, ExportedGroup) if row.table is not None}
+        if not self.groups:
+            raise DataError(f"{folder / GROUPS_FILE}: no group has samples; export those that were trained (--state committed)")
+        self.rows = self._recorded(resolved.run_dir / "metrics") or self._in_order()
+        self.first_step = min(self.rows)
+        self.metrics = resolved.run_dir / "replay"
+        self.writer = MetricsWriter(self.metrics, "trainer")
+        self._vocab_size = 0
+
+    def _recorded(self, metrics: Path) -> dict[int, BatchRow]:
+        """The steps, without a gap, whose groups are all here: as the last row of each says."""
+        file = next((path for path in (self.folder / BATCHES_FILE, metrics / BATCHES_FILE) if path.exists()), None)
+        if file is None:
+            return {}
+        rows = {row.step: row for row in _read(file, BatchRow)}
+        whole = {step for step, row in rows.items() if all(group in self.groups for group in row.groups)}
+        first = min(whole, default=None)
+        if first is None:
+            raise DataError(f"{self.folder}: of no step in {file} are all groups here; export them while the broker has them")
+        steps = [first]
+        while steps[-1] + 1 in whole:
+            steps.append(steps[-1] + 1)
+        return {step: rows[step] for step in steps}
+
+    def _in_order(self) -> dict[int, BatchRow]:
+        size, names = self.config.rollout.rollout_batch_size, list(self.groups)
+        steps = max(1, len(names) // size)
+        return {step: BatchRow(step, step, names[step * size : (step + 1) * size]) for step in range(steps)}
+
+    def begin(self, start: Progress, publication: Any, vocab_size: int) -> None:
+        """Token ids are below vocab_size."""
+        self._vocab_size = vocab_size
+        what = f"steps {self.first_step} to {max(self.rows)} of {self.folder}"
+        log.info("replays %s, metrics in %s", what, self.metrics)
+
+    def take(self, step: int, wait_s: float) -> "StepBatch":
+        """The batch of `step`. Raises EndOfBatches after the last one, DataError when its groups cannot be trained."""
+        from trainer.batches.batch import Group
+        from trainer.batches.step_batch import StepBatch
+
+        if step not in self.rows:
+            raise EndOfBatches
+        row, following = self.rows[step], self.rows.get(step + 1)
+        groups = [Group(name, self._samples(self.groups[name])) for name in row.groups]
+        lags = [self._lag(sample, row.version) for group in groups for sample in group.samples]
+        return StepBatch(step, row.version, row.version if following is None else following.version, groups, lags)
+
+    def _samples(self, row: ExportedGroup) -> list[Sample]:
+        from trainer.batches.batch_client import is_failed
+        from trainer.batches.flatten import check_sample
+
+        assert row.table is not None  # the others were left out
+        try:
+            samples = decode_group([encode_table(row.table), *read_frames(self.folder / Path(row.arrays).name, row.group, row.table)])
+        except ProtocolError as bad:
+            raise DataError(f"{self.folder}: group {row.group!r}: {bad.text}") from None
+        kept = [sample for sample in samples if not is_failed(sample)]
+        for i, sample in enumerate(kept):
+            check_sample(sample, f"group {row.group}: sample {i}", self._vocab_size, reads_logprobs=False)
+        return kept
+
+    @staticmethod
+    def _lag(sample: Sample, version: int) -> int:
+        oldest = oldest_version(sample.versions, sample.loss_mask)
+        return 0 if oldest == NO_VERSION else version - oldest
+
+    def commit(self, step: int, batch: "StepBatch", checkpoint: int, metrics: dict[str, float]) -> None:
+        """Record the step, with all digits: two replays can be compared."""
+        values = metrics | batch.metrics()
+        self.writer.write(step, values)
+        log.info("step %d: reward %.3f, loss %.6f, gradient norm %.6f", step, values["reward"], values["loss"], values["grad_norm"])
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Release the file."""
+        self.writer.close()
+
+
+def _read(file: Path, form: type[Row]) -> list[Row]:
+    try:
+        return [msgspec.json.decode(line, type=form) for line in file.read_bytes().splitlines() if line.strip()]
+    except OSError as bad:
+        raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` or a dump wrote") from None
+    except msgspec.DecodeError as bad:
+        raise DataError(f"{file}: {bad}") from None
+
+
+class NoPublication:
+    """Nobody pulls."""
+
+    lineage = "replay"
+
+    def begin(self, version: int) -> None:
+        """Nothing is served."""
+
+    def publish(self, version: int) -> None:
+        """Nor this."""
+
+    def finish(self) -> None:
+        """Nobody is waited for."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ReplayStart:
+    """In place of the checkpoints of a run: a replay begins with the newest of them before its first step, and saves none."""
+
+    lineage = ""
+
+    def __init__(self, resolved: Resolved, folder: Path, source: ReplaySource | None) -> None:
+        self.directory, self.folder, self.source = resolved.run_dir / "checkpoints", folder, source
+        self._next_step = 0
+
+    def resume(self, policy: "Policy") -> Progress:
+        """The weights that the first step is trained with: of the newest checkpoint before it, or the initial model's."""
+        from safetensors.torch import load_file
+
+        from trainer.checkpoint.load import load_step
+        from trainer.checkpoint.trained_state import restore_random_state
+        from trainer.model import parallel
+
+        first = None if self.source is None else self.source.first_step
+        first = int(parallel.broadcast_bytes(None if first is None else str(first).encode()))
+        held = [step for step in map(step_of, complete_checkpoints(self.directory)) if step <= first]
+        newest = int(parallel.broadcast_bytes(str(max(held, default=-1)).encode() if parallel.is_main_rank() else None))
+        found = load_step(self.directory, policy, newest) if newest >= 0 else Progress(0, 0, 0)
+        random = random_file(self.folder, parallel.rank())
+        if random.exists():
+            restore_random_state(load_file(random))
+        if found.step != first:
+            whose = f"the checkpoint of step {newest}" if newest >= 0 else "the initial model"
+            log.warning("step %d is replayed with the weights of %s: the batches between are not here", first, whose)
+        return Progress(first, self._version(first), found.num_updates, found.lineage)
+
+    def _version(self, step: int) -> int:
+        return 0 if self.source is None else self.source.rows[step].version
+
+    def check_newest(self) -> None:
+        """Others may save meanwhile."""
+
+    def save_if_due(self, policy: "Policy", next_step: int, version: int) -> int:
+        """Nothing is saved."""
+        self._next_step = next_step
+        return next_step
+
+    def save_and_stop(self, policy: "Policy", next_step: int, version: int) -> None:
+        """The batches end here."""
+        self.close(policy)
+
+    def close(self, policy: "Policy") -> None:
+        """Name the weights that came out: two replays of the same batches print the same."""
+        hashes = {name: hash_bytes(_bytes(tensor)) for name, tensor in policy.export.tensors()}
+        text = "".join(f"{name} {hashed}\n" for name, hashed in sorted(hashes.items()))
+        log.info("replayed to step %d; BLAKE3 of the weights: %s", self._next_step - 1, hash_bytes(text.encode()))
+
+
+def _bytes(tensor: Any) -> np.ndarray:
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def random_file(folder: Path, rank: int) -> Path:
+    """Of a dump: the random state of a rank before the step."""
+    return folder / f"random_{rank:05d}.safetensors"

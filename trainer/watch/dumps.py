@@ -1,0 +1,112 @@
+"""A step that went wrong, on disk: its batch and what else it takes to train it again.
+
+RUN_DIR/dumps/step_00000041-nonfinite/
+  groups.jsonl, arrays-00000.safetensors   the batch (slimebus/bus/exported_groups.py)
+  batches.jsonl                            the step, its version, its groups
+  random_00000.safetensors                 the random state of each rank before the step
+  dump.json                                the reason, the step's metrics, the config, the step of the newest checkpoint
+"""
+
+import logging
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, write_arrays
+from slimebus.bus.sample_table import check_group
+from slimebus.bus.samples import encode_group
+from slimebus.cli.config import Resolved
+from trainer.batches.step_batch import StepBatch
+from trainer.checkpoint.folder import saved_step
+from trainer.replay import BATCHES_FILE, random_file
+
+log = logging.getLogger("trainer")
+
+SPIKE = 10.0
+"""So many times the median of the steps before is a spike, of the gradient norm or of the loss's absolute value."""
+LEAST_LOSS = 0.5
+"""A smaller loss is no spike: that of a policy gradient is about 0, and a multiple of that says nothing."""
+MIN_STEPS, WINDOW = 16, 64
+"""Steps that are needed to call something a spike, and of which the median is taken."""
+MAX_DUMPS = 4
+"""A run keeps so many, the first ones: what comes after a step that went wrong is often its consequence."""
+MAX_BYTES = 1 << 30
+"""A larger batch is not dumped."""
+
+
+class SpikeDetector:
+    """Whether a value is far above those before it. A spike is not counted among them."""
+
+    def __init__(self, least: float = 0.0) -> None:
+        self.least = least
+        self._before: deque[float] = deque(maxlen=WINDOW)
+
+    def is_spike(self, value: float) -> bool:
+        """Whether |value| is more than SPIKE times the median, and more than `least`."""
+        size = abs(value)
+        if len(self._before) >= MIN_STEPS and size > self.least and size > SPIKE * statistics.median(self._before) > 0:
+            return True
+        self._before.append(size)
+        return False
+
+
+class Dumps:
+    """The dumps of a run. Every rank makes one and the same calls; `batch` is rank 0's."""
+
+    def __init__(self, resolved: Resolved, file: Path | None, rank: int) -> None:
+        self.resolved, self.rank, self.folder = resolved, rank, resolved.run_dir / "dumps"
+        self.command = f"slimebus trainer {file or resolved.base} --replay"
+        self._spikes = {"grad_norm": SpikeDetector(), "loss": SpikeDetector(least=LEAST_LOSS)}
+        self._left = MAX_DUMPS - len(list(self.folder.glob("step_*")))  # counted by each rank alike
+
+    def reason(self, metrics: dict[str, float]) -> str:
+        """Why a step with these metrics is dumped; empty: it is not."""
+        if metrics.get("nonfinite"):
+            return "nonfinite"
+        if not metrics.get("updated"):
+            return ""
+        spikes = [name for name, detector in self._spikes.items() if name in metrics and detector.is_spike(metrics[name])]
+        return f"spike-{spikes[0]}" if spikes else ""
+
+    def write(self, reason: str, step: int, batch: StepBatch | None, metrics: dict[str, float], random: dict[str, torch.Tensor]) -> None:
+        """Dump a step, while fewer than MAX_DUMPS are there; every rank calls it. One that cannot be written is logged."""
+        self._left -= 1
+        if self._left < 0:
+            if batch is not None:
+                log.warning("step %d (%s) is not dumped: %s has %d dumps; remove some to get more", step, reason, self.folder, MAX_DUMPS)
+            return
+        target = self.folder / f"step_{step:08d}-{reason}"
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            save_file(random, random_file(target, self.rank))
+            if batch is not None:
+                self._write_batch(target, batch)
+                self._write_about(target, reason, step, metrics)
+                log.warning("step %d (%s) is dumped; to train it again: %s %s", step, reason, self.command, target)
+        except (OSError, SlimebusError) as bad:
+            log.error("step %d (%s) cannot be dumped: %s", step, reason, bad)
+
+    def _write_about(self, target: Path, reason: str, step: int, metrics: dict[str, float]) -> None:
+        about = {"reason": reason, "step": step, "checkpoint": saved_step(self.resolved.run_dir / "checkpoints")}
+        values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        (target / "dump.json").write_bytes(msgspec.json.encode(about | {"metrics": values, "config": self.resolved.config}))
+
+    def _write_batch(self, target: Path, batch: StepBatch) -> None:
+        rows, arrays = list[dict[str, object]](), dict[str, np.ndarray]()
+        for group in batch.groups:
+            checked = check_group(encode_group(group.samples))
+            arrays |= arrays_of(group.id, checked)
+            rows.append({"group": group.id, "table": checked.table, "arrays": shard_name(0)})
+        size = sum(array.nbytes for array in arrays.values())
+        if size > MAX_BYTES:
+            raise OSError(f"the batch has {size} bytes, at most {MAX_BYTES} are dumped")
+        write_arrays(arrays, target / shard_name(0))
+        (target / GROUPS_FILE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        (target / BATCHES_FILE).write_bytes(msgspec.json.encode({"step": batch.step, **batch.record()}) + b"\n")

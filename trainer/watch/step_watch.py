@@ -1,0 +1,41 @@
+"""One step of training, watched: profiled, dumped when it goes wrong, its speed measured. No collective of its own between steps."""
+
+import time
+from pathlib import Path
+
+from slimebus.bus.errors import SlimebusError
+from slimebus.cli.config import Resolved
+from trainer.batches.step_batch import StepBatch
+from trainer.checkpoint.trained_state import random_state
+from trainer.model import parallel
+from trainer.model.policy import Policy
+from trainer.watch.dumps import Dumps
+from trainer.watch.profile import StepProfile
+from trainer.watch.speed import Speed
+
+
+class StepWatch:
+    """Every rank makes one. profile: steps that are traced. is_dumping: off in a replay, which has its batches on disk already."""
+
+    def __init__(self, resolved: Resolved, file: Path | None, policy: Policy, *, profile: range | None, is_dumping: bool = True) -> None:
+        self.policy, rank = policy, parallel.rank()
+        self.dumps = Dumps(resolved, file, rank) if is_dumping else None
+        self.profile = StepProfile(resolved.run_dir / "profile", profile, rank) if profile else None
+        self.speed = Speed(policy)
+
+    def train(self, step: int, batch: StepBatch | None, *, num_steps: int, version: int) -> dict[str, float]:
+        """policy.train on rank 0's batch, and its metrics."""
+        random, started = random_state(), time.perf_counter()
+        if self.profile:
+            self.profile.before(step)
+        try:
+            metrics = self.policy.train(batch.groups if batch else None, num_steps=num_steps, version=version)
+        except SlimebusError as bad:
+            if bad.code == "nonfinite" and self.dumps:
+                self.dumps.write("nonfinite", step, batch, {}, random)
+            raise
+        if self.profile:
+            self.profile.after(step)
+        if self.dumps and (reason := self.dumps.reason(metrics)):
+            self.dumps.write(reason, step, batch, metrics, random)
+        return metrics | (self.speed.of(batch, time.perf_counter() - started) if batch else {})
