@@ -37,7 +37,7 @@ def test_a_trainer_of_two_tensor_parallel_ranks_completes_a_run(tmp_path: Path, 
         run.start("rollout", name="w1")
         trainer = run.start("trainer", *TWO_RANKS)
         run.wait_for("a publishing trainer", lambda s: s["version"] >= 0)
-        assert len(trainer.family()) >= 3, "torchrun and two ranks"
+        assert len(trainer.family()) >= 3, "the launcher and two ranks"
         run.complete()
         run.assert_accounted(num_steps=2)
         assert (run.run_dir / "hf" / "model.safetensors").is_file()
@@ -93,7 +93,7 @@ def test_a_publishing_rank_that_dies_ends_its_trainer_and_the_next_one_goes_on(t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_ranks_end_with_their_torchrun(tmp_path: Path, task: Path, number: signal.Signals) -> None:
+def test_the_ranks_end_with_their_launcher(tmp_path: Path, task: Path, number: signal.Signals) -> None:
     with Run(tmp_path, task) as run:
         run.start("broker")
         trainer = run.start("trainer", *TWO_RANKS)
@@ -101,4 +101,4 @@ def test_the_ranks_end_with_their_torchrun(tmp_path: Path, task: Path, number: s
         family = trainer.family()
         trainer.send(number)
         _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive, f"outlived their torchrun: {[p.cmdline() for p in alive]}"
+        assert not alive, f"outlived their launcher: {[p.cmdline() for p in alive]}"

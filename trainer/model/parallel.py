@@ -30,7 +30,7 @@ def start(config: RunConfig) -> None:
     expert_size, expert_tensor_size = expert_ranks(config)
     if expert_tensor_size > 1 and not torch.cuda.is_available():
         raise ConfigError(
-            f"megatron.expert_tensor_parallel_size: {expert_tensor_size} needs NCCL, as gloo gathers equal sizes only; leave it out without CUDA"
+            f"megatron.expert_tensor_parallel_size: {expert_tensor_size} needs NCCL: gloo gathers equal sizes only; leave it out here"
         )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
