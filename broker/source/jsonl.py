@@ -61,7 +61,7 @@ class RowFile:
         mark = ": row " if self.path.suffix in PARQUET else ":"
         for number, begin, line in _lines(self._file):
             try:
-                self._reader.record(line)
+                self._reader.check(line)
             except DataError as bad:
                 if not line.isspace():
                     on_bad(DataError(f"{self.path}{mark}{number}: {bad.text}"))

@@ -7,7 +7,7 @@ map with text keys. Tools of a chat prompt stand in its metadata under `tools`.
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,6 +18,14 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHOWN_KEYS = 12
 
 _decoder = msgspec.json.Decoder(dict)
+MAX_PLAIN_BYTES = 1 << 20
+Scalar = str | Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | float | bool | None
+PLAIN: list[tuple[str, Any] | tuple[str, Any, Any]] = [
+    ("prompt", Annotated[str, msgspec.Meta(min_length=1)]),
+    ("label", Scalar, None),
+    ("metadata", dict[str, Scalar] | None, None),
+]
+"""The fields of a line whose values surely make a record."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +42,8 @@ class LineReader:
 
     def __init__(self, keys: PromptKeys) -> None:
         self.keys = keys
+        names = {"prompt": keys.prompt, "label": keys.label, "metadata": keys.metadata}
+        self._plain = msgspec.json.Decoder(msgspec.defstruct("PlainLine", PLAIN, rename=names)) if _are_plain(keys) else None
         self._marks = [json.dumps(key).encode() for key in {keys.prompt, keys.label, keys.metadata, keys.tools} - {""}]
 
     def fields(self, line: bytes) -> dict[str, Any]:
@@ -49,9 +59,26 @@ class LineReader:
                 json.loads(line, object_pairs_hook=_unique)
         return fields
 
+    def check(self, line: bytes) -> None:
+        """Raise DataError unless `record` makes a record of the line; a third of its time where all values are text or numbers."""
+        is_plain = self._plain is not None and len(line) <= MAX_PLAIN_BYTES
+        for mark in self._marks:
+            is_plain = is_plain and line.count(mark) < 2
+        try:
+            if is_plain:
+                self._plain.decode(line)  # type: ignore[union-attr]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            is_plain = False
+        if not is_plain:
+            self.record(line)
+
     def record(self, line: bytes) -> bytes:
         """The record of a line. Raises DataError like `fields`, and like `record_of`."""
         return record_of(self.fields(line), self.keys)
+
+
+def _are_plain(keys: PromptKeys) -> bool:
+    return not keys.tools and len({keys.prompt, keys.label, keys.metadata}) == 3
 
 
 def check_fields(fields: dict[str, Any], keys: PromptKeys) -> None:
