@@ -79,7 +79,7 @@ class Policy:
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]}
 
     def refresh_reference(self, num_steps: int) -> None:
-        """Make the model as it is now the reference, if one is held and `num_steps` steps of the run are a multiple of ref_update_interval."""
+        """Make the model as it is now the reference, if one is held and so many steps of the run are a multiple of its interval."""
         interval = self.config.algorithm.ref_update_interval
         if self.reference is not None and interval and num_steps % interval == 0:
             self.reference.refresh()

@@ -16,8 +16,8 @@ from trainer.model.gpt import Model
 class Reference:
     """The weights that a model had when this was made, or when `refresh` was last called.
 
-    They are exchanged with the model's, tensor by tensor: the device never holds more than one copy, nor does the host (but for one tensor).
-    On a CPU the two only trade places, and nothing is copied.
+    They are exchanged with the model's, tensor by tensor: the device never holds more than one copy, nor does the host (but for one
+    tensor). On a CPU the two only trade places, and nothing is copied.
     """
 
     def __init__(self, model: Model) -> None:
