@@ -39,6 +39,7 @@ from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpo
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 from trainer.objective.aggregation import AGGREGATIONS  # noqa: E402
+from trainer.objective.choose import choose  # noqa: E402
 from trainer.objective.group_rewards import per_group  # noqa: E402
 from trainer.objective.objective import Objective  # noqa: E402
 from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
@@ -102,6 +103,22 @@ def sequence_step(policy: Policy, batch: list[Group] | None, aggregation: str) -
         policy.objective, policy.config = given, trained
 
 
+CORRECTIONS = {"m2po": {"m2po_tau": 0.01}, "vcpo": {}, "tis": {"tis_level": "sequence", "tis_batch_normalize": True}}
+
+
+def corrected_step(policy: Policy, batch: list[Group] | None, correction: str) -> dict[str, float]:
+    """A step with a correction that chooses over the whole optimizer step, at a learning rate that leaves the weights as they are."""
+    algorithm = AlgorithmConfig(corrections=[correction], settings=CORRECTIONS[correction])
+    config = msgspec.structs.replace(
+        policy.config, algorithm=algorithm, optimizer=msgspec.structs.replace(policy.config.optimizer, lr=1e-12)
+    )
+    given, trained, policy.config, policy.objective = policy.objective, policy.config, config, choose(config)
+    try:
+        return policy.train(batch, num_steps=2, version=3)
+    finally:
+        policy.objective, policy.config = given, trained
+
+
 def write_half_and_die(path: Path, host: str, held: list) -> None:
     write_rank_file(path, host, held[: len(held) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -132,6 +149,7 @@ def train(asked: dict) -> None:
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]
     seen["aggregations"] = {name: sequence_step(policy, batch(3), name) for name in AGGREGATIONS}
+    seen["corrections"] = {name: corrected_step(policy, batch(3), name) for name in CORRECTIONS}
     folder = str(out.with_suffix(".checkpoint")) + own_disk
     save_checkpoint(folder, policy, 3, 7)
     after = policy.train(batch(3))

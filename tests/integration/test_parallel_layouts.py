@@ -89,6 +89,14 @@ def test_layout_trains_as_one_rank_does(name: str, ranks: Ranks, model: Path, on
     for aggregation, reference in one_rank["aggregations"].items():  # a loss that knows sequences, each way to make one number of it
         for metric in ("loss", "grad_norm", "ratio", "tokens_trained"):
             assert got["aggregations"][aggregation][metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), (aggregation, metric)
+    for correction, reference in one_rank["corrections"].items():  # what chooses over the whole step; metrics by lag
+        mine = got["corrections"][correction]
+        assert mine.keys() == reference.keys()
+        for metric in {"loss", "grad_norm", "m2po_dropped", "vcpo_weight", "tis"} & mine.keys() | {"lag/3-4/ess_sequence", "lag/all/m2"}:
+            assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), (correction, metric)
+        assert mine["lr"] == pytest.approx(reference["lr"], rel=1e-4, abs=0)
+    assert one_rank["corrections"]["vcpo"]["lr"] < 0.9 * one_rank["corrections"]["tis"]["lr"]
+    assert 0 < one_rank["corrections"]["m2po"]["m2po_dropped"] < 1
     assert got["after_load"] == got["after_save"]
     assert_equal_weights(got, one_rank)
 

@@ -17,10 +17,10 @@ from trainer.model import parallel, update
 from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
-from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate, set_learning_rate
+from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate
 from trainer.model.reference import Reference
 from trainer.objective.choose import choose
-from trainer.objective.objective import LR_FACTOR, Objective
+from trainer.objective.objective import Objective
 
 MAX_NONFINITE = 8
 """Optimizer steps in a row that are not finite and end the run: skipping more of them would train nothing."""
@@ -68,15 +68,19 @@ class Policy:
         batch = self._with_passes(self._shared(groups, version), num_steps)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
-        kept, made = set[int](), []
+        trained, made, new_logprobs = [], [], []
         for i, edge in enumerate(pairwise(edges)):
             samples, counts = update.choose_samples(batch, range(*edge), self.objective)
-            kept |= set(batch.group_of[samples].tolist())
-            made.append(counts | self._train_part(batch.select(samples), is_first=i == 0))
+            metrics, logprobs = self._train_part(batch.select(samples), is_first=i == 0)
+            trained.append(samples)
+            made.append(counts | metrics)
+            new_logprobs.append(logprobs)
+        kept = np.concatenate(trained)
         for i, group in enumerate(groups or ()):
-            group.has_gradient = i in kept
+            group.has_gradient = bool(np.isin(i, batch.group_of[kept]))
         gather_weights(self.model)
-        return update.merged_metrics(made) | {"lr": made[-1]["lr"]}
+        seen = batch.select(kept).with_columns({"new_logprobs": np.concatenate(new_logprobs)})
+        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | self.objective.staleness(seen)
 
     def refresh_reference(self, num_steps: int) -> None:
         """Make the model as it is now the reference, if one is held and so many steps of the run are a multiple of its interval."""
@@ -97,21 +101,20 @@ class Policy:
             columns |= dict.fromkeys(wanted, self._logprobs(batch))
         return batch.with_columns(columns)
 
-    def _train_part(self, part: Batch, *, is_first: bool) -> dict[str, float]:
-        """One optimizer step on all of `part`, or none where nothing in it has a gradient."""
+    def _train_part(self, part: Batch, *, is_first: bool) -> tuple[dict[str, float], np.ndarray]:
+        """One optimizer step on all of `part`, or none where nothing in it has a gradient; metrics, and new_logprobs of its tokens, [N]."""
         num_rollout, num_steps = self.config.rollout.num_rollout, self.config.rollout.num_steps_per_rollout
         lr = learning_rate(self.config.optimizer, self.num_updates, num_updates=num_rollout * num_steps)
-        metrics = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}
+        metrics, logprobs = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}, np.zeros(0, np.float32)
         if part.num_samples:
             if not is_first and self.objective.needs_pass("current_logprobs"):
                 part = part.with_columns({"current_logprobs": self._logprobs(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
-            lr *= float(part[LR_FACTOR][0])
-            set_learning_rate(self.optimizer, lr)
-            metrics = update.train_step(self.model, self.optimizer, part, self.objective, self.config.trainer.max_tokens_per_gpu)
+            max_tokens = self.config.trainer.max_tokens_per_gpu
+            metrics, logprobs = update.train_step(self.model, self.optimizer, part, self.objective, max_tokens, lr)
         self.num_updates += 1
         self._count_nonfinite(metrics)
-        return metrics | {"lr": lr}
+        return {"lr": lr} | metrics, logprobs
 
     def _count_nonfinite(self, metrics: dict[str, float]) -> None:
         self.num_nonfinite = self.num_nonfinite + 1 if metrics["nonfinite"] else 0 if metrics["updated"] else self.num_nonfinite

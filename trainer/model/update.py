@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from trainer.batches.packing import MicroBatch, RankLayout, pack
 from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.logprobs import logprobs_and_entropy
-from trainer.model.optimizer import clear_gradients, step_if_finite
+from trainer.model.optimizer import clear_gradients, set_learning_rate, step_if_finite
 from trainer.objective.aggregation import masked_sum
 from trainer.objective.kl import k3
 from trainer.objective.objective import Objective
@@ -80,12 +80,27 @@ def compute_logprobs(model: Model, batch: Batch, max_tokens_per_gpu: int) -> np.
     model.module.eval()
     rows = pack(batch, np.arange(batch.num_samples), max_tokens_per_gpu, rank_layout(model))
     collected = run_schedule(model, rows, lambda row, logprobs, entropy: logprobs, forward_only=True)
-    flat = torch.zeros(batch.num_tokens, device=parallel.device())
+    values = TokenValues(batch.num_tokens)
     if is_reporting_rank():
         for row, logprobs in zip(rows, collected, strict=True):
-            flat[row.source[row.is_real]] = logprobs[row.is_real]
-    dist.all_reduce(flat)
-    return flat.cpu().numpy()
+            values.add(row, logprobs, row.is_real)
+    return values.of_all_ranks()
+
+
+class TokenValues:
+    """One value for each of N tokens, collected from the rows of all ranks."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._flat = torch.zeros(num_tokens, device=parallel.device())
+
+    def add(self, row: MicroBatch, values: torch.Tensor, where: torch.Tensor) -> None:
+        """Those of a row, [1, t], where `where` is not 0; on ranks that report."""
+        self._flat.index_add_(0, row.source.reshape(-1), torch.where(where > 0, values, 0.0).reshape(-1).float())
+
+    def of_all_ranks(self) -> np.ndarray:
+        """[N] f32, the same on every rank; 0 where none was added."""
+        dist.all_reduce(self._flat)
+        return self._flat.cpu().numpy()
 
 
 def choose_samples(batch: Batch, groups: range, objective: Objective) -> tuple[np.ndarray, dict[str, float]]:
@@ -107,8 +122,11 @@ def choose_samples(batch: Batch, groups: range, objective: Objective) -> tuple[n
     return np.flatnonzero(kept), {name: float(count) for name, count in counts.items()}
 
 
-def train_step(model: Model, optimizer: Any, part: Batch, objective: Objective, max_tokens_per_gpu: int) -> dict[str, float]:
-    """One optimizer step on all of `part`, which has its column `loss_weight`; metrics, both the same on every rank.
+def train_step(
+    model: Model, optimizer: Any, part: Batch, objective: Objective, max_tokens_per_gpu: int, lr: float
+) -> tuple[dict[str, float], np.ndarray]:
+    """One optimizer step on all of `part`, which has its column `loss_weight`, at this learning rate times the plug-ins' factors; metrics,
+    and new_logprobs, [N] f32, 0 where the mask is 0; both the same on every rank.
 
     Where the loss or the gradient is not finite no step is made: `updated` is 0, `nonfinite` 1; metrics that are not finite are left out.
     """
@@ -116,14 +134,25 @@ def train_step(model: Model, optimizer: Any, part: Batch, objective: Objective, 
     clear_gradients(model, optimizer)
     model.module.train()
     rows = pack(part, np.arange(part.num_samples), max_tokens_per_gpu, rank_layout(model))
-    reports = run_schedule(model, rows, loss_of_row(part, num_tokens, len(rows), objective), forward_only=False)
-    measures = mean_report(reports, num_tokens)
+    values = TokenValues(part.num_tokens)
+    reports = run_schedule(model, rows, loss_of_row(part, num_tokens, len(rows), objective, values), forward_only=False)
+    measures, new_logprobs = mean_report(reports, num_tokens), values.of_all_ranks()
+    if objective.changes_learning_rate:
+        lr *= of_rank_0(lambda: objective.learning_rate_factor(part, new_logprobs))
+    set_learning_rate(optimizer, lr)
     updated, grad_norm = step_if_finite(optimizer, measures["loss"])
-    measures |= {"grad_norm": grad_norm}
+    measures |= {"grad_norm": grad_norm, "lr": lr}
     if updated:
-        return measures | {"updated": 1.0, "nonfinite": 0.0}
+        return measures | {"updated": 1.0, "nonfinite": 0.0}, new_logprobs
     log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, part.num_samples)
-    return {name: value for name, value in measures.items() if math.isfinite(value)} | {"updated": 0.0, "nonfinite": 1.0}
+    return {name: value for name, value in measures.items() if math.isfinite(value)} | {"updated": 0.0, "nonfinite": 1.0}, new_logprobs
+
+
+def of_rank_0(compute: Callable[[], float]) -> float:
+    """What rank 0 computes, on every rank."""
+    if not parallel.has_others():
+        return compute()
+    return float(msgspec.msgpack.decode(parallel.broadcast_bytes(msgspec.msgpack.encode(compute()) if parallel.is_main_rank() else None)))
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -140,8 +169,8 @@ def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objective) -> Any:
-    """The loss function that the schedule calls for each row; it returns the scaled loss and the row's report."""
+def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objective, values: TokenValues) -> Any:
+    """The loss function that the schedule calls for each row; it returns the scaled loss and the row's report. values: get new_logprobs."""
     columns, old = DeviceColumns(part, parallel.device()), objective.old_column(part)
     has_context = parallel_state.get_context_parallel_world_size() > 1
     cp_group = parallel_state.get_context_parallel_group() if has_context else None
@@ -150,6 +179,8 @@ def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objectiv
 
     def reduce(micro: MicroBatch, new_logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         row = Row(micro, columns, new_logprobs, entropy, old=old, cp_group=cp_group)
+        if is_reporting_rank():
+            values.add(micro, new_logprobs.detach(), micro.loss_mask)
         outcome = objective.loss(row)
         loss = masked_sum(outcome.loss * row["loss_weight"], row.loss_mask)
         report = report_of_row(row, outcome, compares=not objective.algorithm.is_supervised)

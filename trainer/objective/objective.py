@@ -16,12 +16,11 @@ from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
+from trainer.objective.staleness import by_lag
 
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
-
-LR_FACTOR = "learning_rate_factor"
 
 
 class Objective:
@@ -59,7 +58,8 @@ class Objective:
     @property
     def keeps_old(self) -> bool:
         """Whether old_logprobs are the trainer's own, from before the first optimizer step: with several steps that is a forward pass."""
-        return self.algorithm.compares_with_old and not self.settings.use_rollout_logprobs
+        is_replaced = any(correction.replaces_old for correction in self.corrections)
+        return self.algorithm.compares_with_old and not self.settings.use_rollout_logprobs and not is_replaced
 
     @property
     def trains_without_advantage(self) -> bool:
@@ -89,24 +89,35 @@ class Objective:
         return {"advantages": Column(np.where(batch["loss_mask"] > 0, values, np.float32(0.0)))}
 
     def prepare(self, part: Batch) -> dict[str, Column]:
-        """What one optimizer step needs besides: what each token weighs, the columns of the plug-ins, the factor of the learning rate (a
-        column of the groups)."""
+        """What one optimizer step needs besides: what each token weighs, and the columns of the plug-ins."""
         weights = token_weights(part, self.aggregation, self.config.rollout.rollout_max_response_len)
         prepared = part.with_columns({"loss_weight": weights})
         for plugin in self.plugins:
             with errors_of(plugin):
                 prepared = prepared.with_columns(plugin.prepare(prepared))
-        factor = 1.0
+        return {name: column for name, column in prepared.columns.items() if part.columns.get(name) is not column}
+
+    @property
+    def changes_learning_rate(self) -> bool:
+        """Whether a plug-in has a factor of its own."""
+        return any(type(plugin).learning_rate_factor is not Plugin.learning_rate_factor for plugin in self.plugins)
+
+    def learning_rate_factor(self, part: Batch, new_logprobs: np.ndarray) -> float:
+        """The product of the plug-ins' factors. part: as prepared; new_logprobs: [N] of the training pass."""
+        seen, factor = part.with_columns({"new_logprobs": new_logprobs}), 1.0
         for plugin in self.plugins:
             with errors_of(plugin):
-                factor *= plugin.learning_rate_factor(prepared)
-        added = {name: column for name, column in prepared.columns.items() if part.columns.get(name) is not column}
-        return {**added, LR_FACTOR: Column(np.full(part.num_groups, factor), "group")}
+                factor *= plugin.learning_rate_factor(seen)
+        return factor
 
     # --- the loss ---
 
     def loss(self, row: Row) -> TokenLoss:
         """Algorithm's loss * the corrections' weights + kl_loss_coef * KL(new || reference) - entropy_coef * entropy, per token."""
+        for correction in self.corrections:
+            if correction.replaces_old:
+                with errors_of(correction):
+                    row.old_logprobs = of_row(correction.old_logprobs(row), row, correction).detach()
         with errors_of(self.algorithm):
             outcome = self.algorithm.loss(row)
         loss, measures = of_row(outcome.loss, row, self.algorithm), dict(outcome.measures)
@@ -124,6 +135,13 @@ class Objective:
             loss = loss - self.settings.entropy_coef * row.entropy
         return TokenLoss(loss, measures)
 
+    def staleness(self, batch: Batch) -> dict[str, float]:
+        """Metrics by lag of what was trained, which has its new_logprobs; none for demonstrations, which no policy sampled."""
+        if self.algorithm.is_supervised or not batch.num_samples:
+            return {}
+        low, high = (getattr(self.algorithm.settings, name, 0.2) for name in ("eps_clip", "eps_clip_high"))
+        return by_lag(batch, (1 - low, 1 + high))
+
     # --- what contradicts what ---
 
     def problems(self) -> Iterator[str]:
@@ -137,7 +155,18 @@ class Objective:
         if self.algorithm.is_supervised:
             yield from self._meaningless()
         else:
+            yield from self._weighed_twice()
             yield from self._cut_distribution()
+
+    def _weighed_twice(self) -> Iterator[str]:
+        weighing = [name for name, c in zip(self.settings.corrections, self.corrections, strict=True) if c.weighs_old]
+        if self.algorithm.reads_rollout_logprobs:
+            weighing = [self.settings.advantage_estimator, *weighing]
+        if len(weighing) > 1:
+            yield (
+                f"algorithm.corrections: {' and '.join(weighing)} each weigh the same tokens by their ratio to the sampler, and their "
+                "product would count it more than once; keep one of them (masks such as opsm and trm go with any)"
+            )
 
     def _meaningless(self) -> Iterator[str]:
         given = {"corrections": self.settings.corrections, "kl_coef": self.settings.kl_coef}

@@ -67,7 +67,9 @@ class Plugin:
         return {}
 
     def learning_rate_factor(self, part: Batch) -> float:
-        """What the learning rate of this optimizer step is multiplied with; `part` has the columns of `prepare`."""
+        """What the learning rate of this optimizer step is multiplied with. Called on rank 0 when the gradient is there: `part` has the
+        columns of `prepare`, and `new_logprobs`, [N] of the training pass itself.
+        """
         return 1.0
 
 
@@ -106,9 +108,15 @@ class Correction(Plugin):
     """A weight per token for samples of another policy; those that are chosen are multiplied. One class in one file."""
 
     reads_rollout_logprobs = True
+    replaces_old: ClassVar[bool] = False
+    """Whether its `old_logprobs` stand in the place of row.old_logprobs, so that no forward pass is made for them."""
     weighs_old: ClassVar[bool] = True
     """Whether its weight is of row.old_logprobs against the sampler. With use_rollout_logprobs, where these are the same, old is then the
     policy being trained itself: the weight is the only correction, the ratio is 1 and nothing is clipped."""
+
+    def old_logprobs(self, row: Row) -> torch.Tensor:
+        """[1, t], no gradient: what the ratio is taken against. Called where `replaces_old`, before the loss."""
+        raise NotImplementedError
 
     def weight(self, row: Row) -> TokenWeight:
         """The weight of each token of a row."""

@@ -1,0 +1,96 @@
+"""The metrics by lag against a slow version over samples, and their edges."""
+
+import math
+
+import numpy as np
+import pytest
+from loss_rows import batch_of
+
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import AlgorithmConfig
+from trainer.objective.choose import choose
+from trainer.objective.staleness import by_lag
+
+CLIP = (0.8, 1.28)
+
+
+def test_a_bucket_by_hand():
+    ln2 = math.log(2)
+    batch = batch_of([2, 1, 1], new_logprobs=[ln2, -ln2, 0.0, 0.1], lag=[1, 1, 1, 4], advantages=[1.0, 1.0, 1.0, -1.0])
+    got = by_lag(batch, CLIP)
+    one = {name.removeprefix("lag/1/"): value for name, value in got.items() if name.startswith("lag/1/")}
+    assert one == pytest.approx(
+        {
+            "tokens": 3,
+            "log_ratio_p50": ln2,  # of 0, ln 2, ln 2
+            "log_ratio_p95": ln2,
+            "log_ratio_p99": ln2,
+            "log_ratio_max": ln2,
+            "kl_k1": 0,
+            "kl_k3": (2 + 0.5 + 1) / 3 - 1,
+            "m2": 2 * ln2**2 / 3,
+            "chi2": (4 + 0.25 + 1) / 3 - 1,
+            "clip_pressure": 2 / 3,
+            "clip_active": 1 / 3,  # a good token below the range keeps its gradient
+            "ess_token": 3.5**2 / (3 * 5.25),
+            "samples": 2,
+            "ess_sequence": 1,
+            "ess_geometric": 1,
+        },
+        abs=1e-6,
+    )
+    assert {name.split("/")[1] for name in got} == {"all", "1", "3-4"}
+    assert got["lag/3-4/kl_k1"] == pytest.approx(-0.1)
+
+
+def test_buckets_equal_a_loop_over_tokens_and_samples():
+    draw = np.random.default_rng(0)
+    lengths = [5, 1, 7, 3, 9, 2]
+    lag, d = draw.integers(0, 12, sum(lengths)), draw.normal(0, 0.5, sum(lengths))
+    got = by_lag(batch_of(lengths, new_logprobs=d, lag=lag), CLIP)
+    for name, low, high in [("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3-4", 3, 4), ("5-8", 5, 8), ("9+", 9, 99)]:
+        tokens = [x for x, k in zip(d, lag, strict=True) if low <= k <= high]
+        assert got.get(f"lag/{name}/tokens", 0) == len(tokens)
+        if tokens:
+            w = np.exp(tokens)
+            assert got[f"lag/{name}/ess_token"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5)
+            assert got[f"lag/{name}/log_ratio_p95"] == pytest.approx(np.quantile(np.abs(tokens), 0.95, method="inverted_cdf"), rel=1e-5)
+        ends = np.cumsum(lengths)
+        spans = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        sums = [d[span].sum() for span in spans if low <= lag[span].max() <= high]
+        assert got.get(f"lag/{name}/samples", 0) == len(sums)
+        if sums:
+            w = np.exp(sums)
+            assert got[f"lag/{name}/ess_sequence"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5)
+
+
+def test_what_is_masked_or_not_finite_is_left_out():
+    batch = batch_of([2, 2], new_logprobs=[0.1, 0.1, 0.2, 0.2], lag=[0, 0, 1, 1])
+    masked = batch["loss_mask"].copy()
+    masked[[4, 5]] = 0
+    spoiled = np.where(masked > 0, batch["rollout_logprobs"], -np.inf)
+    got = by_lag(batch.with_columns({"loss_mask": masked, "rollout_logprobs": spoiled}), CLIP)
+    assert {name.split("/")[1] for name in got} == {"all", "0"}
+    assert got["lag/all/tokens"] == 2
+    assert got["lag/all/samples"] == 1
+    bad = by_lag(batch.with_columns({"new_logprobs": np.full(6, np.nan)}), CLIP)
+    assert all(math.isfinite(value) for value in bad.values())
+
+
+def test_a_step_without_a_trained_token_or_a_sampler_has_none(build_policy, tied_model, make_batch):
+    algorithm = choose(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="sft")))
+    assert algorithm.staleness(batch_of([1], new_logprobs=0.0, lag=0)) == {}
+    policy = build_policy(tied_model)
+    batch = make_batch()
+    for group in batch:
+        for sample in group.samples:
+            sample.reward = 0.5
+    assert not any(name.startswith("lag/") for name in policy.train(batch, num_steps=2))
+
+
+def test_metrics_of_several_optimizer_steps_are_of_all_that_was_trained(build_policy, tied_model, make_batch):
+    policy = build_policy(tied_model)
+    metrics = policy.train(make_batch(), num_steps=2, version=3)
+    assert metrics["lag/3-4/tokens"] == metrics["lag/all/tokens"] == metrics["tokens_trained"]
+    assert metrics["lag/all/kl_k3"] == pytest.approx(metrics["approx_kl"], rel=1e-4)
+    assert metrics["lag/all/log_ratio_max"] == pytest.approx(metrics["logprob_mismatch_max"], rel=1e-5)

@@ -1,0 +1,56 @@
+"""DPPO with a KL term: prime-rl's default loss (PrimeIntellect, src/prime_rl/trainer/rl/loss.py and configs, August 2026)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from slimebus.cli.config.schema import Fraction, NonNegative
+from trainer.algorithms.grpo import grpo_advantages
+from trainer.batches.batch import Batch
+from trainer.objective.clip import ratio_of
+from trainer.objective.group_rewards import per_group, rewards_with_kl
+from trainer.objective.plugin import PolicyGradient, TokenLoss
+from trainer.objective.row import Row
+
+
+class Dppo(PolicyGradient):
+    """-keep w A + dppo_kl d^2 per token, A = r - mean, w = p_new / p_rollout, d = log w; keep = 0 where the probability has already moved
+    far enough: A > 0 and p_new - p_rollout > dppo_high, or A < 0 and p_new - p_rollout < -dppo_low.
+
+    Differences of probabilities, not ratios: a token with p_rollout < dppo_low is never masked from below. The ratio has no cap, as in
+    prime-rl's code (its documentation has one). The denominator keeps what is masked. Trained without advantage for the d^2.
+    """
+
+    compares_with_old = False
+    reads_rollout_logprobs = True
+    trains_without_advantage = True
+
+    class Settings(PolicyGradient.Settings, frozen=True):
+        """Of the mask and the KL term."""
+
+        dppo_low: Fraction = 0.2
+        """[probability] Largest fall of a bad token's probability."""
+        dppo_high: Fraction = 0.2
+        """[probability] Largest rise of a good token's probability."""
+        dppo_kl: NonNegative = 1e-3
+        """[weight] Of d^2."""
+
+    settings: Settings
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.config.rollout.n_samples_per_prompt < 2:
+            yield "rollout.n_samples_per_prompt: 1; dppo compares the samples of a group; sample 2 or more"
+
+    def advantages(self, batch: Batch) -> np.ndarray:
+        def of_group(rewards: np.ndarray, shares: np.ndarray) -> np.ndarray:
+            return grpo_advantages(rewards, shares, std_normalization=False)
+
+        return per_group(batch, rewards_with_kl(batch, self.config.algorithm), of_group)
+
+    def loss(self, row: Row) -> TokenLoss:
+        d, a = row.new_logprobs - row.rollout_logprobs, row.advantages
+        moved = (row.new_logprobs.exp() - row.rollout_logprobs.exp()).detach()
+        is_out = ((a > 0) & (moved > self.settings.dppo_high)) | ((a < 0) & (moved < -self.settings.dppo_low))
+        loss = (~is_out) * -ratio_of(d) * a + self.settings.dppo_kl * d.square()
+        return TokenLoss(loss, {"dppo_dropped": is_out.float()})

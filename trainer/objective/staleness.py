@@ -1,0 +1,68 @@
+"""How far the sampler is from the policy being trained, by lag: the metrics `lag/BUCKET/NAME` of a batch.
+
+d = log(p_new / p_rollout) of each trained token, before its optimizer step   n of a bucket
+"""
+
+import math
+
+import numpy as np
+
+from trainer.batches.batch import Batch
+from trainer.objective.clip import LOG_RATIO_LIMIT
+from trainer.objective.importance import effective_share, log_ratios
+
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+LAST_OF_BUCKET = (0, 1, 2, 4, 8)
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+def by_lag(batch: Batch, clip_range: tuple[float, float]) -> dict[str, float]:
+    """The metrics of each bucket that has a token, and of `all` (docs/algorithms.md lists them); those that are not finite are left out.
+
+    The batch has `new_logprobs`, of the training pass. A token is in the bucket of its lag, a sample in that of its oldest trained token.
+    """
+    is_trained = batch["loss_mask"] > 0
+    d, lag = log_ratios(batch, "new_logprobs")[is_trained], batch["lag"][is_trained]
+    counts = batch.sample_sums(np.ones(batch.num_tokens))
+    has_tokens = counts > 0
+    sums, counts = batch.sample_sums(log_ratios(batch, "new_logprobs"))[has_tokens], counts[has_tokens]
+    oldest = np.maximum.reduceat(np.where(is_trained, batch["lag"], 0), batch.starts)[has_tokens]
+    bucket, sample_bucket = np.searchsorted(LAST_OF_BUCKET, lag), np.searchsorted(LAST_OF_BUCKET, oldest)
+    good = batch["advantages"][is_trained]
+    metrics = dict[str, float]()
+    for name, tokens, samples in [
+        ("all", slice(None), slice(None)),
+        *((name, bucket == i, sample_bucket == i) for i, name in enumerate(BUCKETS)),
+    ]:
+        values = of_tokens(d[tokens], good[tokens], clip_range)
+        values |= of_samples(sums[samples], counts[samples])
+        metrics |= {f"lag/{name}/{what}": value for what, value in values.items() if math.isfinite(value)}
+    return metrics
+
+
+def of_tokens(d: np.ndarray, advantages: np.ndarray, clip_range: tuple[float, float]) -> dict[str, float]:
+    """Of the log ratios of tokens, [n], in bucket of n; nothing where there is none."""
+    if not len(d):
+        return {}
+    sizes, log_ratio = np.sort(np.abs(d)), d.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = np.exp(log_ratio)
+    is_high, is_low = ratio > clip_range[1], ratio < clip_range[0]
+    k1 = float(-d.mean())
+    return {
+        "tokens": float(len(d)),
+        **{f"log_ratio_{name}": float(sizes[math.ceil(q * len(d)) - 1]) for name, q in QUANTILES.items()},
+        "kl_k1": k1,
+        "kl_k3": float(ratio.mean() - 1.0 - log_ratio.mean()),
+        "m2": float(np.square(d).mean()),
+        "chi2": float(np.square(ratio).mean() - 1.0),
+        "clip_pressure": float((is_high | is_low).mean()),
+        "clip_active": float(((is_high & (advantages > 0)) | (is_low & (advantages < 0))).mean()),
+        "ess_token": effective_share(d),
+    }
+
+
+def of_samples(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Of samples, from the sum of d over each one's trained tokens and their number, [n]; nothing where there is none."""
+    if not len(sums):
+        return {}
+    return {"samples": float(len(sums)), "ess_sequence": effective_share(sums), "ess_geometric": effective_share(sums / counts)}
