@@ -60,8 +60,7 @@ def build_model(config: RunConfig, folder: str, *, is_trained: bool = True) -> M
     settings = transformer_config(config.trainer, fields, options["TransformerConfig"])
     gpt = make_gpt(settings, family, hf_config)
     module = Float16Module(settings, gpt) if settings.bf16 else gpt
-    keep_in_float32(gpt)
-    load_weights(gpt, hf, folder, settings.num_layers)
+    load_weights(gpt, hf, folder, settings.num_layers)  # after the wrapper, which would round the router's correction bias to bfloat16
     if is_trained:
         # gradients in fp32, sharded for the distributed optimizer, reduced once a step, unless the options say otherwise
         chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **options["DistributedDataParallelConfig"]}
@@ -129,10 +128,3 @@ def make_gpt(settings: Any, family: str, hf_config: Any) -> Any:
     if hf_config.rope_parameters["rope_type"] == "llama3":  # megatron's own has fixed wavelengths
         gpt.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, parallel.device())
     return gpt.to(parallel.device())
-
-
-def keep_in_float32(gpt: Any) -> None:
-    """Undo bfloat16's rounding of the router's correction bias: megatron keeps it in float32 once it runs, which is after it was loaded."""
-    for module in gpt.modules():
-        if getattr(module, "expert_bias", None) is not None:
-            module.expert_bias.data = module.expert_bias.data.float()
