@@ -24,12 +24,12 @@ from trainer.checkpoint.rank_file import DTYPES, OpenFile, has_its_hash, problem
 from trainer.checkpoint.save import is_first_of_node, random_key
 from trainer.checkpoint.trained_state import Place
 from trainer.model import parallel
-from trainer.model.policy import Policy
+from trainer.model.learner import Learner
 
 log = logging.getLogger("trainer")
 
 
-def load_checkpoint(folder: str | Path, policy: Policy) -> Progress | None:
+def load_checkpoint(folder: str | Path, policy: Learner) -> Progress | None:
     """Continue from the newest whole checkpoint under `folder` exactly as if there had been no stop; every rank calls it.
 
     None, on every rank, when no node has a checkpoint. One that is damaged is passed over for the one before it; a line of the log says
@@ -49,7 +49,7 @@ def load_checkpoint(folder: str | Path, policy: Policy) -> Progress | None:
     raise DataError(f"{folder}: no checkpoint is whole ({listed}); bring the files back, or move the folder away to begin at step 0")
 
 
-def load_step(folder: str | Path, policy: Policy, step: int) -> Progress:
+def load_step(folder: str | Path, policy: Learner, step: int) -> Progress:
     """Continue from the checkpoint of this step and no other; every rank calls it. Raises DataError when it is not whole."""
     checkpoint = _open(Path(folder) / name_of(step))
     if not isinstance(checkpoint, _Checkpoint):
@@ -57,7 +57,7 @@ def load_step(folder: str | Path, policy: Policy, step: int) -> Progress:
     return checkpoint.load(policy)
 
 
-def load_weights(folder: str | Path, policy: Policy, step: int | None = None) -> Progress | None:
+def load_weights(folder: str | Path, policy: Learner, step: int | None = None) -> Progress | None:
     """The weights alone, of the newest checkpoint or of the one that goes on with `step`; every rank calls it. None when there is none.
 
     Raises DataError when it is damaged; no other takes its place.
@@ -134,7 +134,7 @@ class _Checkpoint:
 
     # --- take it ---
 
-    def load(self, policy: Policy) -> Progress:
+    def load(self, policy: Learner) -> Progress:
         """Copy all of it into the policy."""
         state = list(trained_state.optimizer_state(policy))
         self.copy_to([*trained_state.weights(policy), *state])
@@ -145,7 +145,7 @@ class _Checkpoint:
         policy.num_updates = progress.num_updates
         return progress
 
-    def _load_reference(self, policy: Policy) -> None:
+    def _load_reference(self, policy: Learner) -> None:
         """The reference that was refreshed; one that was not is that of the model's folder, which the policy was built with."""
         if policy.reference is None or not any(key.startswith(f"{trained_state.REFERENCE}.") for key in self.manifest.shapes):
             return

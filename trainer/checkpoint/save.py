@@ -24,7 +24,7 @@ from trainer.checkpoint.folder import clear_unfinished, complete, name_of, point
 from trainer.checkpoint.manifest import FORMAT, Manifest, Progress, RankFile
 from trainer.checkpoint.rank_file import Held, write_rank_file
 from trainer.model import parallel
-from trainer.model.policy import Policy
+from trainer.model.learner import Learner
 
 
 class Written(msgspec.Struct):
@@ -43,7 +43,7 @@ class BackgroundSave:
     one before stays.
     """
 
-    def __init__(self, folder: str | Path, policy: Policy, progress: Progress, confirm: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: str | Path, policy: Learner, progress: Progress, confirm: Callable[[], None] = lambda: None) -> None:
         self.step, self._confirm, self._progress = progress.step, confirm, progress
         self._target = Path(folder) / name_of(progress.step)
         self._building = self._target.with_name(f"{self._target.name}.part")
@@ -66,7 +66,7 @@ class BackgroundSave:
         self._building.mkdir(parents=True, exist_ok=True)
 
     @torch.no_grad()
-    def _copy(self, policy: Policy) -> list[Held]:
+    def _copy(self, policy: Learner) -> list[Held]:
         """What this rank writes, in host memory; the steps that follow do not touch it."""
         held = [
             *self._copies(trained_state.weights(policy)),
@@ -93,7 +93,7 @@ class BackgroundSave:
                 copy = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, pin_memory=place.tensor.is_cuda)
                 yield Held(place.key, place.offset, place.shape, copy.copy_(place.tensor, non_blocking=True))
 
-    def _copies_of_reference(self, policy: Policy) -> list[Held]:
+    def _copies_of_reference(self, policy: Learner) -> list[Held]:
         if policy.reference is None or not policy.reference.is_refreshed:
             return []
         with policy.reference.in_place():

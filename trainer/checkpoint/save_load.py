@@ -6,14 +6,14 @@ from pathlib import Path
 from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.manifest import Progress
 from trainer.checkpoint.save import BackgroundSave
-from trainer.model.policy import Policy
+from trainer.model.learner import Learner
 
 __all__ = ["Progress", "load_checkpoint", "save_checkpoint"]
 
 
 def save_checkpoint(
     folder: str | Path,
-    policy: Policy,
+    policy: Learner,
     step: int,
     version: int = 0,
     lineage: str = "",

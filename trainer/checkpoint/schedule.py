@@ -10,6 +10,7 @@ from trainer.checkpoint.folder import oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.manifest import Progress
 from trainer.checkpoint.save import BackgroundSave
+from trainer.model.learner import Learner
 from trainer.model.policy import Policy
 
 log = logging.getLogger("trainer")
@@ -38,7 +39,7 @@ class CheckpointSchedule:
         """Of this trainer; whoever goes on from its checkpoints says so to the broker."""
         self._writing: BackgroundSave | None = None
 
-    def resume(self, policy: Policy) -> Progress:
+    def resume(self, policy: Learner) -> Progress:
         """Load the newest checkpoint that is whole, if a node has one; how far it is."""
         found = load_checkpoint(self.directory, policy)
         if found is None:
@@ -55,7 +56,7 @@ class CheckpointSchedule:
             text = f"another trainer has saved step {newest} since this one has loaded step {self.saved_step}; start this one again"
             raise Fenced(f"{self.directory}: {text}")
 
-    def save_if_due(self, policy: Policy, next_step: int, version: int) -> int:
+    def save_if_due(self, policy: Learner, next_step: int, version: int) -> int:
         """Begin to save when the interval or the end says so, with the version that `next_step` trains; the last one is waited for.
 
         The first step whose samples a trainer may need again: that of the oldest complete checkpoint kept.
@@ -71,7 +72,7 @@ class CheckpointSchedule:
             return 0 if self.interval else next_step  # without checkpoints a trainer begins anew at step 0
         return oldest
 
-    def save_and_stop(self, policy: Policy, next_step: int, version: int) -> None:
+    def save_and_stop(self, policy: Learner, next_step: int, version: int) -> None:
         """Save what no checkpoint holds yet, and log from where the run goes on."""
         if self._writing:
             self._complete()
@@ -79,7 +80,7 @@ class CheckpointSchedule:
             self.save(policy, next_step, version)
         log.info("stopped before step %d; all steps before it are saved, and the run goes on from there", next_step)
 
-    def save(self, policy: Policy, next_step: int, version: int) -> None:
+    def save(self, policy: Learner, next_step: int, version: int) -> None:
         """Save now, and return when the checkpoint is whole. Raises SlimebusError `checkpoint` when it could not be written."""
         self._begin(policy, next_step, version)
         assert self._writing is not None  # begun above
@@ -87,7 +88,7 @@ class CheckpointSchedule:
         writing.finish(self.keep, LAST_SAVE_S)
         self.saved_step = next_step
 
-    def _begin(self, policy: Policy, next_step: int, version: int) -> None:
+    def _begin(self, policy: Learner, next_step: int, version: int) -> None:
         if self._writing:
             log.warning("the checkpoint of step %d is still being written: step %d waits for it", self._writing.step, next_step)
             self._complete()

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from slimebus.bus.errors import ConfigError
 from trainer.checkpoint.boxes import Box, Shape, boxes_of_range
-from trainer.model.policy import Policy
+from trainer.model.learner import Learner
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REFERENCE = "reference"
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return self.offset, self.shape
 
 
-def weights(policy: Policy) -> Iterator[Place]:
+def weights(policy: Learner) -> Iterator[Place]:
     """The model's parameters and buffers on this rank."""
     optimized = {parameter for part in optimizers(policy) for buffer in part.buffers for parameter in buffer.param_index_map}
     for entry in _sharded(policy):
@@ -54,14 +54,14 @@ def weights(policy: Policy) -> Iterator[Place]:
             yield _place(piece, piece.data, is_saved=entry.data not in optimized and not any(_replica(piece)))
 
 
-def reference_weights(policy: Policy) -> Iterator[Place]:
+def reference_weights(policy: Learner) -> Iterator[Place]:
     """The reference's parameters and buffers on this rank, while it is in place."""
     for entry in _sharded(policy):
         for piece in _pieces(entry):
             yield _place(piece, piece.data, is_saved=not any(_replica(piece)), name=REFERENCE)
 
 
-def optimizer_state(policy: Policy) -> Iterator[Place]:
+def optimizer_state(policy: Learner) -> Iterator[Place]:
     """This rank's shards of the trained weights and of Adam's moments."""
     by_parameter = {entry.data: entry for entry in _sharded(policy)}
     for part in optimizers(policy):
@@ -92,7 +92,7 @@ def _place(piece: ShardedTensor, tensor: torch.Tensor, *, is_saved: bool, name: 
     return Place(key, tuple(piece.global_shape), offset, (1,) * added + shape, tensor, is_saved, piece.allow_shape_mismatch)
 
 
-def _sharded(policy: Policy) -> list[Any]:
+def _sharded(policy: Learner) -> list[Any]:
     """Megatron's entries for the model's tensors: ShardedTensors, and factories that make several of one tensor."""
     metadata = {"singleton_local_shards": False, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = policy.model.gpt.sharded_state_dict(metadata=metadata)
@@ -120,7 +120,7 @@ def shards(part: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
-def optimizers(policy: Policy) -> list[Any]:
+def optimizers(policy: Learner) -> list[Any]:
     """The distributed optimizers that have parameters on this rank, with Adam's state made: torch and Transformer Engine make it at the
     first step. Raises ConfigError for a kind of state that is not saved.
     """
@@ -151,7 +151,7 @@ def counts_by_parameter(adam: Any) -> bool:
     return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
 
 
-def adam_step(policy: Policy) -> int:
+def adam_step(policy: Learner) -> int:
     """How many steps Adam has made, 0 where this rank has no parameters."""
     counts = [0]
     for part in optimizers(policy):
@@ -162,7 +162,7 @@ def adam_step(policy: Policy) -> int:
     return max(counts)
 
 
-def set_adam_step(policy: Policy, step: int) -> None:
+def set_adam_step(policy: Learner, step: int) -> None:
     """Let Adam go on after this many steps."""
     for part in optimizers(policy):
         if counts_by_parameter(part.optimizer):

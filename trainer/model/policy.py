@@ -1,7 +1,7 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -9,32 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import RunConfig
-from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes, columns_of_bytes, columns_to_bytes
+from trainer.batches.batch import Batch, Group
 from trainer.compat import cpu_compat
 from trainer.model import parallel, update
 from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
+from trainer.model.learner import Learner
 from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate
 from trainer.model.reference import Reference
 from trainer.objective.choose import choose
 from trainer.objective.objective import Objective
 
-MAX_NONFINITE = 8
-"""Optimizer steps in a row that are not finite and end the run: skipping more of them would train nothing."""
 
-
-class Policy:
-    """Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
+class Policy(Learner):
+    """The policy. Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
 
     def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Reference | None, objective: Objective) -> None:
-        self.config, self.model, self.optimizer, self.reference, self.objective = config, model, optimizer, reference, objective
-        self.num_updates = 0
-        """Steps of the learning-rate schedule done so far."""
-        self.num_nonfinite = 0
-        """Optimizer steps in a row whose loss or gradient was not finite; they were not applied."""
+        super().__init__(config, model, optimizer, objective)
+        self.reference = reference
 
     @classmethod
     def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> "Policy":
@@ -116,16 +110,6 @@ class Policy:
         self._count_nonfinite(metrics)
         return {"lr": lr} | metrics, logprobs
 
-    def _count_nonfinite(self, metrics: dict[str, float]) -> None:
-        self.num_nonfinite = self.num_nonfinite + 1 if metrics["nonfinite"] else 0 if metrics["updated"] else self.num_nonfinite
-        limit = 1 if self.config.trainer.on_nonfinite == "stop" else MAX_NONFINITE
-        if self.num_nonfinite >= limit:
-            raise SlimebusError(
-                f"the loss or gradient of {self.num_nonfinite} optimizer steps in a row was not finite; none of them was applied, and the "
-                "newest checkpoint is from before. Look at the samples and rewards, or lower optimizer.lr",
-                code="nonfinite",
-            )
-
     def logprobs(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
         batch = self._shared(groups, None)
@@ -146,22 +130,5 @@ class Policy:
         else:
             deque(tensors, maxlen=0)
 
-    def close(self) -> None:
-        """Leave the other ranks."""
-        parallel.stop()
-
     def _logprobs(self, batch: Batch) -> np.ndarray:
         return update.compute_logprobs(self.model, batch, self.config.trainer.max_tokens_per_gpu)
-
-    def _shared(self, groups: Sequence[Group] | None, version: int | None) -> Batch:
-        """The batch of rank 0's groups, on every rank."""
-        batch = None if groups is None else self.objective.batch_of(groups, version)
-        if batch is not None and not parallel.has_others():
-            return batch
-        return batch_of_bytes(parallel.broadcast_bytes(None if batch is None else batch_to_bytes(batch)))
-
-    def _of_rank_0(self, compute: Callable[[], dict[str, Column]]) -> dict[str, Column]:
-        """The columns that rank 0 computes, on every rank: a plug-in need not give the same on all of them."""
-        if not parallel.has_others():
-            return compute()
-        return columns_of_bytes(parallel.broadcast_bytes(columns_to_bytes(compute()) if parallel.is_main_rank() else None))
