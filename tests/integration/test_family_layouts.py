@@ -15,14 +15,10 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 FAMILIES = [name for name in CASES if "-" not in name and name != "kimi_k2"]  # whose map is deepseek_v3's
 TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EXPERTS = {
-    "qwen3_moe": {"expert_model_parallel_size": 2},
-    "glm4_moe": {"expert_tensor_parallel_size": 2},
-    "deepseek_v3": {"expert_model_parallel_size": 2},
-}
-"""With tensor parallelism: experts whole on one of the ranks, or each shared by both."""
+EXPERTS = {"expert_model_parallel_size": 2}
+"""Half of them on each rank; experts that ranks share (expert tensor parallelism) need NCCL."""
 LAYOUTS = {
-    "tensors_and_experts": {name: {**TENSORS, "megatron": EXPERTS.get(name, {})} for name in FAMILIES},
+    "tensors_and_experts": {name: {**TENSORS, "megatron": EXPERTS if "num_experts_per_tok" in CASES[name][1] else {}} for name in FAMILIES},
     "stages": {name: {"pipeline_model_parallel_size": 2} for name in FAMILIES},
 }
 
