@@ -3,14 +3,17 @@
 N tokens of the batch   S samples   n samples of one group
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
+from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.objective.kl import KL_ESTIMATORS
+
+STD_FLOOR = 1e-4  # keeps a group of almost equal rewards finite
 
 
 def token_kl(batch: Batch, algorithm: AlgorithmConfig) -> np.ndarray:
@@ -39,3 +42,31 @@ def per_group(batch: Batch, values: np.ndarray, function: Callable[[np.ndarray, 
     weights, edges = shares(batch), np.flatnonzero(np.diff(batch.group_of)) + 1
     parts = [function(v, w) for v, w in zip(np.split(values, edges), np.split(weights, edges), strict=True)]
     return batch.to_tokens(np.concatenate(parts).astype(np.float32))
+
+
+def group_normalised(batch: Batch, rewards: np.ndarray, *, std_normalization: bool) -> np.ndarray:
+    """[N] f32 from [S]: grpo_advantages of each group, spread over the tokens."""
+    return per_group(batch, rewards, lambda of_group, weights: grpo_advantages(of_group, weights, std_normalization=std_normalization))
+
+
+def grpo_advantages(rewards: np.ndarray, weights: np.ndarray | None = None, *, std_normalization: bool = True) -> np.ndarray:
+    """(r - mean) / (population std + 1e-4) over one group of any size, [n] f32; equal rewards give exactly 0.
+
+    weights: [n], what each counts in mean and std (all alike); with 1 / the number of its trajectory's samples each trajectory counts
+    once. Without std_normalization only the mean is subtracted.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.size == 0 or np.all(values == values[0]):  # the mean of equal floats need not equal them
+        return np.zeros(values.shape, dtype=np.float32)
+    centred = values - np.average(values, weights=weights)
+    std = np.sqrt(np.average(centred**2, weights=weights))
+    return (centred / (std + STD_FLOOR) if std_normalization else centred).astype(np.float32)
+
+
+def group_of_one(config: RunConfig) -> Iterator[str]:
+    """The problem of a group that is compared with itself."""
+    if (size := config.rollout.n_samples_per_prompt) < 2:
+        yield (
+            f"rollout.n_samples_per_prompt: {size}; advantage_estimator {config.algorithm.advantage_estimator} compares the "
+            "samples of a group, so a group of one has advantage 0 and trains nothing; sample 2 or more"
+        )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.algorithms.grpo import grpo_advantages
+from trainer.objective.group_rewards import grpo_advantages
 
 
 def test_one_right_of_four_by_hand():

@@ -1,0 +1,31 @@
+"""GSPO: the ratio of a whole sequence. Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 5, 7 and 13 (GSPO-token)."""
+
+import torch
+
+from slimebus.cli.config.schema import NonNegative
+from trainer.algorithms.grpo import Grpo
+from trainer.objective.row import Row
+
+
+class Gspo(Grpo):
+    """The clipped loss of s_t = sg(s) p_new / sg(p_new), s = exp(mean over the sequence of log p_new - log p_old); mean over sequences.
+
+    With one advantage for a sequence its value and gradient are those of the clipped loss of s. The ranges are those of the paper's
+    section 5.1: s is a geometric mean, so it strays from 1 a hundred times less than the ratio of a token.
+    """
+
+    aggregation = "sequence"
+
+    class Settings(Grpo.Settings, frozen=True):
+        """Those of GRPO."""
+
+        eps_clip: NonNegative = 3e-4
+        """[ratio] The importance ratio is clipped below at 1 - eps_clip."""
+        eps_clip_high: NonNegative = 4e-4
+        """[ratio] ... and above at 1 + eps_clip_high."""
+
+    settings: Settings
+
+    def log_ratio(self, row: Row) -> torch.Tensor:
+        new = row.new_logprobs
+        return row.sequence_mean(new.detach() - row.old_logprobs) + (new - new.detach())

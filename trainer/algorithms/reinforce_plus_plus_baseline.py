@@ -1,0 +1,26 @@
+"""REINFORCE++ with the group's mean as baseline. Hu et al., "REINFORCE++" (2025), section 3.2."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.batches.batch import Batch
+from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.group_rewards import group_of_one, grpo_advantages, per_group, token_kl
+from trainer.objective.returns import whitened
+
+
+class ReinforcePlusPlusBaseline(ClippedPolicyGradient):
+    """The clipped loss with A = (a - mean) / std over all trained tokens of the batch, a = r - mean of the group's r.
+
+    With kl_coef, a is less by kl_coef KL(old || reference) of each token (slime's form); the paper has the KL in the loss: kl_loss_coef
+    with kl_loss_type k2.
+    """
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from group_of_one(self.config)
+
+    def advantages(self, batch: Batch) -> np.ndarray:
+        centred = per_group(batch, batch["reward"], lambda rewards, shares: grpo_advantages(rewards, shares, std_normalization=False))
+        return whitened(batch, centred - token_kl(batch, self.config.algorithm))
