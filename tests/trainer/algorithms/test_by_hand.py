@@ -1,0 +1,127 @@
+"""What each algorithm does that GRPO does not, against numbers worked out by hand, and what it refuses."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from loss_rows import batch_of, gradient, in_order, row_of
+
+from slimebus.cli.config import resolve
+from trainer.algorithms.dapo import overlong_punishment
+from trainer.algorithms.rloo import leave_one_out
+from trainer.batches.batch import Column
+from trainer.objective.choose import algorithm_problems, choose
+from trainer.objective.objective import Objective
+
+
+def objective(name: str, **flags: Any) -> Objective:
+    return choose(resolve(None, {"algorithm.advantage_estimator": name, **flags}, environ={}).config)
+
+
+def problems(name: str, **flags: Any) -> str:
+    return "\n".join(algorithm_problems(resolve(None, {"algorithm.advantage_estimator": name, **flags}, environ={})))
+
+
+def test_a_reward_is_compared_with_the_others() -> None:
+    assert leave_one_out(np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    # an attempt of two samples, rewarded 1, and attempts rewarded 0.5 and 0
+    assert leave_one_out(np.array([1.0, 1.0, 0.5, 0.0]), np.array([0.5, 0.5, 1, 1])) == pytest.approx([0.75, 0.75, 0.0, -0.75])
+    assert not leave_one_out(np.array([3.0]), np.ones(1)).any()
+    assert not leave_one_out(np.array([3.0, 3.0]), np.array([0.5, 0.5])).any()
+
+
+def test_answers_near_the_limit_are_punished() -> None:
+    assert overlong_punishment(np.array([0.0, 4.0, 5.0, 8.0, 9.0]), 8, 4) == pytest.approx([0, 0, -0.25, -1, -1])
+    assert not overlong_punishment(np.array([8.0]), 8, 0).any()
+
+
+def test_gspo_has_the_ratio_of_the_sequence_at_each_token() -> None:
+    wide = {"algorithm.settings.eps_clip": 0.5, "algorithm.settings.eps_clip_high": 0.5}
+    row = row_of(batch_of([2, 1]), [0.2, 0.0, -0.1])
+    loss = objective("gspo", **wide).loss(row).loss
+    loss.sum().backward()
+    first, second = math.exp(0.1), math.exp(-0.1)
+    assert in_order(row, loss.detach()) == pytest.approx([-first, -first, -second])
+    assert gradient(row) == pytest.approx([-first, -first, -second])
+
+
+def test_gspo_clips_all_tokens_of_a_sequence_that_strays_a_thousandth() -> None:
+    row = row_of(batch_of([2, 2]), [0.001, 0.001, 0.0003, 0.0003])
+    outcome = objective("gspo").loss(row)
+    outcome.loss.sum().backward()
+    assert in_order(row, outcome.measures["pg_clipfrac"]) == [1, 1, 0, 0]
+    assert gradient(row) == pytest.approx([0, 0, -math.exp(0.0003), -math.exp(0.0003)])
+
+
+def test_cispo_caps_the_weight_and_keeps_every_gradient() -> None:
+    row = row_of(batch_of([3], advantages=[1.0, 1.0, -2.0]), [math.log(10), math.log(0.1), math.log(3)])
+    outcome = objective("cispo").loss(row)
+    outcome.loss.sum().backward()
+    assert gradient(row) == pytest.approx([-5.0, -0.1, 6.0])
+    assert in_order(row, outcome.measures["pg_clipfrac"]) == [1, 0, 0]
+
+
+def test_topr_tapers_bad_sequences_alone() -> None:
+    batch = batch_of([2, 2, 2], advantages=[1, 1, -1, -1, -1, -1])
+    row = row_of(batch, [1.0, 1.0, -1.0, -1.0, 1.0, 0.5])
+    objective("topr").loss(row).loss.sum().backward()
+    assert gradient(row) == pytest.approx([-1, -1, math.exp(-2), math.exp(-2), 1, 1])
+
+
+def test_the_teachers_verdict_is_minus_the_reverse_kl() -> None:
+    batch = batch_of([2], reward=[1.0], rollout_logprobs=[math.log(0.5), math.log(0.2)], teacher_logprobs=[math.log(0.25), math.log(0.4)])
+    chosen = objective("on_policy_distillation")
+    assert chosen.fields == {"teacher_logprobs"}
+    got = chosen.algorithm.advantages(batch)
+    assert got[1:] == pytest.approx([-math.log(2), math.log(2)])
+    assert objective("on_policy_distillation", **{"algorithm.use_rollout_logprobs": False}).needs_pass("old_logprobs")
+
+
+def test_advantages_come_one_a_token_or_one_a_sample() -> None:
+    chosen, batch = objective("precomputed", **{"rollout.n_samples_per_prompt": 1}), batch_of([2, 1])
+    assert chosen.fields == {"advantages"}
+    for_samples = batch.with_columns({"advantages": Column(np.array([0.5, -2.0]), "sample")})
+    assert chosen.advantages(for_samples)["advantages"].values.tolist() == [0, 0.5, 0.5, 0, -2]
+
+
+@pytest.mark.parametrize(("version", "lag", "rests"), [(0, 0, True), (1, 3, True), (3, 2, False), (-1, 0, True)])
+def test_the_policy_rests_while_only_the_critic_learns(version: int, lag: int, rests: bool) -> None:
+    flags = {"algorithm.settings.num_critic_only_steps": 5}
+    chosen, batch = objective("ppo", **flags), batch_of([2, 1], reward=[1.0, 0.0], values=0.0)
+    lags = {"versions": Column(np.full(batch.num_tokens, version)), "lag": Column(np.full(batch.num_tokens, lag))}
+    batch = batch.with_columns(lags)
+    assert chosen.fields == {"values"}
+    assert bool(chosen.algorithm.advantages(batch).any()) is not rests
+    assert chosen.algorithm.learning_rate_factor(batch) == (0.0 if rests else 1.0)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "gspo", "cispo", "topr", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
+    assert "a group of one has advantage 0" in problems(name, **{"rollout.n_samples_per_prompt": 1})
+    assert problems(name) == ""
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo", "precomputed", "on_policy_distillation"])
+def test_a_group_of_one_is_allowed_where_none_are(name: str) -> None:
+    assert problems(name, **{"rollout.n_samples_per_prompt": 1}) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("topr", {"algorithm.corrections": "tis"}, "topr weighs the sampler's samples itself"),
+        ("topr", {"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False}, "every importance ratio would be wrong"),
+        ("dapo", {"algorithm.settings.overlong_buffer_len": 4096, "rollout.rollout_max_response_len": 4096}, "expected less than"),
+        ("ppo", {"algorithm.settings.gamma": 1.5}, "gamma: got 1.5; expected"),
+        ("rloo", {"algorithm.settings.grpo_std_normalization": True}, "no setting of rloo; it belongs to cispo, dapo, dr_grpo, grpo, gspo"),
+        ("on_policy_distillation", {"algorithm.kl_coef": 0.1}, "has its own KL, to the teacher"),
+        (
+            "on_policy_distillation",
+            {"algorithm.settings.opd_reward_coef": 1, "rollout.n_samples_per_prompt": 1},
+            "a group of one has advantage 0",
+        ),
+    ],
+)
+def test_what_contradicts_is_refused_with_the_reason(name: str, flags: dict[str, Any], message: str) -> None:
+    assert message in problems(name, **flags)
