@@ -21,6 +21,8 @@ from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import resolve
 from slimebus.cli.config.fields import sections
+from trainer.batches.batch import Group
+from trainer.objective.choose import choose
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -121,10 +123,26 @@ def test_the_page_names_what_a_source_is_told() -> None:
         assert f"`{field}`" in section, field
 
 
+def test_the_algorithm_clips_rewards_and_leaves_out_what_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "finished.py").write_text(EXAMPLES["Finished"])
+    flags = {"algorithm.advantage_estimator": "finished.py:Finished", "rollout.rollout_max_response_len": 3}
+    objective = choose(resolve(None, flags, {}).config, tmp_path)
+
+    def sample(length: int, reward: float) -> Sample:
+        ones = np.ones(length + 1, np.float32)
+        return Sample(tokens=ones.astype(np.int32), loss_mask=ones.astype(np.uint8), rollout_logprobs=-ones, versions=[], reward=reward)
+
+    batch = objective.batch_of([Group(id="0", samples=[sample(1, 5.0), sample(3, 0.5), sample(2, -1.0)])], 0)
+    batch = batch.with_columns(objective.advantages(batch))
+    assert batch["advantages"][batch.ends - 1] == pytest.approx(np.array([1, 0, -1]) * 0.5 / (6**-0.5 + 1e-4))
+    weights = objective.prepare(batch)["loss_weight"].values
+    assert weights.tolist() == pytest.approx([0, 1 / 3, 0, 0, 0, 0, 0, 1 / 3, 1 / 3])
+
+
 def test_every_hook_of_the_config_has_its_section_and_example() -> None:
     hooks = {doc.name.rpartition(".")[2] for _, _, docs in sections() for doc in docs if doc.unit == "hook"}
     assert hooks == set(re.findall(r"^## (\w+_path)$", PAGE, re.MULTILINE))
-    assert len(EXAMPLES) == len(hooks)
+    assert len(EXAMPLES) == len(hooks) + 1  # and one of the trainer's side
 
 
 def test_built_in_rewards_are_listed() -> None:

@@ -22,7 +22,7 @@ def token_kl(batch: Batch, algorithm: AlgorithmConfig) -> np.ndarray:
         return np.zeros(batch.num_tokens)
     old = batch["rollout_logprobs" if algorithm.use_rollout_logprobs else "old_logprobs"]
     sides = [torch.from_numpy(np.where(batch["loss_mask"] > 0, side, 0.0)) for side in (old, batch.per_token("reference_logprobs"))]
-    return algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_loss_type](*sides).numpy()
+    return algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_loss_type or "k1"](*sides).numpy()
 
 
 def rewards_with_kl(batch: Batch, algorithm: AlgorithmConfig) -> np.ndarray:

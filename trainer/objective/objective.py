@@ -128,7 +128,7 @@ class Objective:
             loss = torch.where(weight > 0, loss * weight, 0.0)
             measures |= weighed.measures
         if self.settings.kl_loss_coef:
-            divergence = kl_term(self.settings.kl_loss_type, row.new_logprobs, row.old_logprobs, row["reference_logprobs"])
+            divergence = kl_term(self.settings.kl_loss_type or "k3", row.new_logprobs, row.old_logprobs, row["reference_logprobs"])
             loss = loss + self.settings.kl_loss_coef * divergence
             measures["kl_loss"] = divergence.detach()
         if self.settings.entropy_coef:

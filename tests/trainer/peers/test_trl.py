@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages equal TRL's, where TRL has them. Needs .venv-trl beside bin/ (`bin/bench e2e` makes it); else skipped."""
+"""Losses, gradients and advantages equal TRL's, where it has them. Needs .venv-trl beside bin/ (`bin/bench e2e` makes it), else skipped."""
 
 import json
 import subprocess

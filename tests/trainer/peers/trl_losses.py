@@ -31,22 +31,33 @@ def loss_of(numbers: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     mask = torch.tensor(numbers["mask"])
     inputs = {
         **{name: torch.zeros(len(new), 1, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")},
-        **{name: mask for name in ("completion_ids", "completion_mask")},
+        **dict.fromkeys(("completion_ids", "completion_mask"), mask),
         "advantages": torch.tensor(numbers["advantages"], dtype=torch.float64),
         "old_per_token_logps": torch.tensor(numbers["old"], dtype=torch.float64),
         "ref_per_token_logps": torch.tensor(numbers["reference"], dtype=torch.float64),
         "num_items_in_batch": mask.sum(),
     }
     args = SimpleNamespace(delta=case.get("delta"), use_bias_correction_kl=case.get("unbiased", False), steps_per_generation=1)
-    trainer = SimpleNamespace(
-        **dict(args=args, accelerator=ACCELERATOR, model=SimpleNamespace(training=True), loss_type=case["loss_type"]),
-        **dict(epsilon_low=case.get("low", 0.2), epsilon_high=case.get("high", 0.2), beta=case.get("beta", 0.0)),
-        **dict(importance_sampling_level=case.get("level", "token"), max_completion_length=numbers["longest"]),
-        **dict(aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False),
-        **dict(current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list))),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
-    )
-    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    fields = {
+        "args": args,
+        "accelerator": ACCELERATOR,
+        "model": SimpleNamespace(training=True),
+        "loss_type": case["loss_type"],
+        "epsilon_low": case.get("low", 0.2),
+        "epsilon_high": case.get("high", 0.2),
+        "beta": case.get("beta", 0.0),
+        "importance_sampling_level": case.get("level", "token"),
+        "max_completion_length": numbers["longest"],
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+        "current_gradient_accumulation_steps": 1,
+        "_entropy_bonus_enabled": False,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (new, torch.zeros_like(new), None),
+    }
+    loss = GRPOTrainer._compute_loss(SimpleNamespace(**fields), None, inputs)
     loss.backward()
     return {"loss": loss.item(), "gradient": new.grad.tolist()}
 
@@ -60,12 +71,31 @@ def advantages_of(numbers: dict[str, Any], case: dict[str, Any]) -> list[float]:
     logprobs = {id(model): numbers["old"], id(reference): numbers["reference"]}
     trainer = MagicMock()
     fields = {
-        **dict(accelerator=ACCELERATOR, model=model, ref_model=reference, beta=case.get("beta", 0.0), num_generations=numbers["group"]),
-        **dict(scale_rewards=case.get("scale"), multi_objective_aggregation="sum_then_normalize", normalize_advantages=False),
-        **dict(reward_weights=torch.ones(1), reward_clip_range=None, reward_func_names=["reward"], mask_truncated_completions=False),
-        **dict(pad_to_multiple_of=None, use_vllm=False, log_multimodal=False, tools=None, environments=None, num_iterations=1),
-        **dict(_metrics=defaultdict(lambda: defaultdict(list)), _logs=MagicMock(), _pending_extra_logs={}, _pending_metrics={}),
-        **dict(environment_factories=None, reward_funcs=[None], aux_loss_enabled=False),
+        "accelerator": ACCELERATOR,
+        "model": model,
+        "ref_model": reference,
+        "beta": case.get("beta", 0.0),
+        "num_generations": numbers["group"],
+        "scale_rewards": case.get("scale"),
+        "multi_objective_aggregation": "sum_then_normalize",
+        "normalize_advantages": False,
+        "reward_weights": torch.ones(1),
+        "reward_clip_range": None,
+        "reward_func_names": ["reward"],
+        "mask_truncated_completions": False,
+        "pad_to_multiple_of": None,
+        "use_vllm": False,
+        "log_multimodal": False,
+        "tools": None,
+        "environments": None,
+        "num_iterations": 1,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_logs": MagicMock(),
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+        "environment_factories": None,
+        "reward_funcs": [None],
+        "aux_loss_enabled": False,
     }
     for name, value in fields.items():
         setattr(trainer, name, value)
