@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from slimebus.cli.config.schema import Fraction, NonNegative
-from trainer.algorithms.grpo import grpo_advantages
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
-from trainer.objective.group_rewards import per_group, rewards_with_kl
+from trainer.objective.group_rewards import group_normalised, group_of_one, rewards_with_kl
 from trainer.objective.plugin import PolicyGradient, TokenLoss
 from trainer.objective.row import Row
 
@@ -39,14 +38,10 @@ class Dppo(PolicyGradient):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.config.rollout.n_samples_per_prompt < 2:
-            yield "rollout.n_samples_per_prompt: 1; dppo compares the samples of a group; sample 2 or more"
+        yield from group_of_one(self.config)
 
     def advantages(self, batch: Batch) -> np.ndarray:
-        def of_group(rewards: np.ndarray, shares: np.ndarray) -> np.ndarray:
-            return grpo_advantages(rewards, shares, std_normalization=False)
-
-        return per_group(batch, rewards_with_kl(batch, self.config.algorithm), of_group)
+        return group_normalised(batch, rewards_with_kl(batch, self.config.algorithm), std_normalization=False)
 
     def loss(self, row: Row) -> TokenLoss:
         d, a = row.new_logprobs - row.rollout_logprobs, row.advantages

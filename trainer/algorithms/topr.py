@@ -26,8 +26,6 @@ class Topr(PolicyGradient):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from group_of_one(self.config)
-        if corrections := self.config.algorithm.corrections:
-            yield f"algorithm.corrections: {', '.join(corrections)}; topr weighs the sampler's samples itself; remove them"
 
     def advantages(self, batch: Batch) -> np.ndarray:
         return group_normalised(batch, rewards_with_kl(batch, self.config.algorithm), std_normalization=False)

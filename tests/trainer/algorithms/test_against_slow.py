@@ -73,6 +73,13 @@ CASES = [
     Case("cispo", lambda s: slow.group_advantages(s, by_std=True), "cispo 0 5"),
     Case("cispo", lambda s: slow.group_advantages(s, by_std=True), "cispo 0.8 1.2", settings={"eps_clip": 0.2, "eps_clip_high": 0.2}),
     Case("topr", lambda s: slow.group_advantages(s, by_std=False), "topr", "constant"),
+    Case("dppo", lambda s: slow.group_advantages(s, by_std=False), "dppo 0.2 0.001"),
+    Case(
+        "dppo",
+        lambda s: slow.group_advantages(s, by_std=False),
+        "dppo 0.02 1",
+        settings={"dppo_low": 0.02, "dppo_high": 0.02, "dppo_kl": 1},
+    ),
     Case("rloo", slow.leave_one_out, aggregation="constant"),
     Case("rloo", lambda s: slow.leave_one_out(slow.with_kl(s, 0.1, "k1")), aggregation="constant", algorithm=K1),
     Case("reinforce_plus_plus", lambda s: slow.whitened(slow.returns(s, 1.0, 0.0, "k1"))),

@@ -110,7 +110,7 @@ def test_a_group_of_one_is_allowed_where_none_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("topr", {"algorithm.corrections": "tis"}, "topr weighs the sampler's samples itself"),
+        ("topr", {"algorithm.corrections": "tis"}, "topr and tis each weigh the same tokens"),
         ("topr", {"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False}, "every importance ratio would be wrong"),
         ("dapo", {"algorithm.settings.overlong_buffer_len": 4096, "rollout.rollout_max_response_len": 4096}, "expected less than"),
         ("ppo", {"algorithm.settings.gamma": 1.5}, "gamma: got 1.5; expected"),
