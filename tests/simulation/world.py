@@ -167,7 +167,8 @@ class World:
         if not self.account.lost_suffix:
             require(len(left) < max(self.batch_sizes), f"{len(left)} prompts are left over: {sorted(left)}")
             require(names | ended | left == every, f"neither trained nor ended: {sorted(every - names - ended - left)}")
-            require(not names & ended, f"trained and ended: {sorted(names & ended)}")
+            both = names & ended - self.account.may_repeat  # a prompt that is sampled again may end in another way
+            require(not both, f"trained and ended: {sorted(both)}")
 
     # --- what actors ask of the world ---
 
