@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from loss_rows import batch_of, gradient, in_order, row_of
 
 from slimebus.cli.config import resolve
@@ -76,6 +77,20 @@ def test_the_teachers_verdict_is_minus_the_reverse_kl() -> None:
     got = chosen.algorithm.advantages(batch)
     assert got[1:] == pytest.approx([-math.log(2), math.log(2)])
     assert objective("on_policy_distillation", **{"algorithm.use_rollout_logprobs": False}).needs_pass("old_logprobs")
+
+
+def test_over_the_students_own_tokens_the_gradient_is_that_of_the_reverse_kl() -> None:
+    logits = torch.tensor([0.3, -0.2, 0.7], dtype=torch.float64, requires_grad=True)
+    student, teacher = logits.log_softmax(0), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
+    batch = batch_of([1, 1, 1], reward=[0.0] * 3, rollout_logprobs=student.detach().numpy(), teacher_logprobs=teacher.numpy())
+    chosen = objective("on_policy_distillation")
+    batch = batch.with_columns({"advantages": chosen.algorithm.advantages(batch).astype(np.float32)})
+    row = row_of(batch, student.tolist())
+    chosen.loss(row).loss.sum().backward()
+    share = student.exp().detach()  # how often each token is sampled
+    (got,) = torch.autograd.grad((share * torch.tensor(gradient(row)) * student).sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits)
+    assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
 
 
 def test_advantages_come_one_a_token_or_one_a_sample() -> None:
