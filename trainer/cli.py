@@ -64,6 +64,7 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
 @click.command(cls=ConfigCommand, foreign=foreign_flags, problems=algorithm_problems, short_help="Run the trainer of a run.")
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--role", type=click.Choice(["policy", "critic"]), default="policy", show_default=True, help="[choice] What it trains.")
 @click.option("--help-megatron", **EAGER, callback=show_megatron_help, help="Show Megatron's options, and exit.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="[times] Start all ranks again when one of them fails.")
 @click.option(
@@ -78,12 +79,15 @@ def trainer(
     ctx: click.Context,
     run_yaml: Path | None,
     broker: str | None,
+    role: str,
     max_restarts: int,
     replay: Path | None,
     profile_steps: str | None,
     **node: object,
 ) -> None:
     """Run the trainer: fetch batches, train, publish weights.
+
+    With --role critic: read the same groups as a consumer, give each its values, learn returns; publish nothing (docs/critic.md).
 
     Start it once per node: it starts --nproc-per-node ranks there. Several nodes meet by --nnodes, --node-rank and --master-addr, or by
     what srun or torchrun have set. It resumes from the newest checkpoint under the run directory. Any field of megatron-core's configs
@@ -95,6 +99,12 @@ def trainer(
 
     debug = bool((ctx.obj or {}).get("debug"))
     launch(resolved, node_of(ctx), sys.argv[1:], max_restarts=max_restarts, debug=debug)
+    if role == "critic":
+        from trainer.critic.process import run_critic
+
+        if replay or profile:
+            raise UsageError("--replay and --profile-steps are of --role policy; leave them out")
+        return run_critic(resolved, broker, debug=debug)
     run_trainer(resolved, broker, Debugging(replay, profile, run_yaml), debug=debug)
 
 

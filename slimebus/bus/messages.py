@@ -379,6 +379,7 @@ class Read(Message):
 
     needs: fields that a group must have; reading goes no further than the first group that lacks one. extras: of the fields beyond
     tokens, loss_mask and rollout_logprobs, just these (None: all). shard, shards: only positions p with p % shards == shard.
+    back: begin behind `after` also where more was acknowledged, for a consumer that goes on from a checkpoint of its own.
     """
 
     count: Positive
@@ -388,6 +389,7 @@ class Read(Message):
     extras: FieldNames | None = None
     shard: Count = 0
     shards: Positive = 1
+    back: bool = False
 
 
 class ReadGroup(Message):

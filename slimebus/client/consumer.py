@@ -49,7 +49,9 @@ class Consumer:
         self.client = Client(broker, name=name, credentials=credentials_at(Path(keys), "consumer") if keys else None)
         self.client.rejoins = True
         self.num_skipped = 0
-        self._position = 0
+        self.position = 0
+        """Of the newest group that was read; 0 before the first read."""
+        self._goes_back = False
         self._finished = threading.Event()
         try:
             welcome = join(self.client, "consumer", timeout_s)
@@ -72,6 +74,10 @@ class Consumer:
     def is_finished(self) -> bool:
         """True once the run is over."""
         return self._finished.is_set()
+
+    def rewind(self, position: int) -> None:
+        """Let the next read begin behind `position`, also where more was acknowledged; groups that are gone by then are skipped."""
+        self.position, self._goes_back = position, True
 
     def groups(self, **how: Any) -> Iterator[ConsumedGroup]:
         """Every group from the durable position on, until the run is over; takes what `read` takes."""
@@ -106,11 +112,12 @@ class Consumer:
             asked = Read(
                 count=count,
                 wait_s=min(left_s, LONGEST_ASK_S),
-                after=self._position,
+                after=self.position,
                 needs=list(needs),
                 extras=None if extras is None else list(extras),
                 shard=shard[0],
                 shards=shard[1],
+                back=self._goes_back,
             )
             found = self._read(asked)
             if found or self.is_finished or left_s <= LONGEST_ASK_S:
@@ -118,11 +125,11 @@ class Consumer:
 
     def _read(self, asked: Read) -> list[ConsumedGroup]:
         reply = self._ask(asked)
-        answer = reply.expect(ReadReply)
+        answer, self._goes_back = reply.expect(ReadReply), False
         if answer.finished:
             self._finished.set()
         self.num_skipped += answer.num_skipped
-        self._position = answer.groups[-1].position if answer.groups else answer.position
+        self.position = answer.groups[-1].position if answer.groups else answer.position
         samples = decode_stored([group.num_frames for group in answer.groups], reply.bulk)
         return [ConsumedGroup(group.group, group.lease, group.position, own) for group, own in zip(answer.groups, samples, strict=True)]
 
@@ -132,9 +139,15 @@ class Consumer:
         False when the group is not waiting to be trained any more. A field that is there stays as it is; another consumer's raises
         SlimebusError `field_exists`.
         """
-        put = PutFields(group=group.id, lease=group.lease)
-        answer = self.client.call(put, encode_fields(fields), timeout_s=2 * ANSWER_S)
-        return answer.expect(PutFieldsReply).result != "gone"
+        return self.put_all([(group, fields)])[0]
+
+    def put_all(self, fields_of: Sequence[tuple[ConsumedGroup, Mapping[str, Sequence[np.ndarray]]]]) -> list[bool]:
+        """put_fields to several groups at once, without waiting for one answer after the other."""
+        sent = [
+            self.client.submit(PutFields(group=group.id, lease=group.lease), encode_fields(fields), timeout_s=2 * ANSWER_S)
+            for group, fields in fields_of
+        ]
+        return [answer.result().expect(PutFieldsReply).result != "gone" for answer in sent]
 
     def _ask(self, asked: Read) -> Reply:
         try:

@@ -102,6 +102,23 @@ def test_a_critic_stands_behind_a_teacher(bench: Bench) -> None:
         assert not teacher.put_fields(read[0], {"more": [np.zeros(1, np.int8)] * 2})
 
 
+def test_a_consumer_goes_back_to_where_its_own_checkpoint_ends(bench: Bench) -> None:
+    with Consumer(bench.address, name="critic") as critic:
+        made = bench.make(2 * BATCH, 0)
+        first = critic.read(2, wait_s=20)
+        critic.read(wait_s=20)
+        assert critic.read(wait_s=0) == []
+    with Consumer(bench.address, name="critic") as critic:
+        assert critic.read(wait_s=0) == [], "all is acknowledged"
+        critic.rewind(first[-1].position)
+        again = critic.read(wait_s=20)
+        assert [group.id for group in again] == made[2:]
+        assert critic.position == again[-1].position
+        values = [(group, {"values": [np.zeros(len(s.tokens), np.float32) for s in group.samples]}) for group in again]
+        assert critic.put_all(values) == [True, True]
+        assert critic.read(wait_s=0) == [], "it goes back once"
+
+
 def test_a_consumer_that_does_not_know_the_broker_says_so_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(SlimebusError, match="no broker answered"):

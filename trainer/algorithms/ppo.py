@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Meta
 
 from slimebus.bus.messages import NO_VERSION
+from slimebus.cli.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
 from trainer.objective.returns import gae, token_rewards, whitened
@@ -28,6 +29,10 @@ class Ppo(ClippedPolicyGradient):
         """[factor] Lambda of GAE: 1 weighs all later rewards (low bias), 0 only the next value (low variance)."""
         normalize_advantages: bool = True
         """[switch] Subtract the mean and divide by the deviation over all trained tokens of the batch."""
+        value_clip: NonNegative = 0.2
+        """[reward] The critic's values move in one batch by at most so much from those that the groups got when they came."""
+        critic_lr: NonNegative = 0.0
+        """[per step] Peak learning rate of the critic; 0: optimizer.lr."""
         num_critic_only_steps: Annotated[int, Meta(ge=0)] = 0
         """[steps] The policy rests so long at the start, while the critic learns."""
 

@@ -15,12 +15,16 @@ FORMAT = 2
 
 
 class Progress(msgspec.Struct):
-    """The step that is trained next and its version, the steps of the learning-rate schedule, and the lineage that saved it."""
+    """The step that is trained next and its version, the steps of the learning-rate schedule, and the lineage that saved it.
+
+    position: of a critic, up to which it has learned from the groups of the bus.
+    """
 
     step: int
     version: int
     num_updates: int
     lineage: str = ""
+    position: int = 0
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):

@@ -20,15 +20,15 @@ LAST_SAVE_S = 1200.0
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run, under RUN_DIR/checkpoints. They are written beside the steps that follow.
+    """The checkpoints of one run, under RUN_DIR/checkpoints or another folder. They are written beside the steps that follow.
 
     confirm: raises Fenced, on the main rank, when another trainer has taken this one's place; a checkpoint of an abandoned timeline must
     never be what its successor resumes from.
     """
 
-    def __init__(self, resolved: Resolved, confirm: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, resolved: Resolved, confirm: Callable[[], None] = lambda: None, folder: Path | None = None) -> None:
         trainer = resolved.config.trainer
-        self.directory: Path = resolved.run_dir / "checkpoints"
+        self.directory: Path = folder or resolved.run_dir / "checkpoints"
         self.confirm = confirm
         self.interval, self.keep = trainer.save_interval, trainer.keep_checkpoints
         self.num_rollout = resolved.config.rollout.num_rollout
@@ -37,6 +37,8 @@ class CheckpointSchedule:
         """What the newest complete checkpoint goes on with."""
         self.lineage = ""
         """Of this trainer; whoever goes on from its checkpoints says so to the broker."""
+        self.position = 0
+        """Of a critic: up to which the groups of the bus are learned."""
         self._writing: BackgroundSave | None = None
 
     def resume(self, policy: Learner) -> Progress:
@@ -45,7 +47,7 @@ class CheckpointSchedule:
         if found is None:
             log.info("no checkpoint in %s: training begins at step 0", self.directory.absolute())
             return Progress(step=0, version=0, num_updates=0)
-        self.saved_step = found.step
+        self.saved_step, self.position = found.step, found.position
         log.info("resumed at step %d from %s", self.saved_step, self.directory)
         return found
 
@@ -92,7 +94,7 @@ class CheckpointSchedule:
         if self._writing:
             log.warning("the checkpoint of step %d is still being written: step %d waits for it", self._writing.step, next_step)
             self._complete()
-        progress = Progress(next_step, version, policy.num_updates, self.lineage)
+        progress = Progress(next_step, version, policy.num_updates, self.lineage, self.position)
         self._writing = BackgroundSave(self.directory, policy, progress, self.confirm)
 
     def _complete(self) -> None:

@@ -1,7 +1,7 @@
 """The GPT that is trained: built and loaded from a Hugging Face directory, wrapped for data parallelism. One chunk a rank."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -21,6 +21,9 @@ from trainer.model.hf_config import hf_map, read_hf_config, rotary_percent, tran
 from trainer.model.hf_load import load_weights
 from trainer.model.hf_map import HfMap
 from trainer.model.megatron_fields import split_megatron_options
+from trainer.model.value_head import put_value_head
+
+Role = Literal["policy", "value"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Model:
     """The map between megatron's and Hugging Face's weights."""
     folder: str
     """The Hugging Face directory that it was built from."""
+    role: Role = "policy"
+    """policy: the module gives logits [1, t, V / tp]. value: it gives a value for each position, [1, t, 1] f32."""
 
     @property
     def vocab_size(self) -> int:
@@ -47,8 +52,8 @@ class Model:
         return self.gpt.config
 
 
-def build_model(config: RunConfig, folder: str, *, is_trained: bool = True) -> Model:
-    """Build this rank's part, load its weights and wrap it for training, or leave it frozen. `parallel.start` comes first.
+def build_model(config: RunConfig, folder: str, *, role: Role = "policy") -> Model:
+    """Build this rank's part, load its weights and wrap it for training. `parallel.start` comes first.
 
     Raises ConfigError for a family or option that cannot be trained, and for weights that are not the model's.
     """
@@ -61,14 +66,13 @@ def build_model(config: RunConfig, folder: str, *, is_trained: bool = True) -> M
     gpt = make_gpt(settings, family, hf_config)
     module = Float16Module(settings, gpt) if settings.bf16 else gpt
     load_weights(gpt, hf, folder, settings.num_layers)  # after the wrapper, which would round the router's correction bias to bfloat16
-    if is_trained:
-        # gradients in fp32, sharded for the distributed optimizer, reduced once a step, unless the options say otherwise
-        chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **options["DistributedDataParallelConfig"]}
-        module = DistributedDataParallel(settings, DistributedDataParallelConfig(**chosen), module)
-        settings.finalize_model_grads_func = finalize_model_grads
-    else:
-        module.requires_grad_(False)
-    return Model(module, gpt, hf, folder)
+    if role == "value":
+        put_value_head(gpt, parallel.device())
+    # gradients in fp32, sharded for the distributed optimizer, reduced once a step, unless the options say otherwise
+    chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **options["DistributedDataParallelConfig"]}
+    module = DistributedDataParallel(settings, DistributedDataParallelConfig(**chosen), module)
+    settings.finalize_model_grads_func = finalize_model_grads
+    return Model(module, gpt, hf, folder, role)
 
 
 def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -42,7 +42,8 @@ def rank_layout(model: Model) -> RankLayout:
 
 
 def run_schedule(model: Model, rows: Sequence[MicroBatch], reduce: Any, *, forward_only: bool) -> list[Any]:
-    """Run megatron's pipeline schedule; `reduce(row, logprobs, entropy)` makes of each row what the schedule wants or what is collected.
+    """Run megatron's pipeline schedule; `reduce(row, logprobs, entropy)`, of a value model `reduce(row, values)`, makes of each row what
+    the schedule wants or what is collected.
 
     Forward only: its values come back in order, on the last stage. Otherwise it returns (loss, report) and the reports come back.
     """
@@ -53,6 +54,8 @@ def run_schedule(model: Model, rows: Sequence[MicroBatch], reduce: Any, *, forwa
         logits = module(row.tokens, row.positions, None, packed_seq_params=row.packed)
 
         def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+            if model.role == "value":
+                return reduce(row, output.squeeze(-1))
             return reduce(row, *logprobs_and_entropy(output, row.targets, row.temperature, vocab_size=model.vocab_size, group=group))
 
         return logits, finish

@@ -39,6 +39,8 @@ def read(state: State, event: Event, ask: Read) -> None:
         raise ProtocolError(f"read: shard {ask.shard} of {ask.shards}; expected 0 <= shard < shards")
     consumer, name = consumer_of(state, event.sender), event.sender
     _acknowledge(state, consumer, ask.after)
+    if ask.back and ask.after < consumer.position:
+        _go_back(state, consumer, ask.after)
     older = state.waiting_reads.get(name)
     if older is not None and older.to != event.to:
         state.answer(state.waiting_reads, name, ReadReply(position=consumer.position, reason="a newer read took its place"))
@@ -83,6 +85,12 @@ def _acknowledge(state: State, consumer: Consumer, after: int) -> None:
     consumer.num_read += num_read if last == after else after - consumer.position
     consumer.num_skipped += num_skipped if last == after else 0
     consumer.position = after
+    state.changed("consumers", consumer.name)
+
+
+def _go_back(state: State, consumer: Consumer, position: int) -> None:
+    state.last_reads.pop(consumer.name, None)
+    consumer.position = position
     state.changed("consumers", consumer.name)
 
 

@@ -13,8 +13,9 @@ from slimebus.cli.config.schema import OPEN_MAPS
 @click.command(cls=ConfigCommand, foreign=trainer_flags, short_help="Start a whole run on this machine.")
 @config_argument
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
+@click.option("--critic", is_flag=True, help="Also start a critic, for advantage_estimator ppo.")
 @click.pass_context
-def up(ctx: click.Context, run_yaml: Path | None, workers: int) -> None:
+def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool) -> None:
     """Start broker, trainer and rollout workers of RUN.yaml on this machine, with one log.
 
     Every line carries the role that wrote it; a terminal also shows the run as it goes, and its result. Ctrl-C ends all of them within 5 s.
@@ -27,7 +28,7 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int) -> None:
     check = [sys.executable, "-P", "-m", "slimebus", "config", "check", *arguments]
     if code := subprocess.run(check, stdout=subprocess.DEVNULL, check=False).returncode:
         sys.exit(code)
-    sys.exit(LocalRun(from_context(ctx, run_yaml), arguments, workers=workers).run())
+    sys.exit(LocalRun(from_context(ctx, run_yaml), arguments, workers=workers, critic=critic).run())
 
 
 def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:

@@ -134,6 +134,23 @@ def test_an_older_consumer_of_the_name_is_fenced(critic: Any) -> None:
     assert refused.code == "fenced"
 
 
+def test_a_consumer_goes_back_to_a_checkpoint_of_its_own_and_skips_what_is_gone(critic: Any) -> None:
+    made = critic.fill(4)
+    positions = [group.position for group in read(critic).groups]
+    assert not read(critic, after=positions[3]).groups
+    assert not read(critic, after=positions[0]).groups, "an older position alone is no way back"
+    again = read(critic, after=positions[0], back=True)
+    assert (names(again), again.position) == (made[1:], positions[0])
+    critic.restart()
+    critic.join("critic", "consumer")
+    assert names(read(critic)) == made[1:], "it survives the broker"
+    assert names(read(critic, after=positions[1], back=True)) == made[2:], "forward it is an acknowledgement"
+    assert critic.batch(0) == made[:2]
+    critic.ask("t", m.Commit(step=0, checkpoint=1))
+    again = read(critic, after=0, back=True)
+    assert (names(again), again.num_skipped) == (made[2:], 2)
+
+
 def test_a_consumer_that_comes_late_begins_at_the_oldest_group_kept(desk: Any) -> None:
     made = desk.fill(4)
     desk.train(0, checkpoint=1)

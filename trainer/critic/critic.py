@@ -1,0 +1,130 @@
+"""The critic: a value model on the policy's architecture, which learns returns.
+
+N tokens of the batch   T tokens of one sample
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from slimebus.bus.errors import ConfigError
+from slimebus.cli.config import RunConfig
+from trainer.algorithms.ppo import Ppo
+from trainer.batches.batch import Batch, Column, Group
+from trainer.compat import cpu_compat
+from trainer.model import parallel
+from trainer.model.gpt import build_model
+from trainer.model.learner import Learner
+from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate
+from trainer.model.update import merged_metrics
+from trainer.model.value_update import compute_values, value_step
+from trainer.objective.aggregation import token_weights
+from trainer.objective.choose import choose
+from trainer.objective.returns import gae, token_rewards
+
+
+class Critic(Learner):
+    """Every rank builds one and makes the same calls; rank 0 gives the groups, the others None."""
+
+    @classmethod
+    def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> "Critic":
+        """Join the other ranks, build the model with the weights of `model_dir` and a value head, and the optimizer.
+
+        Raises ConfigError when the algorithm has no critic, and as Policy.build. `close` undoes it all.
+        """
+        objective = choose(config, base)
+        settings = settings_of(objective.algorithm)
+        check_config(config)
+        config = replace(config, optimizer=replace(config.optimizer, lr=settings.critic_lr or config.optimizer.lr))
+        with cpu_compat.library_warnings_ignored():
+            parallel.start(config)
+            try:
+                model = build_model(config, model_dir, role="value")
+                return cls(config, model, build_optimizer(config, model), objective)
+            except BaseException:
+                parallel.stop()
+                raise
+
+    def values(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
+        """The value of what stands before each token, under the current weights, [T] f32 for each sample; 0 at each first token."""
+        batch = self._shared(groups, None)
+        return np.split(compute_values(self.model, batch, self.config.trainer.max_tokens_per_gpu), batch.ends[:-1])
+
+    def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
+        """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps; metrics on every rank (docs/critic.md).
+
+        Raises SlimebusError `nonfinite`, as the policy.
+        """
+        batch = self._shared(groups, None)
+        batch = batch.with_columns(self._of_rank_0(lambda: {"returns": Column(self._returns(batch))}))
+        edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
+        made = [self._train_part(of_groups(batch, range(*edge))) for edge in pairwise(edges)]
+        gather_weights(self.model)
+        return merged_metrics(made) | {"lr": made[-1]["lr"]} | measures(batch)
+
+    def _returns(self, batch: Batch) -> np.ndarray:
+        """A + V of each trained token, [N] f32: what the values should have been, from the rewards and the values as they were."""
+        s = settings_of(self.objective.algorithm)
+        rewards = token_rewards(batch, self.config.algorithm)
+        return gae(batch, rewards, batch.per_token("values"), gamma=s.gamma, lambd=s.lambd)[1].astype(np.float32)
+
+    def _train_part(self, part: Batch) -> dict[str, float]:
+        """One optimizer step on all of `part`, or none where nothing in it is trained."""
+        num_updates = self.config.rollout.num_rollout * self.config.rollout.num_steps_per_rollout
+        lr = learning_rate(self.config.optimizer, self.num_updates, num_updates=num_updates)
+        trained = float(np.count_nonzero(part["loss_mask"]))
+        counts = {"samples": float(part.num_samples), "tokens": float(part.num_tokens), "tokens_trained": trained}
+        found = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0, "lr": lr}
+        if trained:
+            part = part.with_columns({"loss_weight": token_weights(part, "token", 1)})
+            clip, max_tokens = settings_of(self.objective.algorithm).value_clip, self.config.trainer.max_tokens_per_gpu
+            found = value_step(self.model, self.optimizer, part, value_clip=clip, max_tokens_per_gpu=max_tokens, lr=lr)
+        self.num_updates += 1
+        self._count_nonfinite(found)
+        return counts | found
+
+
+def settings_of(algorithm: object) -> Ppo.Settings:
+    """Those of PPO. Raises ConfigError for an algorithm that has no critic."""
+    if not isinstance(algorithm, Ppo):
+        name = type(algorithm).__name__.lower()
+        raise ConfigError(f"algorithm.advantage_estimator: {name} has no critic; a critic needs ppo, or a class that derives from it")
+    return algorithm.settings
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise ConfigError where the trainer would not wait for the values, or its rewards have a KL that the critic cannot compute."""
+    a = config.algorithm
+    if "values" not in config.broker.required_fields:
+        raise ConfigError("broker.required_fields: values is not among them; add it, so that every batch waits for the critic")
+    if a.kl_coef and not (a.use_rollout_logprobs and "reference_logprobs" in config.broker.required_fields):
+        raise ConfigError(
+            f"algorithm.kl_coef: {a.kl_coef:g} puts a KL in the rewards, which the critic has no reference and no old policy for; use "
+            "kl_loss_coef, or let a consumer put reference_logprobs (broker.required_fields) and set use_rollout_logprobs"
+        )
+
+
+def of_groups(batch: Batch, groups: range) -> Batch:
+    """The samples of these groups."""
+    return batch.select(np.flatnonzero((batch.group_of >= groups.start) & (batch.group_of < groups.stop)))
+
+
+def measures(batch: Batch) -> dict[str, float]:
+    """How good the values were that the groups got when they came, over all trained tokens."""
+    is_trained = batch["loss_mask"] > 0
+    values, returns = batch.per_token("values")[is_trained].astype(np.float64), batch["returns"][is_trained].astype(np.float64)
+    return {
+        "explained_variance": explained_variance(values, returns),
+        "value": float(values.mean()) if len(values) else 0.0,
+        "return": float(returns.mean()) if len(returns) else 0.0,
+        "reward": float(batch["reward"].mean()),
+    }
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for perfect values, 0 for a constant; 0 too where all returns are equal."""
+    spread = np.var(returns) if len(returns) else 0.0
+    return float(1 - np.var(returns - values) / spread) if spread > 0 else 0.0

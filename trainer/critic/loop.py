@@ -1,0 +1,99 @@
+"""The critic's life, on one screen.
+
+    for each read:  new groups -> their values, put at once;  when a batch of groups is together:  returns -> value loss -> checkpoint
+
+Every rank runs this; rank 0 alone has a `session`. A group gets the values of the weights that are there when it comes; the batch that it
+is in here need not be the policy's. The position is that of a checkpoint: what lies behind it is read again after a crash, and keeps its
+values.
+"""
+
+import time
+
+import msgspec
+
+from slimebus.cli.config import RunConfig
+from slimebus.cli.spans import Spans
+from trainer.batches.batch import Group
+from trainer.checkpoint.schedule import CheckpointSchedule
+from trainer.critic.critic import Critic
+from trainer.critic.session import CriticSession
+from trainer.loop import TURN_S
+from trainer.model import parallel
+from trainer.stop_request import StopRequest
+
+LOOK_S = 0.5
+"""How often rank 0 looks whether it is asked to stop."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What all ranks do next: give new groups their values, train in so many optimizer steps, or stop. position: of what was read."""
+
+    has_new: bool = False
+    has_values: bool = False
+    num_steps: int = 0
+    is_full: bool = False
+    position: int = 0
+    stops: bool = False
+
+
+NOT_YET = Turn()
+"""Nothing came for a while; said so often that no other rank's broadcast times out."""
+
+
+def run(
+    critic: Critic, session: CriticSession | None, checkpoints: CheckpointSchedule, config: RunConfig, spans: Spans, stop: StopRequest
+) -> None:
+    """Give values and learn until the run is over, or until `stop` is made."""
+    start = checkpoints.resume(critic)
+    step = start.step
+    if session:
+        session.begin(start.position, critic.model.vocab_size)
+    waited = 0.0
+    with stop.deferred():
+        while True:
+            with spans("wait", step=step) as wait:
+                new, turn = next_turn(session, config.rollout.num_steps_per_rollout, stop)
+            waited += wait.seconds
+            if turn.stops:
+                checkpoints.save_and_stop(critic, step, 0)
+                return
+            with spans("values", step=step):
+                values = critic.values(new) if turn.has_values else []
+                if session and turn.has_new:
+                    session.put(new or [], values)
+            if turn.is_full:
+                with spans("train", step=step) as work:
+                    batch = session.batch() if session else None
+                    metrics = critic.train(batch, num_steps=turn.num_steps) if turn.num_steps else {}
+                step, checkpoints.position = step + 1, turn.position
+                with spans("save", step=step) as save:
+                    checkpoints.save_if_due(critic, step, 0)
+                if session:
+                    session.record(step - 1, metrics | {"wait_s": waited, "train_s": work.seconds, "save_s": save.seconds})
+                waited = 0.0
+
+
+def next_turn(session: CriticSession | None, max_steps: int, stop: StopRequest) -> tuple[list[Group] | None, Turn]:
+    """Rank 0's new groups, None elsewhere, and on every rank what is done next; however long groups take to come."""
+    while True:
+        new, mine, until = None, NOT_YET, time.monotonic() + TURN_S
+        while session and mine == NOT_YET and time.monotonic() < until:
+            new = [] if stop.is_made else session.take(LOOK_S)
+            mine = Turn(stops=True) if stop.is_made else turn_of(session, new, max_steps)
+        turn = share(mine if session else None)
+        if turn != NOT_YET:
+            return new, turn
+
+
+def turn_of(session: CriticSession, new: list[Group], max_steps: int) -> Turn:
+    """What follows from what was read."""
+    if session.has_new or session.is_full:
+        num_steps = min(max_steps, session.num_trainable) if session.is_full else 0
+        return Turn(session.has_new, bool(new), num_steps, session.is_full, session.position)
+    return Turn(stops=True) if session.consumer.is_finished else NOT_YET
+
+
+def share(turn: Turn | None) -> Turn:
+    """Rank 0's turn on every rank; the others give None."""
+    payload = None if turn is None else msgspec.msgpack.encode(turn)
+    return msgspec.msgpack.decode(parallel.broadcast_bytes(payload), type=Turn)
