@@ -27,5 +27,5 @@ def test_each_token_has_its_logprob_given_those_before_and_the_first_has_none(mo
         async def sample(self, tasks: list[Any]) -> list[Any]:
             return [response]
 
-    (done,) = [asyncio.run(module.generate(None, Engines()))]
+    done = asyncio.run(module.generate(None, Engines()))
     assert done.extras["teacher_logprobs"] == pytest.approx(np.log([1, 0.6, 0.25, 0.8]), abs=1e-6)

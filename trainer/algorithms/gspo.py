@@ -11,7 +11,7 @@ class Gspo(Grpo):
     """The clipped loss of s_t = sg(s) p_new / sg(p_new), s = exp(mean over the sequence of log p_new - log p_old); mean over sequences.
 
     With one advantage for a sequence its value and gradient are those of the clipped loss of s. The ranges are those of the paper's
-    section 5.1: s is a geometric mean, so it strays from 1 a hundred times less than the ratio of a token.
+    section 5.1: s is a geometric mean, so it strays from 1 far less than the ratio of a token.
     """
 
     aggregation = "sequence"

@@ -1,4 +1,4 @@
-"""REINFORCE++: returns against the whole batch. Hu et al., "REINFORCE++" (2025), section 3.1."""
+"""REINFORCE++: returns against the whole batch. Hu et al., "REINFORCE++" (2025)."""
 
 from typing import Annotated
 

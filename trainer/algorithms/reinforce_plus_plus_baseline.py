@@ -1,4 +1,4 @@
-"""REINFORCE++ with the group's mean as baseline. Hu et al., "REINFORCE++" (2025), section 3.2."""
+"""REINFORCE++ with the group's mean as baseline. Hu et al., "REINFORCE++" (2025)."""
 
 from collections.abc import Iterator
 

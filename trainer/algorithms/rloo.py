@@ -1,4 +1,4 @@
-"""RLOO: a reward against the others of its group. Ahmadian et al., "Back to Basics" (2024), section 3.3; Kool et al. (2019)."""
+"""RLOO: a reward against the others of its group. Ahmadian et al., "Back to Basics" (2024); Kool et al. (2019)."""
 
 from collections.abc import Iterator
 

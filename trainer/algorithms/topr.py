@@ -1,4 +1,4 @@
-"""TOPR: samples of another policy, good ones in full, bad ones tapered. Le Roux et al., "Tapered Off-Policy REINFORCE" (2025), eq. 7."""
+"""TOPR: samples of another policy, good ones in full, bad ones tapered. Le Roux et al., "Tapered Off-Policy REINFORCE" (2025)."""
 
 from collections.abc import Iterator
 

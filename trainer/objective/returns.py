@@ -32,7 +32,7 @@ def discounted_sums(batch: Batch, values: np.ndarray, discount: float) -> np.nda
 
 def gae(batch: Batch, rewards: np.ndarray, values: np.ndarray, *, gamma: float, lambd: float) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns, both [N] f64 and 0 where the mask is 0: A_t = sum of (gamma lambd)^k delta_{t+k}, with
-    delta_t = r_t + gamma V_next - V_t and no value after the last token, and A + V. Schulman et al. (2016), eq. 11 and 16.
+    delta_t = r_t + gamma V_next - V_t and no value after the last token, and A + V. Schulman et al. (2016), eq. 16.
     """
     at, counts = trained_tokens(batch)
     own = values[at].astype(np.float64)
@@ -47,7 +47,7 @@ def whitened(batch: Batch, values: np.ndarray) -> np.ndarray:
     """(x - mean) / (population deviation + 1e-8) over all trained tokens of the batch, [N] f64; 0 where the mask is 0 or all are equal."""
     at, _ = trained_tokens(batch)
     trained = values[at].astype(np.float64)
-    if np.ptp(trained) == 0 if len(trained) else True:
+    if not len(trained) or np.ptp(trained) == 0:
         return np.zeros(batch.num_tokens)
     return _spread(batch, at, (trained - trained.mean()) / (trained.std() + 1e-8))
 
