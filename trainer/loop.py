@@ -14,6 +14,7 @@ from slimebus.cli.spans import Spans
 from trainer.batches.source import BatchSource, EndOfBatches
 from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan, share_plan
 from trainer.checkpoint.schedule import CheckpointSchedule
+from trainer.mismatch import engine_mismatch
 from trainer.model.policy import Policy
 from trainer.publish.publication import Publication
 from trainer.replay import NoPublication, ReplayStart
@@ -55,6 +56,10 @@ def train(
             if plan.stops:
                 checkpoints.save_and_stop(policy, step, version)
                 return
+            interval, measured = config.trainer.mismatch_interval, dict[str, float]()
+            if interval and step % interval == 0 and isinstance(publication, Publication):
+                with spans("mismatch", step=step):
+                    measured = engine_mismatch(policy, publication, batch.groups if batch else None, version)
             with spans("train", step=step) as work:
                 metrics = watch.train(step, batch, num_steps=plan.num_steps, version=version)
                 policy.refresh_reference(step + 1)
@@ -68,7 +73,7 @@ def train(
             if source and batch:
                 times = {"wait_s": wait.seconds, "train_s": work.seconds, "publish_s": copy.seconds, "save_s": save.seconds}
                 with spans("commit", step=step):
-                    source.commit(step, batch, saved, metrics | times)
+                    source.commit(step, batch, saved, metrics | measured | times)
     checkpoints.close(policy)
     if source:
         source.finish()

@@ -27,6 +27,7 @@ from slimebus.bus.samples import Sample
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from slimebus.cli.launch import free_port
+from slimebus.weights.tensors import Tensor, as_tensor
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
@@ -36,6 +37,7 @@ from trainer.checkpoint import save  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
 from trainer.checkpoint.save import BackgroundSave  # noqa: E402
 from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint  # noqa: E402
+from trainer.mismatch import engine_mismatch  # noqa: E402
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 from trainer.objective.aggregation import AGGREGATIONS  # noqa: E402
@@ -44,6 +46,7 @@ from trainer.objective.group_rewards import per_group  # noqa: E402
 from trainer.objective.objective import Objective  # noqa: E402
 from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
 from trainer.objective.row import Row  # noqa: E402
+from trainer.publish.snapshot import HostSnapshot  # noqa: E402
 
 NONE = torch.empty(0)
 
@@ -119,6 +122,21 @@ def corrected_step(policy: Policy, batch: list[Group] | None, correction: str) -
         policy.objective, policy.config = given, trained
 
 
+class Kept:
+    """This rank's part of a version, as its publication would give it back."""
+
+    oldest_kept = 0
+
+    def __init__(self, policy: Policy) -> None:
+        taken = HostSnapshot().take(policy.export.owned_tensors())
+        self.tensors = {name: as_tensor(name, value) for name, value in taken.items()}
+
+    def wait(self) -> None: ...
+
+    def kept_tensors(self, version: int) -> dict[str, Tensor] | None:
+        return self.tensors if version == 0 else None
+
+
 def write_half_and_die(path: Path, host: str, held: list) -> None:
     write_rank_file(path, host, held[: len(held) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -147,7 +165,9 @@ def train(asked: dict) -> None:
     owned = json.dumps(digest(policy.export.owned_tensors())).encode()
     seen["owned"] = [json.loads(of_rank) for of_rank in parallel.gather_bytes(owned)]
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
+    kept = Kept(policy)
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]
+    seen["mismatch"] = engine_mismatch(policy, kept, batch(0), 3)  # type: ignore[arg-type]
     seen["aggregations"] = {name: sequence_step(policy, batch(3), name) for name in AGGREGATIONS}
     seen["corrections"] = {name: corrected_step(policy, batch(3), name) for name in CORRECTIONS}
     folder = str(out.with_suffix(".checkpoint")) + own_disk

@@ -89,6 +89,8 @@ def test_layout_trains_as_one_rank_does(name: str, ranks: Ranks, model: Path, on
     for aggregation, reference in one_rank["aggregations"].items():  # a loss that knows sequences, each way to make one number of it
         for metric in ("loss", "grad_norm", "ratio", "tokens_trained"):
             assert got["aggregations"][aggregation][metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), (aggregation, metric)
+    assert got["mismatch"] == pytest.approx(one_rank["mismatch"], rel=1e-4)  # under version 0, three steps ago
+    assert got["mismatch"]["mismatch/lag"] == 3
     for correction, reference in one_rank["corrections"].items():  # what chooses over the whole step; metrics by lag
         mine = got["corrections"][correction]
         assert mine.keys() == reference.keys()

@@ -10,7 +10,14 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_no_trained_token_of_a_whole_run_is_older_than_the_bound(tmp_path: Path, task: Path, eta: int) -> None:
-    with Run(tmp_path, task, broker__max_staleness=eta, rollout__num_rollout=10, rollout__rollout_max_response_len=48) as run:
+    with Run(
+        tmp_path,
+        task,
+        broker__max_staleness=eta,
+        rollout__num_rollout=10,
+        rollout__rollout_max_response_len=48,
+        trainer__mismatch_interval=1,
+    ) as run:
         run.start("broker")
         run.start("trainer")
         run.start("rollout", name="w1")
@@ -30,3 +37,6 @@ def test_no_trained_token_of_a_whole_run_is_older_than_the_bound(tmp_path: Path,
         mismatches = [row["logprob_mismatch_mean"] for row in steps if row["updated"]]
         assert all(0 < value < 0.5 for value in mismatches), "rollout (bf16-rounded) against trained weights"
         assert len(mismatches) >= 5
+        stale = [row for row in steps if "mismatch/mean" in row]
+        assert all(row["mismatch/mean"] < 1e-3 and row["mismatch/lag"] >= 1 for row in stale), "the CPU engine has the published weights"
+        assert bool(stale) == (eta > 0)

@@ -4,14 +4,16 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from slimebus.cli.config import RunConfig, schema
 from trainer.compat import cpu_compat
+from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.megatron_fields import check_architecture, split_megatron_options
 
-COPIED = ("lr", "min_lr", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
+COPIED = ("lr", "min_lr", "adam_beta1", "adam_beta2", "clip_grad")
 
 
 def build_optimizer(config: RunConfig, model: Model) -> Any:
@@ -19,6 +21,7 @@ def build_optimizer(config: RunConfig, model: Model) -> Any:
     chosen = {
         **{name: getattr(config.optimizer, name) for name in COPIED},
         "optimizer": "adam",
+        "weight_decay": 0.0,
         "bf16": config.trainer.params_dtype == "bfloat16",
         "params_dtype": getattr(torch, config.trainer.params_dtype),
         "use_distributed_optimizer": True,
@@ -60,7 +63,32 @@ def set_learning_rate(optimizer: Any, value: float) -> None:
         group["lr"] = value * group.get("lr_mult", 1.0)
 
 
-def step_if_finite(optimizer: Any, loss: float) -> tuple[bool, float]:
+class GradientCosine:
+    """The cosine of each gradient with that of the optimizer step before, over all ranks and before clipping; one that stays high is a sign
+    of stale samples (Xu et al., "GAC", arXiv 2603.01501)."""
+
+    def __init__(self) -> None:
+        self._before: list[list[torch.Tensor]] = []
+        self._norm_before = 0.0
+        self.metrics: dict[str, float] = {}
+        """`grad_cosine` of the last step that was made; empty at the first."""
+
+    @torch.no_grad()
+    def measure(self, optimizer: Any, norm: float) -> None:
+        """Compare the gradients, ready for the step, whose norm over all ranks is `norm`, and keep a copy."""
+        chain, dot = getattr(optimizer, "chained_optimizers", [optimizer]), 0.0
+        grads = [[grad.float() for grad in part.get_main_grads_for_grad_norm()] for part in chain]
+        for part, now, before in zip(chain, grads, self._before, strict=False):  # nothing before the first
+            products = [torch.zeros((), device=parallel.device()), *(torch.sum(a * b) for a, b in zip(now, before, strict=True))]
+            total = torch.stack(products).sum()
+            dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
+            dot += float(total)
+        size = norm * self._norm_before
+        self.metrics = {"grad_cosine": dot / size} if size else {}
+        self._before, self._norm_before = [[grad.clone() for grad in part] for part in grads], norm
+
+
+def step_if_finite(optimizer: Any, loss: float, cosine: GradientCosine | None = None) -> tuple[bool, float]:
     """One step, or none when the loss or the gradient is not finite: weights and Adam's moments then stay as they are.
 
     Whether it was made, and the norm of the whole gradient before clipping; both the same on every rank, as `loss` must be.
@@ -68,6 +96,8 @@ def step_if_finite(optimizer: Any, loss: float) -> tuple[bool, float]:
     has_overflow, norm = optimizer.prepare_grads(), float(optimizer.get_grad_norm() or 0.0)
     if has_overflow or not math.isfinite(norm) or not math.isfinite(loss):
         return False, norm
+    if cosine is not None:
+        cosine.measure(optimizer, norm)
     updated, _, _ = optimizer.step()
     return bool(updated), norm
 

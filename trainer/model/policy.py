@@ -17,7 +17,7 @@ from trainer.model.gpt import Model, build_model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
 from trainer.model.learner import Learner
-from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate
+from trainer.model.optimizer import GradientCosine, build_optimizer, gather_weights, learning_rate
 from trainer.model.reference import Reference
 from trainer.objective.choose import choose
 from trainer.objective.objective import Objective
@@ -29,6 +29,7 @@ class Policy(Learner):
     def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Reference | None, objective: Objective) -> None:
         super().__init__(config, model, optimizer, objective)
         self.reference = reference
+        self.cosine = GradientCosine() if config.trainer.mismatch_interval else None
 
     @classmethod
     def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> "Policy":
@@ -105,7 +106,7 @@ class Policy(Learner):
                 part = part.with_columns({"current_logprobs": self._logprobs(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
             max_tokens = self.config.trainer.max_tokens_per_gpu
-            metrics, logprobs = update.train_step(self.model, self.optimizer, part, self.objective, max_tokens, lr)
+            metrics, logprobs = update.train_step(self.model, self.optimizer, part, self.objective, max_tokens, lr, self.cosine)
         self.num_updates += 1
         self._count_nonfinite(metrics)
         return {"lr": lr} | metrics, logprobs

@@ -17,7 +17,7 @@ from trainer.batches.packing import MicroBatch, RankLayout, pack
 from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.logprobs import logprobs_and_entropy
-from trainer.model.optimizer import clear_gradients, set_learning_rate, step_if_finite
+from trainer.model.optimizer import GradientCosine, clear_gradients, set_learning_rate, step_if_finite
 from trainer.objective.aggregation import masked_sum
 from trainer.objective.kl import k3
 from trainer.objective.objective import Objective
@@ -126,7 +126,13 @@ def choose_samples(batch: Batch, groups: range, objective: Objective) -> tuple[n
 
 
 def train_step(
-    model: Model, optimizer: Any, part: Batch, objective: Objective, max_tokens_per_gpu: int, lr: float
+    model: Model,
+    optimizer: Any,
+    part: Batch,
+    objective: Objective,
+    max_tokens_per_gpu: int,
+    lr: float,
+    cosine: GradientCosine | None = None,
 ) -> tuple[dict[str, float], np.ndarray]:
     """One optimizer step on all of `part`, which has its column `loss_weight`, at this learning rate times the plug-ins' factors; metrics,
     and new_logprobs, [N] f32, 0 where the mask is 0; both the same on every rank.
@@ -143,10 +149,10 @@ def train_step(
     if objective.changes_learning_rate:
         lr *= of_rank_0(lambda: objective.learning_rate_factor(part, new_logprobs))
     set_learning_rate(optimizer, lr)
-    updated, grad_norm = step_if_finite(optimizer, measures["loss"])
+    updated, grad_norm = step_if_finite(optimizer, measures["loss"], cosine)
     measures |= {"grad_norm": grad_norm, "lr": lr}
     if updated:
-        return measures | {"updated": 1.0, "nonfinite": 0.0}, new_logprobs
+        return measures | (cosine.metrics if cosine else {}) | {"updated": 1.0, "nonfinite": 0.0}, new_logprobs
     log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, part.num_samples)
     return {name: value for name, value in measures.items() if math.isfinite(value)} | {"updated": 0.0, "nonfinite": 1.0}, new_logprobs
 

@@ -19,7 +19,9 @@ from slimebus.cli.spans import Spans
 from slimebus.client import connect
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import DiskChain
+from slimebus.weights.messages import VersionGone
 from slimebus.weights.store.version_store import VersionStore
+from slimebus.weights.tensors import Tensor
 from slimebus.weights.threads import num_threads
 from trainer.model import parallel
 from trainer.model.policy import Policy
@@ -103,6 +105,20 @@ class Publication:
     def metrics(self) -> dict[str, float]:
         """Of the newest complete version, on rank 0; see trainer/publish/coordinator.py."""
         return self.coordinator.metrics if self.coordinator is not None else {}
+
+    @property
+    def oldest_kept(self) -> int:
+        """The oldest version that `kept_tensors` may have."""
+        newest = self.part.store.newest if self.part is not None else None
+        return max(0, newest.version - KEPT_VERSIONS) if newest else 0
+
+    def kept_tensors(self, version: int) -> dict[str, Tensor] | None:
+        """This rank's part of an older version, none on a rank that publishes nothing; None where it is no longer kept."""
+        try:
+            return self.part.store.restore(version) if self.part is not None else {}
+        except VersionGone as gone:
+            log.debug("%s", gone.text)
+            return None
 
     def wait(self) -> None:
         """Until this rank's part of the last version is reported; on rank 0, until the version is announced. Raises what went wrong."""

@@ -253,7 +253,7 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 class OptimizerConfig(Section, frozen=True):
-    """Adam and its schedule; more under `megatron`."""
+    """Adam and its schedule; more under `megatron`, such as `weight_decay` (0 unless it is given)."""
 
     lr: NonNegative = 1e-6
     """[per step] Peak learning rate."""
@@ -265,8 +265,6 @@ class OptimizerConfig(Section, frozen=True):
     """[steps] Linear warm-up from 0."""
     lr_decay_iters: Natural = 0
     """[steps] Where the decay reaches min_lr; 0: the last optimizer step of the run."""
-    weight_decay: NonNegative = 0.0
-    """[ratio] Decoupled weight decay."""
     adam_beta1: Fraction = 0.9
     """[ratio] Decay of the first moment."""
     adam_beta2: Fraction = 0.98
@@ -303,6 +301,9 @@ class TrainerConfig(Section, frozen=True):
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """[choice] When the loss or gradient of an optimizer step is not finite: skip that step and count it (8 in a row end the run), or
     stop the run at once. It is never applied."""
+    mismatch_interval: Natural = 0
+    """[steps] Every so many steps some stale samples are recomputed under the version that made them, which tells the engine's error from
+    staleness; 0: never. Above 0 each gradient's cosine with the one before is reported too, for one more float32 copy of the gradients."""
     tensorboard: bool = True
     """[switch] Write TensorBoard files beside the JSONL metrics."""
 

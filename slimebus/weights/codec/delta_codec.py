@@ -131,6 +131,19 @@ def apply(
             on_unit(made)
 
 
+def undo(payloads: Sequence[Any], values: Values, *, kernel: Kernel | None = None) -> bool:
+    """Take back the steps of these deltas, which led to `values` (u16, changed in place); False, with nothing changed, where a unit holds
+    new values instead of steps. Raises WeightsError on a bad payload.
+    """
+    if any(unit.kind == FULL for payload in payloads for unit in split_units(payload, len(values))):
+        return False
+    total = np.zeros(len(values), np.uint16)
+    for payload in payloads:
+        apply(payload, total, kernel=kernel)
+    np.subtract(values, total, out=values)
+    return True
+
+
 def merge(payloads: Sequence[Any], num_values: int, *, zstd: bool = True, kernel: Kernel | None = None) -> Encoded:
     """One delta that does what these do in turn: from the base of the first to the target of the last.
 

@@ -295,6 +295,28 @@ class VersionStore:
             self._stored, self._former, self._history, self._manifests = {}, {}, (), {}
         self._deltas.forget()
 
+    def restore(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a kept version, copies, each with the hash that it was published with; a publish waits meanwhile.
+
+        The deltas since then are taken back from the full copy. Raises VersionGone when the version is no longer kept, or a tensor has
+        since changed in a way that kept no steps.
+        """
+        with self._publishing:
+            history = {made.info.version: made for made in self._history}
+            if version not in history:
+                raise VersionGone(f"version {version} is no longer kept")
+            since = [made.step for number, made in history.items() if number > version]
+            return {form.name: self._restored(form, since, version) for form in history[version].info.forms}
+
+    def _restored(self, form: TensorForm, since: Sequence[Step], version: int) -> Tensor:
+        stored = self._stored[form.name].tensor
+        made = stored._replace(buffer=stored.buffer.copy())
+        deltas = [step[form.name] for step in since if form.name in step]
+        payloads = [delta.payload for delta in deltas if delta]
+        if len(payloads) < len(deltas) or (payloads and not delta_codec.undo(payloads, made.steps)) or hash_bytes(made.buffer) != form.hash:
+            raise VersionGone(f"tensor {form.name!r} has changed since version {version}, and its steps were not kept")
+        return made
+
     # --- serving ---
 
     def manifest(self, have_lineage: str, have_version: int, want: int = NO_BASE) -> Manifest:

@@ -13,7 +13,7 @@ from slimebus.weights.codec import delta_codec
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, VersionGone
 from slimebus.weights.store import version_store as store_module
 from slimebus.weights.store.version_store import VersionStore
-from slimebus.weights.tensors import NO_BASE, checksum, digest_of, hash_bytes
+from slimebus.weights.tensors import NO_BASE, as_tensor, checksum, digest_of, hash_bytes
 
 
 def entry(manifest: Manifest, name: str):
@@ -348,3 +348,31 @@ def test_thousands_of_small_tensors_are_published_and_listed_in_seconds():
     manifests = [store.manifest(store.lineage, 0), store.manifest("", NO_BASE)]
     assert [len(manifest.tensors) for manifest in manifests] == [5000, 5000]
     assert time.process_time() - started < 10
+
+
+def test_any_kept_version_is_given_back_bit_by_bit(model, after):
+    store = VersionStore(keep=3, first_version=4)
+    made = []
+    for step in range(6):
+        made.append(after(model, step, fraction=0.3 if step == 3 else 0.02) if step else model)
+        store.publish(made[-1])
+    for version in range(6, 10):
+        restored = store.restore(version)
+        assert restored.keys() == model.keys()
+        for name, values in made[version - 4].items():
+            assert hash_bytes(restored[name].buffer) == hash_bytes(as_tensor(name, values).buffer), (version, name)
+    newest = store.restore(9)
+    next(iter(newest.values())).buffer[:] = 0
+    assert digest_of(store.newest.forms) == store.newest.digest
+    assert store.restore(9).keys() == newest.keys(), "what was given is a copy"
+    with pytest.raises(VersionGone, match="version 5 is no longer kept"):
+        store.restore(5)
+
+
+def test_a_version_before_a_change_without_steps_is_not_given_back():
+    store = VersionStore()
+    store.publish({"bias": np.zeros(4, np.float32)})
+    store.publish({"bias": np.ones(4, np.float32)})
+    with pytest.raises(VersionGone, match="'bias' has changed since version 0"):
+        store.restore(0)
+    assert store.restore(1)["bias"].dtype == "float32"
