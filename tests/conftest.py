@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")  # what takes long on a busy machine is no failure
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 
 
