@@ -3,18 +3,25 @@
 t tokens   V vocabulary, of which each of tp ranks holds V / tp columns
 
 Both are of softmax(logits / temperature), as engines report their logprobs: the same temperature in every pass, or ratios mean nothing.
+Logits are in the model's dtype; what is computed of them in fp32 is computed for a chunk of tokens at a time, in both directions.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-MASKED = -1e30  # far below any logit; still finite when divided by a small temperature
+LOWEST = -1e30
+"""Of a rank that holds padding columns alone: far below any logit; still finite when divided by a small temperature."""
+CHUNK_VALUES = 1 << 24
+"""Logits of a chunk: 64 MiB in fp32, of which two copies exist at a time. Enough to fill a GPU, nothing beside the logits of a long row."""
 
 
 class LogProbEntropy(torch.autograd.Function):
-    """Both in one pass, two messages between tensor-parallel ranks, one softmax-sized tensor kept for the backward."""
+    """Both in one pass, two messages between tensor-parallel ranks. It keeps the logits as they came and three numbers of each token, and
+    makes the softmax again in the backward, where it is needed a second time.
+    """
 
     @staticmethod
     def forward(
@@ -22,48 +29,62 @@ class LogProbEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width, several = logits.shape[-1], group is not None and group.size() > 1
         first = group.rank() * width if several else 0
-        x = logits.float()
-        if first + width > vocab_size:  # padding columns are no tokens
-            x = x.clone()
-            x[..., max(0, vocab_size - first) :] = MASKED
-        top = x.amax(-1)
+        rows = logits.reshape(-1, width)[:, : max(0, vocab_size - first)]  # padding columns are no tokens
+        warmth = None if temperature is None else temperature.reshape(-1, 1)
+        local = targets.reshape(-1, 1) - first
+        mine, column = (local >= 0) & (local < rows.shape[1]), local.clamp(0, max(0, rows.shape[1] - 1))
+        top = rows.amax(-1, keepdim=True).float() if rows.shape[1] else rows.new_full((len(rows), 1), LOWEST, dtype=torch.float32)
         if several:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        x = x - top.unsqueeze(-1)  # a new tensor: the caller's logits stay
-        if temperature is not None:
-            x.div_(temperature.unsqueeze(-1))
-        probabilities = x.exp()
-        local = targets - first
-        mine = (local >= 0) & (local < width)
-        column = local.clamp(0, width - 1).unsqueeze(-1)
-        picked = x.gather(-1, column).squeeze(-1).masked_fill(~mine, 0.0)
-        weighted = torch.linalg.vecdot(probabilities, x)
-        sums = torch.stack([probabilities.sum(-1), weighted, picked])
+        sums = top.new_zeros(3, len(rows))  # of exp(x), of x exp(x), x of the target
+        for span in chunks(rows):
+            x = scaled(rows[span], top[span], None if warmth is None else warmth[span])
+            if x.shape[1]:
+                sums[2, span] = x.gather(-1, column[span]).masked_fill_(~mine[span], 0.0).squeeze(-1)
+            weights = x.exp()
+            sums[0, span], sums[1, span] = weights.sum(-1), torch.linalg.vecdot(weights, x)
         if several:
             dist.all_reduce(sums, group=group)
         total, weighted, picked = sums
         log_total = total.log()
-        probabilities.div_(total.unsqueeze(-1))
         entropy = log_total - weighted / total
-        ctx.save_for_backward(probabilities, column, mine, entropy)
-        ctx.dtype, ctx.temperature = logits.dtype, temperature
+        ctx.save_for_backward(logits, column, mine, top, log_total, entropy, warmth)
+        ctx.num_columns = rows.shape[1]
         ctx.set_materialize_grads(False)
-        return picked - log_total, entropy
+        return (picked - log_total).view(targets.shape), entropy.view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        grad_logprob, grad_entropy = grads
-        p, column, mine, entropy = ctx.saved_tensors
+        logits, column, mine, top, log_total, entropy, warmth = ctx.saved_tensors
+        of_logprob, of_entropy = (None if grad is None else grad.reshape(-1, 1) for grad in grads)
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        rows, out = (x.view(-1, logits.shape[-1]) for x in (logits.contiguous(), grad))
+        out[:, ctx.num_columns :] = 0.0
+        rows = rows[:, : ctx.num_columns]
         # x = logits / temperature:  d logp / d x_i = [i == target] - p_i ;  d H / d x_i = -p_i (log p_i + H)
-        grad = torch.zeros_like(p)
-        if grad_logprob is not None:
-            grad = p * -grad_logprob.unsqueeze(-1)
-            grad.scatter_add_(-1, column, (grad_logprob * mine).unsqueeze(-1))
-        if grad_entropy is not None:
-            grad -= grad_entropy.unsqueeze(-1) * p * (p.clamp_min(1e-30).log() + entropy.unsqueeze(-1))
-        if ctx.temperature is not None:
-            grad.div_(ctx.temperature.unsqueeze(-1))
-        return grad.to(ctx.dtype), None, None, None, None
+        for span in chunks(rows) if ctx.num_columns else ():
+            log_p = scaled(rows[span], top[span], None if warmth is None else warmth[span]).sub_(log_total[span, None])
+            p = log_p.exp()
+            slope = 0.0 if of_entropy is None else log_p.add_(entropy[span, None]).mul_(-of_entropy[span])
+            p.mul_(slope if of_logprob is None else slope - of_logprob[span])
+            if of_logprob is not None:
+                p.scatter_add_(-1, column[span], of_logprob[span] * mine[span])
+            if warmth is not None:
+                p.div_(warmth[span])
+            out[span, : ctx.num_columns] = p
+        return grad, None, None, None, None
+
+
+def chunks(rows: torch.Tensor) -> Iterator[slice]:
+    """Spans of rows of about CHUNK_VALUES numbers."""
+    size = max(1, CHUNK_VALUES // max(1, rows.shape[1]))
+    return (slice(start, start + size) for start in range(0, len(rows), size))
+
+
+def scaled(rows: torch.Tensor, top: torch.Tensor, warmth: torch.Tensor | None) -> torch.Tensor:
+    """(rows - top) / temperature as a new tensor in fp32: the caller's logits stay."""
+    x = rows.float() - top if rows.dtype == torch.float32 else rows.float().sub_(top)
+    return x if warmth is None else x.div_(warmth)
 
 
 def logprobs_and_entropy(

@@ -1,7 +1,12 @@
 """Log-probability and entropy, and their gradients, against log_softmax."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model.logprobs import logprobs_and_entropy
 
@@ -44,3 +49,85 @@ def test_padding_columns_are_no_tokens(temperature):
     want, want_entropy = logprobs_and_entropy(logits[:, :6].clone(), targets, temperature, vocab_size=6)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(entropy, want_entropy)
+
+
+class HalfOfTheVocabulary:
+    """A tensor-parallel group of two as one of its ranks sees it, for collectives that are summed by hand."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return self._rank
+
+
+def results(logits, targets, temperature, **more):
+    """Values, and the gradient of a mix of both."""
+    leaf = logits.detach().clone().requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(leaf, targets, temperature, **more)
+    (logprobs * 0.3 + entropy * torch.arange(float(targets.shape[-1]))).sum().backward()
+    return logprobs.detach(), entropy.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("temperature", [None, torch.rand(1, 9) + 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_tokens_change_nothing(temperature, dtype, monkeypatch):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(1, 9, 16).to(dtype), torch.randint(0, 14, (1, 9))
+    whole = results(logits, targets, temperature, vocab_size=14)
+    monkeypatch.setattr("trainer.model.logprobs.CHUNK_VALUES", 2 * 16)
+    for a, b in zip(results(logits, targets, temperature, vocab_size=14), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 13, 8, 7])
+def test_a_split_vocabulary_in_chunks_gives_what_the_whole_one_gives(vocab_size, monkeypatch):
+    """Two ranks as two threads; also where the second has padding columns alone."""
+    torch.manual_seed(0)
+    logits, targets, warmth = torch.randn(1, 6, 16), torch.randint(0, vocab_size, (1, 6)), torch.rand(1, 6) + 0.5
+    whole = results(logits, targets, warmth, vocab_size=vocab_size)
+    monkeypatch.setattr("trainer.model.logprobs.CHUNK_VALUES", 2 * 8)
+    meet, sent = threading.Barrier(2), {}
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
+        sent[group.rank()] = tensor.clone()
+        meet.wait(30)
+        tensor.copy_(torch.maximum(sent[0], sent[1]) if op == dist.ReduceOp.MAX else sent[0] + sent[1])
+        meet.wait(30)
+
+    monkeypatch.setattr("trainer.model.logprobs.dist.all_reduce", all_reduce)
+    with ThreadPoolExecutor(2) as pool:
+        halves = list(
+            pool.map(
+                lambda r: results(logits[..., 8 * r : 8 * r + 8], targets, warmth, vocab_size=vocab_size, group=HalfOfTheVocabulary(r)),
+                (0, 1),
+            )
+        )
+    for half in halves:
+        torch.testing.assert_close(half[:2], whole[:2])
+    torch.testing.assert_close(torch.cat([half[2] for half in halves], -1), whole[2], atol=1e-6, rtol=1e-4)
+
+
+class Fp32Seen(TorchDispatchMode):
+    """The most values that any fp32 tensor made inside has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def test_no_fp32_tensor_is_larger_than_a_chunk_forward_or_backward(monkeypatch):
+    monkeypatch.setattr("trainer.model.logprobs.CHUNK_VALUES", 4 * 64)
+    logits = torch.randn(1, 40, 64, dtype=torch.bfloat16).requires_grad_()
+    with Fp32Seen() as seen:
+        logprobs, entropy = logprobs_and_entropy(logits, torch.zeros(1, 40, dtype=torch.int64), torch.ones(1, 40), vocab_size=60)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert seen.largest == 4 * 60
