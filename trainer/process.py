@@ -114,6 +114,7 @@ def _train(
 
     from trainer.checkpoint.schedule import CheckpointSchedule
     from trainer.loop import train
+    from trainer.model.kernels import kernels_in_use
     from trainer.model.policy import Policy
     from trainer.objective.choose import algorithm_problems
     from trainer.publish.publication import Publication
@@ -124,6 +125,8 @@ def _train(
     with refusals_in_one_line():
         policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        log.info("trains %s", kernels_in_use(policy.model))
     is_replay = debugging.replay is not None
     spans = Spans(resolved.run_dir / ("replay" if is_replay else "metrics"), f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
     watch = StepWatch(resolved, debugging.file, policy, profile=debugging.profile, is_dumping=not is_replay)

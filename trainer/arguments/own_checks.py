@@ -24,7 +24,13 @@ BRIDGE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall",
 
 def megatron_refusal(config: RunConfig, values: Mapping[str, Any], shape: Mapping[str, Any]) -> str | None:
     """Why Megatron would refuse these options with this model and layout, in its own words; None where it would not, or cannot be asked."""
-    dtype = Name(config.trainer.params_dtype)
+    if config.trainer.params_dtype == "auto":  # which it is only a rank knows: refused is what neither would take
+        refusals = [_refusal(config, values, shape, Name(dtype)) for dtype in ("bfloat16", "float32")]
+        return refusals[0] if all(refusals) else None
+    return _refusal(config, values, shape, Name(config.trainer.params_dtype))
+
+
+def _refusal(config: RunConfig, values: Mapping[str, Any], shape: Mapping[str, Any], dtype: "Name") -> str | None:
     given = {name: shape[name] for name in shape if name in megatron_fields()}
     given |= {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == "bfloat16", "expert_tensor_parallel_size": 1}
     given |= {name: getattr(config.trainer, name) for name in SECTION} | BRIDGE | {"activation_func": Name("silu")} | dict(values)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from trainer.batches.on_device import on_device
+
 
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> np.ndarray:
     """Positions in a row of sequences of these lengths (multiples of 2 * cp_size) that this rank holds, in the order it holds them."""
@@ -27,10 +29,10 @@ def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> np.n
     return np.concatenate([chunk for i, chunk in enumerate(chunks) if i % num_chunks in (cp_rank, num_chunks - 1 - cp_rank)])
 
 
-def slots_of(lengths: np.ndarray, width: int) -> torch.Tensor:
+def slots_of(lengths: np.ndarray, width: int) -> np.ndarray:
     """Slot of each token of a row in the padded batch [n, width] flattened; [sum(lengths)] int64."""
     starts = np.repeat(np.arange(len(lengths)) * width, lengths)
-    return torch.from_numpy(starts + positions_of(lengths))
+    return starts + positions_of(lengths)
 
 
 def positions_of(lengths: np.ndarray) -> np.ndarray:
@@ -46,22 +48,23 @@ class PackedLayout:
         whole = np.asarray(lengths, dtype=np.int64)
         local = whole // cp_size
         self.num_sequences, self.width, self.local_width = len(whole), int(whole.max()), int(local.max())
-        self.key_slots = slots_of(whole, self.width).to(device)
+        self.key_slots = on_device(slots_of(whole, self.width), device)
         self.query_slots, self.gathered_order, self.mask = self.key_slots, None, None
         held = [zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)]
-        positions = torch.from_numpy(positions_of(whole)[held[cp_rank]])
+        positions = positions_of(whole)[held[cp_rank]]
         if cp_size > 1:
-            self.gathered_order = torch.from_numpy(np.concatenate(held).argsort()).to(device)
-            self.query_slots = slots_of(local, self.local_width).to(device)
-            self.mask = self.causal_mask(positions)
-        self.positions = positions.to(device)
+            slots = slots_of(local, self.local_width)
+            self.gathered_order = on_device(np.concatenate(held).argsort(), device)
+            self.query_slots = on_device(slots, device)
+            self.mask = on_device(self.causal_mask(slots, positions), device)
+        self.positions = on_device(positions, device)
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def causal_mask(self, positions: torch.Tensor) -> torch.Tensor:
+    def causal_mask(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Which keys each local query may see; [n, 1, local_width, width] bool."""
-        padded = positions.new_zeros(self.num_sequences * self.local_width)
-        padded[self.query_slots.cpu()] = positions
-        return (padded.view(self.num_sequences, 1, -1, 1) >= torch.arange(self.width)).to(self.query_slots.device)
+        padded = np.zeros(self.num_sequences * self.local_width, np.int64)
+        padded[slots] = positions
+        return padded.reshape(self.num_sequences, 1, -1, 1) >= np.arange(self.width)
 
     def rotary(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of each local token's angles, [t, 1, d]; computed at the first call, the same for all layers."""
@@ -73,7 +76,7 @@ class PackedLayout:
 
 def packed_parameters(lengths: Sequence[int], *, cp_size: int = 1, cp_rank: int = 0, device: Any = None) -> PackedSeqParams:
     """PackedSeqParams of a row of sequences of these (padded) lengths; the layout rides on its cu_seqlens tensors."""
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    ends = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
     ends.packed_layout = PackedLayout(lengths, cp_size=cp_size, cp_rank=cp_rank, device=device)  # type: ignore[attr-defined]
     longest = max(lengths)
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)

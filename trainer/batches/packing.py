@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from trainer.batches.batch import Batch
+from trainer.batches.on_device import on_device
 from trainer.batches.packed_layout import packed_parameters, zigzag_positions
 
 
@@ -125,7 +126,7 @@ def pack_row(batch: Batch, samples: np.ndarray, layout: RankLayout) -> MicroBatc
     target = np.where(is_real, source + 1, 0)
 
     def row(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array))[None].to(layout.device)
+        return on_device(array[None], layout.device)
 
     return MicroBatch(
         tokens=row(batch["tokens"][source].astype(np.int64)),

@@ -77,7 +77,7 @@ def build_model(config: RunConfig, folder: str, *, role: Role = "policy") -> Mod
 
 def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: dict[str, Any]) -> Any:
     """The TransformerConfig of the model, this layout and these options."""
-    dtype = getattr(torch, trainer.params_dtype)
+    dtype = parallel.params_dtype(trainer)
     chosen = {
         **fields,
         "params_dtype": dtype,

@@ -18,12 +18,13 @@ COPIED = ("lr", "min_lr", "adam_beta1", "adam_beta2", "clip_grad")
 
 def build_optimizer(config: RunConfig, model: Model) -> Any:
     """Megatron's distributed optimizer over the model's gradient buffers, also at one rank: one checkpoint layout for all."""
+    dtype = parallel.params_dtype(config.trainer)
     chosen = {
         **{name: getattr(config.optimizer, name) for name in COPIED},
         "optimizer": "adam",
         "weight_decay": 0.0,
-        "bf16": config.trainer.params_dtype == "bfloat16",
-        "params_dtype": getattr(torch, config.trainer.params_dtype),
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
         "use_distributed_optimizer": True,
     }
     check_architecture(model.config, config.megatron)

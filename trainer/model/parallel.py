@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import TrainerConfig
 from trainer.arguments.layout import check_layout, expert_ranks
 from trainer.compat.gloo_device import shared_gloo_device
 
@@ -89,13 +90,21 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
 
 def gather_bytes(payload: bytes) -> list[bytes]:
     """Every rank's payload, in rank order, on each rank."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(payload)], device=device()))
-    width = max(int(size) for size in sizes)
+    gathered = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([len(payload)], device=device()))
+    sizes = torch.cat(gathered).tolist()
+    width = max(sizes)
     padded = torch.frombuffer(bytearray(payload.ljust(max(1, width), b"\0")), dtype=torch.uint8).to(device())
     bodies = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(bodies, padded)
-    return [body.cpu().numpy().tobytes()[: int(size)] for body, size in zip(bodies, sizes, strict=True)]
+    return [body.cpu().numpy().tobytes()[:size] for body, size in zip(bodies, sizes, strict=True)]
+
+
+def params_dtype(trainer: TrainerConfig) -> torch.dtype:
+    """Of the trained parameters: what `trainer.params_dtype` says; auto: bfloat16 on CUDA, float32 on a CPU."""
+    if trainer.params_dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return torch.bfloat16 if trainer.params_dtype == "bfloat16" else torch.float32
 
 
 def device() -> torch.device:

@@ -126,7 +126,7 @@ class Policy(Learner):
         tensors = self.export.tensors()
         if parallel.is_main_rank():
             plan = [Planned(held.name, held.dtype, tuple(held.shape)) for held in self.export.owned.values()]
-            dtype = self.config.trainer.params_dtype
+            dtype = str(self.model.config.params_dtype).removeprefix("torch.")
             write_folder(folder, plan, tensors, source=self.model.folder, dtype=dtype, shard_bytes=SHARD_BYTES)
         else:
             deque(tensors, maxlen=0)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slimebus.bus.errors import DataError
 from trainer.batches.batch import Batch
+from trainer.batches.on_device import on_device
 
 if TYPE_CHECKING:  # packing imports megatron, which no check of a config should
     from trainer.batches.packing import MicroBatch
@@ -40,13 +41,13 @@ class DeviceColumns:
     def __init__(self, batch: Batch, device: torch.device | None) -> None:
         self.batch, self.device = batch, device
         self._tensors: dict[str, torch.Tensor] = {}
-        self.group_of = torch.from_numpy(batch.group_of).to(device)
+        self.group_of = on_device(batch.group_of, device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The column in its own scope; doubles become floats."""
         if name not in self._tensors:
-            tensor = torch.from_numpy(np.require(self.batch[name], requirements=["C", "W"]))
-            self._tensors[name] = tensor.to(self.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
+            values = self.batch[name]
+            self._tensors[name] = on_device(values.astype(np.float32) if values.dtype == np.float64 else values, self.device)
         return self._tensors[name]
 
     def at(self, name: str, source: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:

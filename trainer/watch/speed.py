@@ -55,7 +55,7 @@ class Speed:
         is_tied = policy.model.gpt.share_embeddings_and_output_weights
         self.parameters = used_parameters(shapes, is_tied=is_tied, share_of_experts=share)
         self.attention_width = config.num_layers * config.num_attention_heads * config.kv_channels
-        is_bf16 = policy.config.trainer.params_dtype == "bfloat16"
+        is_bf16 = config.params_dtype is torch.bfloat16
         one = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() and is_bf16 else None
         self.peak = None if one is None else one * torch.distributed.get_world_size()
 

@@ -288,8 +288,9 @@ class TrainerConfig(Section, frozen=True):
     """[ranks] That split each sequence."""
     sequence_parallel: bool = False
     """[switch] Split activations outside matrices too (with tensor parallelism)."""
-    params_dtype: Literal["float32", "bfloat16"] = "float32"
-    """[choice] Of the trained parameters; published weights are always bfloat16."""
+    params_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """[choice] Of the trained parameters; auto: bfloat16 on CUDA (with fp32 masters), float32 on CPUs. Published weights are always
+    bfloat16."""
     train_threads: Processes = 1
     """[threads] CPU threads of each rank."""
     save_interval: Natural = 50
