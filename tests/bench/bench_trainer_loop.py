@@ -1,4 +1,4 @@
-"""What `bin/bench trainer` compares the trainer with, a process of its own: megatron-core's schedule and optimizer, and nothing around them.
+"""What `bin/bench trainer` compares the trainer with: megatron-core's schedule and optimizer alone, in a process of its own.
 
 bench_trainer_loop.py bare MODEL STEPS       {"step_s": of each step on the packed rows}
 bench_trainer_loop.py packing MODEL ROUNDS   {"packed" | "padded" | "sorted": real tokens a second}
