@@ -103,8 +103,7 @@ class ReplaySource:
         return StepBatch(step, row.version, row.version if following is None else following.version, groups, lags)
 
     def _samples(self, row: ExportedGroup) -> list[Sample]:
-        from trainer.batches.batch_client import is_failed
-        from trainer.batches.flatten import check_sample
+        from trainer.batches.flatten import check_sample, is_failed
 
         assert row.table is not None  # the others were left out
         try:

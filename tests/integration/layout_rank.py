@@ -5,8 +5,8 @@
 
 A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON. With "resume": PATH it goes on from a checkpoint for
 one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a
-second save. With "models", a map of name to [PATH, layout] in the place of model and layout, it loads each of them and does not
-train.
+second save. With "critic" a critic learns in place of the policy. With "models", a map of name to [PATH, layout] in the place of model and
+layout, it loads each of them and does not train.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
 from slimebus.cli.launch import free_port
 from slimebus.weights.tensors import Tensor, as_tensor
 from trainer.compat import cpu_compat
@@ -37,6 +37,7 @@ from trainer.checkpoint import save  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
 from trainer.checkpoint.save import BackgroundSave  # noqa: E402
 from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint  # noqa: E402
+from trainer.critic.critic import Critic  # noqa: E402
 from trainer.mismatch import engine_mismatch  # noqa: E402
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
@@ -187,6 +188,37 @@ def train(asked: dict) -> None:
     policy.close()
 
 
+def learn(asked: dict) -> None:
+    """A critic: its values, three steps, and the same step before a save and after the load; with "resume" a step from that checkpoint."""
+    out, layout = Path(asked["out"]), asked["layout"]
+    config = RunConfig(
+        broker=BrokerConfig(required_fields=["values"]),
+        optimizer=OptimizerConfig(lr=1e-2),
+        algorithm=AlgorithmConfig(advantage_estimator="ppo", settings={"lambd": 0.9}),
+        trainer=TrainerConfig(max_tokens_per_gpu=48, **{name: value for name, value in layout.items() if name != "megatron"}),
+        megatron=layout.get("megatron", {}),
+    )
+    critic = Critic.build(config, asked["model"])
+
+    def step(seed: int) -> dict[str, float]:
+        batch = groups(seed) if parallel.is_main_rank() else None
+        values = iter(critic.values(batch))
+        for sample in (sample for group in batch or () for sample in group.samples):
+            sample.extras = {"values": next(values)}
+        return critic.train(batch, num_steps=2)
+
+    seen: dict[str, object] = {}
+    if "resume" in asked:
+        assert load_checkpoint(asked["resume"], critic) is not None
+    else:
+        seen["metrics"] = [step(seed) for seed in range(3)]
+        save_checkpoint(out.with_suffix(".checkpoint"), critic, 3)
+    seen["after"] = step(3)
+    if parallel.is_main_rank():
+        out.write_text(json.dumps(seen))
+    critic.close()
+
+
 def load(models: dict[str, tuple[str, dict]], out: Path, ports: list[int]) -> None:
     """What every model exports other than it was loaded, and the logprobs of random tokens."""
     seen: dict[str, object] = {"tokens": [sample.tokens.tolist() for group in groups(0) for sample in group.samples]}
@@ -214,6 +246,8 @@ def fork_rank(asked: dict, rank: int, ports: list[int]) -> int:
     try:
         if "models" in asked:
             load(asked["models"], Path(asked["out"]), ports)
+        elif asked.get("critic"):
+            learn(asked)
         else:
             train(asked)
         os._exit(0)

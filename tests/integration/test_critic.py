@@ -9,7 +9,7 @@ from live_run import START_S, Run
 
 pytestmark = pytest.mark.integration
 
-BATCH, STEPS = 4, 48
+BATCH, STEPS = 8, 45
 REWARD = """
 def reward(response):
     return float(next(letter for letter in response.prompt[-1]["content"] if letter.isdigit()) < "5")
@@ -30,10 +30,12 @@ def wait_for_rows(run: Run, count: int) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_critic_learns_the_returns_is_killed_and_goes_on_where_it_was(tmp_path: Path, task: Path) -> None:
-    settings = {"critic_lr": 3e-3, "num_critic_only_steps": 5}
+    settings = {"critic_lr": 1e-3, "num_critic_only_steps": 5}
     changes = {
         "broker__required_fields": ["values"],
         "rollout__num_rollout": STEPS,
+        "rollout__rollout_batch_size": BATCH,
+        "rollout__max_running_groups": BATCH,
         "rollout__custom_rm_path": "reward.py:reward",
         "algorithm__advantage_estimator": "ppo",
         "algorithm__settings": settings,
@@ -51,7 +53,7 @@ def test_a_critic_learns_the_returns_is_killed_and_goes_on_where_it_was(tmp_path
         run.start("trainer", "--role", "critic", name="critic")
         run.complete()
 
-        run.assert_accounted(STEPS)
+        run.assert_accounted(STEPS, BATCH)
         rows = rows_of(run)
         assert rows[num_before]["step"] < rows[num_before - 1]["step"] + 1, "it goes on from its checkpoint"
         survived = {row["step"]: row for row in rows}

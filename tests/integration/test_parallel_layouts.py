@@ -103,6 +103,28 @@ def test_layout_trains_as_one_rank_does(name: str, ranks: Ranks, model: Path, on
     assert_equal_weights(got, one_rank)
 
 
+@pytest.fixture(scope="module")
+def one_critic(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    out = tmp_path_factory.mktemp("critic") / "out.json"
+    return ranks.run(model, out, 1, {}, critic=True), out.with_suffix(".checkpoint")
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2", "cp2", "dp2-overlap"])
+def test_a_critic_learns_as_on_one_rank_and_goes_on_in_another_layout(
+    name: str, ranks: Ranks, model: Path, one_critic: tuple[dict, Path], tmp_path: Path
+):
+    num_ranks, layout = LAYOUTS[name]
+    one, checkpoint = one_critic
+    got = ranks.run(model, tmp_path / "out.json", num_ranks, layout, critic=True)
+    resumed = ranks.run(model, tmp_path / "resumed.json", num_ranks, layout, critic=True, resume=str(checkpoint))
+    for mine, reference in zip(
+        [*got["metrics"], got["after"], resumed["after"]], [*one["metrics"], one["after"], one["after"]], strict=True
+    ):
+        for metric in ("loss", "grad_norm", "value", "return", "explained_variance", "tokens_trained"):
+            assert mine[metric] == pytest.approx(reference[metric], rel=1e-3, abs=1e-5), metric
+    assert one["after"]["value"] != 0
+
+
 def test_experts_are_owned_by_the_ranks_that_train_them(ranks: Ranks, tmp_path: Path):
     """Two ranks with half of the experts each train as one does, and each owns its half; rank 0 owns the rest."""
     import torch

@@ -15,14 +15,14 @@ from itertools import accumulate, islice
 from typing import Any
 
 from slimebus.bus.errors import DataError, SlimebusError, Unreachable
-from slimebus.bus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Message, Reject, Resume, has_failed
+from slimebus.bus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Message, Reject, Resume
 from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample, decode_group
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
 from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Group
-from trainer.batches.flatten import check_sample
+from trainer.batches.flatten import check_sample, is_failed
 from trainer.batches.step_batch import StepBatch
 from trainer.objective.objective import Objective
 
@@ -174,11 +174,6 @@ class BatchClient:
         """Stop asking, also a broker that does not answer."""
         self._leaving.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def is_failed(sample: Sample) -> bool:
-    """True for a sample that must not be trained; the broker counts it as failed too."""
-    return has_failed(sample.status, sample.reward, oldest_version(sample.versions, sample.loss_mask))
 
 
 def lag_of(sample: Sample, batch: BatchReply) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from slimebus.bus.errors import DataError
-from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.messages import NO_VERSION, has_failed
+from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import Batch, Column, Group
 
@@ -21,6 +22,11 @@ LARGEST_LOGPROB = 0.05
 """What a log_softmax in bfloat16 may round up to; a larger one is no logprob."""
 LEAST_LOGPROB = -1e4
 """Ratios and KL terms of larger ones stay finite; the least that an engine reports at temperature 0.01 is some -1,000."""
+
+
+def is_failed(sample: Sample) -> bool:
+    """True for a sample that must not be trained; the broker counts it as failed too."""
+    return has_failed(sample.status, sample.reward, oldest_version(sample.versions, sample.loss_mask))
 
 
 def check_sample(sample: Sample, name: str, vocab_size: int, *, reads_logprobs: bool, fields: Collection[str] = ()) -> None:

@@ -13,8 +13,7 @@ from slimebus.cli.metrics import MetricsWriter
 from slimebus.client.connect import broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
 from trainer.batches.batch import Group
-from trainer.batches.batch_client import is_failed
-from trainer.batches.flatten import check_sample
+from trainer.batches.flatten import check_sample, is_failed
 
 log = logging.getLogger("critic")
 

@@ -13,7 +13,8 @@ from slimebus.bus.samples import Sample, encode_group
 from slimebus.bus.transport.request import Reply
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.batches.batch_client import LAST_PAUSE_S, MAX_CHOICES, BatchClient, is_failed, lag_of
+from trainer.batches.batch_client import LAST_PAUSE_S, MAX_CHOICES, BatchClient, lag_of
+from trainer.batches.flatten import is_failed
 from trainer.batches.step_batch import StepBatch
 from trainer.objective.choose import choose
 
