@@ -15,7 +15,7 @@ import torch.distributed as dist
 LOWEST = -1e30
 """Of a rank that holds padding columns alone: far below any logit; still finite when divided by a small temperature."""
 CHUNK_VALUES = 1 << 24
-"""Logits of a chunk: 64 MiB in fp32, of which two copies exist at a time. Enough to fill a GPU, nothing beside the logits of a long row."""
+"""Logits of a chunk: 64 MiB in fp32, of which up to three copies exist at a time. Enough to fill a GPU."""
 
 
 class LogProbEntropy(torch.autograd.Function):
