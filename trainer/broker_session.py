@@ -54,12 +54,12 @@ class BrokerSession:
         Raises Fenced when another trainer has taken this one's place meanwhile.
         """
         from trainer.batches.batch_client import BatchClient
-        from trainer.objective.choose import choose
+        from trainer.objective.build_objective import build_objective
 
         if self.lost is not None:
             raise self.lost
         self._started = time.monotonic()
-        objective = choose(self.config, self.base)
+        objective = build_objective(self.config, self.base)
         self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size, objective)
         self.client.keep_alive(self._beat_every_s, self._beat, self._on_beat, self._on_lost)
         self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)

@@ -56,7 +56,7 @@ def node_of(ctx: click.Context) -> "Node":
 
 def algorithm_problems(resolved: Resolved) -> list[str]:
     """What only the chosen algorithm and corrections find wrong with the config."""
-    from trainer.objective.choose import algorithm_problems
+    from trainer.objective.build_objective import algorithm_problems
 
     return algorithm_problems(resolved)
 

@@ -116,7 +116,7 @@ def _train(
     from trainer.loop import train
     from trainer.model.kernels import kernels_in_use
     from trainer.model.policy import Policy
-    from trainer.objective.choose import algorithm_problems
+    from trainer.objective.build_objective import algorithm_problems
     from trainer.publish.publication import Publication
     from trainer.watch.step_watch import StepWatch
 

@@ -79,7 +79,7 @@ def answer_timed_out(state: State, step: int) -> None:
 
 
 def _choose(state: State, step: int) -> bool:
-    staleness.sweep(state, step)
+    staleness.remove_stale_ready(state, step)
     chosen = choice.choose(state, step)
     if not chosen:
         return False

@@ -63,7 +63,7 @@ class State:
         self.recent_leases: dict[int, str] = {}
         self.lease_since: dict[int, float] = {}
         self.pace = Pace()
-        self.swept: tuple[int, float] | None = None
+        self.stale_removed_at: tuple[int, float] | None = None
         self.finish_is_announced = False
         self.finish_is_confirmed = True
         self.members_before: set[tuple[str, str]] = set()

@@ -14,12 +14,12 @@ def is_stale(state: State, group: Group, step: int) -> bool:
     return group.oldest_version != NO_VERSION and state.version_of(step) - group.oldest_version > state.rules.max_staleness
 
 
-def sweep(state: State, step: int) -> None:
+def remove_stale_ready(state: State, step: int) -> None:
     """Take every ready group that is too old for `step`, and so for all later steps, out of the buffer."""
     seen = (state.version_of(step), state.rules.max_staleness)
-    if state.swept == seen:
+    if state.stale_removed_at == seen:
         return
-    state.swept = seen
+    state.stale_removed_at = seen
     for group in state.groups.every_ready():
         if is_stale(state, group, step):
             remove_stale(state, group)

@@ -71,7 +71,7 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
-    state.swept, state.finish_is_announced, meta.filtered_in_a_row = None, False, 0
+    state.stale_removed_at, state.finish_is_announced, meta.filtered_in_a_row = None, False, 0
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
     state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")
     if was_at and not ask.step:

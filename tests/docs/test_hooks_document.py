@@ -22,7 +22,7 @@ from slimebus.bus.samples import Sample
 from slimebus.cli.config import resolve
 from slimebus.cli.config.fields import sections
 from trainer.batches.batch import Group
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -126,7 +126,7 @@ def test_the_page_names_what_a_source_is_told() -> None:
 def test_the_algorithm_clips_rewards_and_leaves_out_what_was_cut_off(tmp_path: Path) -> None:
     (tmp_path / "finished.py").write_text(EXAMPLES["Finished"])
     flags = {"algorithm.advantage_estimator": "finished.py:Finished", "rollout.rollout_max_response_len": 3}
-    objective = choose(resolve(None, flags, {}).config, tmp_path)
+    objective = build_objective(resolve(None, flags, {}).config, tmp_path)
 
     def sample(length: int, reward: float) -> Sample:
         ones = np.ones(length + 1, np.float32)

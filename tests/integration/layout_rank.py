@@ -42,7 +42,7 @@ from trainer.mismatch import engine_mismatch  # noqa: E402
 from trainer.model import parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 from trainer.objective.aggregation import AGGREGATIONS  # noqa: E402
-from trainer.objective.choose import choose  # noqa: E402
+from trainer.objective.build_objective import build_objective  # noqa: E402
 from trainer.objective.group_rewards import per_group  # noqa: E402
 from trainer.objective.objective import Objective  # noqa: E402
 from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
@@ -116,7 +116,7 @@ def corrected_step(policy: Policy, batch: list[Group] | None, correction: str) -
     config = msgspec.structs.replace(
         policy.config, algorithm=algorithm, optimizer=msgspec.structs.replace(policy.config.optimizer, lr=1e-12)
     )
-    given, trained, policy.config, policy.objective = policy.objective, policy.config, config, choose(config)
+    given, trained, policy.config, policy.objective = policy.objective, policy.config, config, build_objective(config)
     try:
         return policy.train(batch, num_steps=2, version=3)
     finally:

@@ -108,7 +108,7 @@ class BatchClient:
             for group, frames in zip(wanted, records, strict=False):
                 try:
                     samples = self._decode(frames)
-                    batch.lags += [lag_of(sample, reply) for sample in samples]
+                    batch.lags += [checked_lag(sample, reply) for sample in samples]
                     batch.groups.append(Group(group, samples))
                 except SlimebusError as bad:
                     problems[group] = f"group {group}: {bad.text}"
@@ -176,7 +176,7 @@ class BatchClient:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def lag_of(sample: Sample, batch: BatchReply) -> int:
+def checked_lag(sample: Sample, batch: BatchReply) -> int:
     """Staleness of one sample, recomputed from its tokens: the bound of its batch holds whatever the broker was told."""
     oldest = oldest_version(sample.versions, sample.loss_mask)
     lag = 0 if oldest == NO_VERSION else batch.version - oldest

@@ -22,7 +22,7 @@ from trainer.model.optimizer import build_optimizer, gather_weights, learning_ra
 from trainer.model.update import merged_metrics
 from trainer.model.value_update import compute_values, value_step
 from trainer.objective.aggregation import token_weights
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 from trainer.objective.returns import gae, token_rewards
 
 
@@ -35,7 +35,7 @@ class Critic(Learner):
 
         Raises ConfigError when the algorithm has no critic, and as Policy.build. `close` undoes it all.
         """
-        objective = choose(config, base)
+        objective = build_objective(config, base)
         settings = settings_of(objective.algorithm)
         check_config(config)
         config = replace(config, optimizer=replace(config.optimizer, lr=settings.critic_lr or config.optimizer.lr))

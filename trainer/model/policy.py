@@ -19,7 +19,7 @@ from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, build_optimizer, gather_weights, learning_rate
 from trainer.model.reference import Reference
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective
 
 
@@ -40,7 +40,7 @@ class Policy(Learner):
 
         Raises ConfigError or DataError with one line when the config, the layout or the model directory do not fit.
         """
-        objective = choose(config, base)
+        objective = build_objective(config, base)
         with cpu_compat.library_warnings_ignored():
             parallel.start(config)
             try:
@@ -75,7 +75,7 @@ class Policy(Learner):
             group.has_gradient = bool(np.isin(i, batch.group_of[kept]))
         gather_weights(self.model)
         seen = batch.select(kept).with_columns({"new_logprobs": np.concatenate(new_logprobs)})
-        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | self.objective.staleness(seen)
+        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | self.objective.lag_metrics(seen)
 
     def refresh_reference(self, num_steps: int) -> None:
         """Make the model as it is now the reference, if one is held and so many steps of the run are a multiple of its interval."""

@@ -14,9 +14,9 @@ from trainer.batches.batch import Batch, Column, Group
 from trainer.batches.flatten import COLUMNS, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
+from trainer.objective.lag_metrics import by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
-from trainer.objective.staleness import by_lag
 
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
@@ -135,7 +135,7 @@ class Objective:
             loss = loss - self.settings.entropy_coef * row.entropy
         return TokenLoss(loss, measures)
 
-    def staleness(self, batch: Batch) -> dict[str, float]:
+    def lag_metrics(self, batch: Batch) -> dict[str, float]:
         """Metrics by lag of what was trained, which has its new_logprobs; none for demonstrations, which no policy sampled."""
         if self.algorithm.is_supervised or not batch.num_samples:
             return {}

@@ -84,7 +84,7 @@ def _make(state: State, by: str, ask: Set) -> Change:
     configured = {name: state.meta.overrides[name][0] if name in state.meta.overrides else old[name] for name in changed}
     put_in_force(state, rules)
     state.meta.overrides |= {name: [configured[name], new] for name, (_, new) in changed.items()}
-    staleness.sweep(state, made.step)
+    staleness.remove_stale_ready(state, made.step)
     staleness.end_stale_leases(state, made.step, "too old under a new bound")
     state.note(f"{by[:64]} changed {in_words(made)}")
     state.record({"settings": described(state.rules), "from_step": made.step})

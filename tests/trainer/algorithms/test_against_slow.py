@@ -11,7 +11,7 @@ from mixed_batch import loss_and_gradient, mixed_batch, samples_of, with_advanta
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, RolloutConfig
 from trainer.batches.batch import Batch, Column
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective
 from trainer.objective.plugin_settings import names
 
@@ -31,7 +31,7 @@ class Case:
 
     def objective(self) -> Objective:
         algorithm = AlgorithmConfig(advantage_estimator=self.name, settings=self.settings, **self.algorithm)
-        return choose(RunConfig(algorithm=algorithm, rollout=RolloutConfig(rollout_max_response_len=LONGEST)))
+        return build_objective(RunConfig(algorithm=algorithm, rollout=RolloutConfig(rollout_max_response_len=LONGEST)))
 
 
 def dapo(samples: slow.Samples) -> list[list[float]]:

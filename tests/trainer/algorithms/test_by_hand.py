@@ -12,12 +12,12 @@ from slimebus.cli.config import resolve
 from trainer.algorithms.dapo import overlong_punishment
 from trainer.algorithms.rloo import leave_one_out
 from trainer.batches.batch import Column
-from trainer.objective.choose import algorithm_problems, choose
+from trainer.objective.build_objective import algorithm_problems, build_objective
 from trainer.objective.objective import Objective
 
 
 def objective(name: str, **flags: Any) -> Objective:
-    return choose(resolve(None, {"algorithm.advantage_estimator": name, **flags}, environ={}).config)
+    return build_objective(resolve(None, {"algorithm.advantage_estimator": name, **flags}, environ={}).config)
 
 
 def problems(name: str, **flags: Any) -> str:

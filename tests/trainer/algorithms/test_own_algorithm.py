@@ -13,7 +13,7 @@ from slimebus.bus.errors import ConfigError, HookError
 from slimebus.cli.config import RunConfig, resolve
 from trainer.batches.batch import Batch
 from trainer.model.policy import Policy
-from trainer.objective.choose import algorithm_problems
+from trainer.objective.build_objective import algorithm_problems
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import PolicyGradient, TokenLoss
 

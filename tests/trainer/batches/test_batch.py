@@ -14,7 +14,7 @@ from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig
 from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes
 from trainer.batches.flatten import COLUMNS, check_sample, flatten
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 from trainer.objective.group_rewards import rewards_with_kl
 
 
@@ -122,7 +122,7 @@ def test_advantages_of_the_samples_are_used_instead_of_the_algorithms() -> None:
     given = [sample(3, extras={"advantages": np.array([9, 0.5, -0.5], np.float32)}), sample(2, extras={"advantages": np.array([9, 2.0])})]
     for one in given[1:]:
         one.extras = {"advantages": one.extras["advantages"].astype(np.float32)}
-    made = choose(RunConfig()).advantages(flatten([Group("g", given)]))
+    made = build_objective(RunConfig()).advantages(flatten([Group("g", given)]))
     assert made["advantages"].values.tolist() == [0, 0.5, -0.5, 0, 2]
 
 
@@ -132,12 +132,12 @@ def test_the_kl_in_the_reward_is_that_of_the_whole_trajectory_by_hand() -> None:
     algorithm = AlgorithmConfig(kl_coef=0.1, kl_loss_type="k1")
     # log p - log q = 0.5 for each of 2 + 1 and of 1 trained tokens
     assert rewards_with_kl(batch, algorithm) == pytest.approx([1 - 0.15, 1 - 0.15, -0.05])
-    assert choose(RunConfig(algorithm=algorithm)).needs == {"reference_logprobs"}
+    assert build_objective(RunConfig(algorithm=algorithm)).needs == {"reference_logprobs"}
 
 
 def test_a_reference_that_a_consumer_computes_is_no_pass_of_the_trainer() -> None:
     required = BrokerConfig(required_fields=["reference_logprobs"])
-    objective = choose(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1), broker=required))
+    objective = build_objective(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1), broker=required))
     assert objective.fields == {"reference_logprobs"}
     assert not objective.needs_pass("reference_logprobs")
-    assert choose(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1))).needs_pass("reference_logprobs")
+    assert build_objective(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1))).needs_pass("reference_logprobs")

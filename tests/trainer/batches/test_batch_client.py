@@ -13,10 +13,10 @@ from slimebus.bus.samples import Sample, encode_group
 from slimebus.bus.transport.request import Reply
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.batches.batch_client import LAST_PAUSE_S, MAX_CHOICES, BatchClient, lag_of
+from trainer.batches.batch_client import LAST_PAUSE_S, MAX_CHOICES, BatchClient, checked_lag
 from trainer.batches.flatten import is_failed
 from trainer.batches.step_batch import StepBatch
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 
 
 def sample(version: int) -> Sample:
@@ -29,23 +29,23 @@ SEVEN = BatchReply(step=7, version=7, max_staleness=2)
 
 
 def test_a_sample_beyond_the_bound_of_its_batch_is_refused() -> None:
-    assert lag_of(sample(5), SEVEN) == 2
+    assert checked_lag(sample(5), SEVEN) == 2
     with pytest.raises(SlimebusError, match="a sample of version 4 in training of version 7; max_staleness is 2") as caught:
-        lag_of(sample(4), SEVEN)
+        checked_lag(sample(4), SEVEN)
     assert caught.value.code == "too_stale"
 
 
 def test_a_batch_chosen_without_a_bound_may_hold_samples_of_any_age() -> None:
-    assert lag_of(sample(0), BatchReply(step=7, version=7)) == 7
+    assert checked_lag(sample(0), BatchReply(step=7, version=7)) == 7
 
 
 def test_a_sample_from_the_future_is_refused() -> None:
     with pytest.raises(SlimebusError, match="a sample of version 8 in training of version 7"):
-        lag_of(sample(8), SEVEN)
+        checked_lag(sample(8), SEVEN)
 
 
 def test_demonstrations_have_no_lag() -> None:
-    assert lag_of(sample(NO_VERSION), SEVEN) == 0
+    assert checked_lag(sample(NO_VERSION), SEVEN) == 0
 
 
 def test_a_failed_sample_is_left_out_by_the_rule_of_the_broker() -> None:
@@ -85,7 +85,7 @@ class ForgetfulBroker:
 
 def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> None:
     pauses: list[float] = []
-    batch_client = BatchClient(ForgetfulBroker(gone=10), RunConfig(), 9, choose(RunConfig()), sleep=pauses.append)  # type: ignore[arg-type]
+    batch_client = BatchClient(ForgetfulBroker(gone=10), RunConfig(), 9, build_objective(RunConfig()), sleep=pauses.append)  # type: ignore[arg-type]
     assert [group.id for group in taken(batch_client).groups] == ["0/1"]
     assert pauses == sorted(pauses)
     assert (len(pauses), pauses[0] > 0, pauses[-1]) == (10, True, LAST_PAUSE_S)
@@ -94,7 +94,7 @@ def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> Non
 
 def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word() -> None:
     broker = ForgetfulBroker(gone=10**9)
-    batch_client = BatchClient(broker, RunConfig(), 9, choose(RunConfig()), sleep=lambda _: None)  # type: ignore[arg-type]
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()), sleep=lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(SlimebusError, match=r"batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
         batch_client.take(0)
     assert (caught.value.code, broker.num_fetches) == ("not_assigned", MAX_CHOICES)
@@ -154,7 +154,7 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_refilled_batch_is_taken(bad: Sample, problem: str) -> None:
     broker = RefillingBroker([bad], [sample(6), bad], [sample(6)])
-    batch_client = BatchClient(broker, RunConfig(), 9, choose(RunConfig()))  # type: ignore[arg-type]
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     batch = taken(batch_client)
     if "failed" in problem:  # beside a good one a failed sample is left out
         assert ([group.id for group in batch.groups], batch.num_rejected, list(broker.rejected)) == (["g1"], 1, ["g0"])
@@ -166,7 +166,7 @@ def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_r
 
 
 def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch_client = BatchClient(RefillingBroker([sample(6)]), RunConfig(), 9, choose(RunConfig()))  # type: ignore[arg-type]
+    batch_client = BatchClient(RefillingBroker([sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     asked: list[Any] = []
     monkeypatch.setattr(batch_client, "_ask", asked.append)
     assert batch_client._reject(0, {f"group-{i}": "x" * 10_000 for i in range(2048)}) == 100
@@ -178,7 +178,7 @@ def test_logprobs_of_masked_tokens_and_of_demonstrations_may_be_anything() -> No
     masked, nothing = np.array([NAN, -1, -1], np.float32), np.full(3, NAN, np.float32)
     for logprobs, algorithm in ((masked, "grpo"), (nothing, "sft")):
         config = RunConfig(algorithm=AlgorithmConfig(advantage_estimator=algorithm))
-        batch_client = BatchClient(RefillingBroker([changed(rollout_logprobs=logprobs)]), config, 9, choose(config))  # type: ignore[arg-type]
+        batch_client = BatchClient(RefillingBroker([changed(rollout_logprobs=logprobs)]), config, 9, build_objective(config))  # type: ignore[arg-type]
         assert taken(batch_client).num_rejected == 0
         batch_client.close()
 
@@ -188,7 +188,7 @@ def test_a_batch_is_waited_for_as_long_as_it_takes_and_the_log_says_for_what(
 ) -> None:
     clock = itertools.count(0.0, 15.0)
     monkeypatch.setattr("trainer.batches.batch_client.time.monotonic", lambda: next(clock))
-    batch_client = BatchClient(RefillingBroker(*[None] * 4000, [sample(6)]), RunConfig(), 9, choose(RunConfig()))  # type: ignore[arg-type]
+    batch_client = BatchClient(RefillingBroker(*[None] * 4000, [sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     with caplog.at_level("INFO", logger="trainer"):
         assert taken(batch_client).groups
     waits = [int(re.search(r"for (\d+) s: waiting for a worker", record.message)[1]) for record in caplog.records]  # type: ignore[index]
@@ -201,7 +201,7 @@ def test_a_batch_is_waited_for_as_long_as_it_takes_and_the_log_says_for_what(
 def test_a_broker_that_is_away_longer_than_any_timeout_is_waited_for() -> None:
     broker = RefillingBroker([sample(6)])
     broker.away = 50
-    batch_client = BatchClient(broker, RunConfig(), 9, choose(RunConfig()))  # type: ignore[arg-type]
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     assert taken(batch_client).groups
     batch_client.close()
 
@@ -220,7 +220,7 @@ class SilentBroker:
 @pytest.mark.parametrize("broker", [SilentBroker(), ForgetfulBroker(gone=10**9)], ids=["away", "forgetful"])
 def test_a_trainer_that_leaves_waits_for_no_broker(broker: Any) -> None:
     before = prefetching()
-    batch_client = BatchClient(broker, RunConfig(), 9, choose(RunConfig()))
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))
     assert batch_client.take(0, 0.05) is None
     batch_client.close()
     for thread in set(prefetching()) - set(before):
@@ -237,7 +237,7 @@ def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
             return super().call(message, timeout_s=timeout_s)
 
     broker = SlowBroker([sample(6)])
-    batch_client = BatchClient(broker, RunConfig(), 9, choose(RunConfig()))  # type: ignore[arg-type]
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     assert batch_client.take(0, 0.01) is None
     assert batch_client.take(0, 0.01) is None
     broker.may_answer.set()

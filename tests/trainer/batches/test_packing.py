@@ -12,7 +12,7 @@ from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
 from trainer.batches.packing import RankLayout, pack, plan_rows
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -69,5 +69,5 @@ def test_a_rank_with_nothing_to_do_gets_a_masked_row():
 def test_a_trajectory_of_several_samples_weighs_as_much_as_one_of_a_single_sample():
     turns = [replace(sample_of(3), reward=reward, trajectory=trajectory) for reward, trajectory in ((1.0, 0), (1.0, 0), (1.0, 0), (0.0, 1))]
     batch = flatten([Group("g", turns)])
-    advantages = choose(RunConfig()).advantages(batch)["advantages"].values
+    advantages = build_objective(RunConfig()).advantages(batch)["advantages"].values
     assert advantages[batch.ends - 1] == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])

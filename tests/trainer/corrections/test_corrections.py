@@ -12,7 +12,7 @@ from slimebus.cli.config import RunConfig, resolve
 from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.corrections.m2po import largest_within
-from trainer.objective.choose import algorithm_problems, choose
+from trainer.objective.build_objective import algorithm_problems, build_objective
 from trainer.objective.importance import effective_share
 from trainer.objective.objective import Objective
 
@@ -24,7 +24,7 @@ OWN_OLD = {"use_rollout_logprobs": False}
 def objective(*corrections: str, **given: Any) -> Objective:
     settings = {name: value for name, value in given.items() if name != "use_rollout_logprobs"}
     own = {name: given[name] for name in given if name == "use_rollout_logprobs"}
-    return choose(RunConfig(algorithm=AlgorithmConfig(corrections=list(corrections), settings=settings, **own)))
+    return build_objective(RunConfig(algorithm=AlgorithmConfig(corrections=list(corrections), settings=settings, **own)))
 
 
 def weights(chosen: Objective, batch: Batch, new: list[float]) -> list[float]:
@@ -209,7 +209,7 @@ def test_m2po_without_an_active_token_masks_none() -> None:
 
 
 def test_dppo_by_hand() -> None:
-    chosen = choose(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="dppo")))
+    chosen = build_objective(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="dppo")))
     rollout, new = [0.5, 0.5, 0.1, 0.6], [0.8, 0.3001, 0.001, 0.3]
     batch = batch_of([4], rollout_logprobs=np.log(rollout), advantages=[1.0, -1.0, -1.0, -1.0])
     row = row_of(batch, np.log(new).tolist())

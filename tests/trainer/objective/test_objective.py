@@ -9,13 +9,13 @@ from loss_rows import batch_of, gradient, in_order, row_of
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.objective.aggregation import masked_sum
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 from trainer.objective.clip import clipped_loss
 from trainer.objective.kl import k1, k2, k3, kl_term
 
 
 def objective(**algorithm):
-    return choose(RunConfig(algorithm=AlgorithmConfig(**algorithm)))
+    return build_objective(RunConfig(algorithm=AlgorithmConfig(**algorithm)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mixed_batch import loss_and_gradient
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, RolloutConfig
 from trainer.batches.batch import Batch, Column
-from trainer.objective.choose import choose
+from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +54,7 @@ ADVANTAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def objective(name: str, algorithm: dict[str, Any]) -> Objective:
     config = AlgorithmConfig(advantage_estimator=name, **algorithm)
-    return choose(RunConfig(algorithm=config, rollout=RolloutConfig(rollout_max_response_len=LONGEST)))
+    return build_objective(RunConfig(algorithm=config, rollout=RolloutConfig(rollout_max_response_len=LONGEST)))
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from trainer.objective.plugin_settings import KINDS, known_settings, names
 P = TypeVar("P", bound=Plugin)
 
 
-def choose(config: RunConfig, base: Path | None = None) -> Objective:
+def build_objective(config: RunConfig, base: Path | None = None) -> Objective:
     """The objective of a run. base: the folder of the run.yaml, for plug-ins by path. Raises ConfigError with every mistake."""
-    objective, problems = _read(config, base, {})
+    objective, problems = _build(config, base, {})
     raise_all(problems)
     assert objective is not None  # without a problem there is one
     return objective
@@ -30,13 +30,13 @@ def choose(config: RunConfig, base: Path | None = None) -> Objective:
 
 def algorithm_problems(resolved: Resolved) -> list[str]:
     """Every mistake in the section `algorithm` that only the plug-ins know, a sentence each."""
-    return _read(resolved.config, resolved.base, resolved.origin)[1]
+    return _build(resolved.config, resolved.base, resolved.origin)[1]
 
 
-def _read(config: RunConfig, base: Path | None, origin: Mapping[str, str]) -> tuple[Objective | None, list[str]]:
+def _build(config: RunConfig, base: Path | None, origin: Mapping[str, str]) -> tuple[Objective | None, list[str]]:
     problems: list[str] = []
-    algorithm = _find("algorithms", config.algorithm.advantage_estimator, Algorithm, base, problems)
-    found = [_find("corrections", name, Correction, base, problems) for name in config.algorithm.corrections]
+    algorithm = _load_plugin_class("algorithms", config.algorithm.advantage_estimator, Algorithm, base, problems)
+    found = [_load_plugin_class("corrections", name, Correction, base, problems) for name in config.algorithm.corrections]
     corrections = [correction for correction in found if correction is not None]
     for name in {name for name in config.algorithm.corrections if config.algorithm.corrections.count(name) > 1}:
         problems.append(f"algorithm.corrections: {name} is named twice; keep one of them")
@@ -49,7 +49,7 @@ def _read(config: RunConfig, base: Path | None, origin: Mapping[str, str]) -> tu
     return objective, problems + list(objective.problems())
 
 
-def _find(kind: str, name: str, of: type[P], base: Path | None, problems: list[str]) -> type[P] | None:
+def _load_plugin_class(kind: str, name: str, of: type[P], base: Path | None, problems: list[str]) -> type[P] | None:
     """The plug-in class of this name in trainer/algorithms or trainer/corrections, or at this import path."""
     try:
         if ":" in name:
@@ -65,10 +65,10 @@ def _find(kind: str, name: str, of: type[P], base: Path | None, problems: list[s
         there = f"there are {', '.join(names(kind))}, or your own by import path, file.py:Class"
         problems.append(f"{KINDS[kind]}: no {name!r} in trainer/{kind}{nearest_of(name, names(kind))}; {there}")
         return None
-    return plugin_class(importlib.import_module(f"trainer.{kind}.{name}"), of)
+    return class_in(importlib.import_module(f"trainer.{kind}.{name}"), of)
 
 
-def plugin_class(module: Any, of: type[P]) -> type[P]:
+def class_in(module: Any, of: type[P]) -> type[P]:
     """The one class of a module of trainer/algorithms or trainer/corrections that is a plug-in."""
     (found,) = [
         value

@@ -16,7 +16,7 @@ from slimebus.cli.config.flags import META
 from slimebus.cli.config.load import Resolved
 from trainer.algorithms.grpo import Grpo
 from trainer.cli import trainer
-from trainer.objective.choose import algorithm_problems, choose
+from trainer.objective.build_objective import algorithm_problems, build_objective
 from trainer.objective.plugin_settings import known_settings, names
 
 
@@ -78,7 +78,7 @@ def test_the_truncated_weight_needs_no_recomputed_logprobs() -> None:
 
 def test_settings_go_to_the_plug_in_that_has_them() -> None:
     flags = {"algorithm.corrections": "tis", "algorithm.settings.tis_clip": 3, "algorithm.settings.eps_clip": 0.1}
-    objective = choose(resolve(None, flags, environ={}).config)
+    objective = build_objective(resolve(None, flags, environ={}).config)
     assert objective.corrections[0].settings.tis_clip == 3.0  # type: ignore[attr-defined]
     assert isinstance(objective.algorithm, Grpo)
     assert objective.algorithm.settings.eps_clip == 0.1

@@ -8,8 +8,8 @@ from loss_rows import batch_of
 
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
-from trainer.objective.choose import choose
-from trainer.objective.staleness import by_lag
+from trainer.objective.build_objective import build_objective
+from trainer.objective.lag_metrics import by_lag
 
 CLIP = (0.8, 1.28)
 
@@ -78,8 +78,8 @@ def test_what_is_masked_or_not_finite_is_left_out():
 
 
 def test_a_step_without_a_trained_token_or_a_sampler_has_none(build_policy, tied_model, make_batch):
-    algorithm = choose(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="sft")))
-    assert algorithm.staleness(batch_of([1], new_logprobs=0.0, lag=0)) == {}
+    algorithm = build_objective(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="sft")))
+    assert algorithm.lag_metrics(batch_of([1], new_logprobs=0.0, lag=0)) == {}
     policy = build_policy(tied_model)
     batch = make_batch()
     for group in batch:
