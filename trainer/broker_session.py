@@ -14,7 +14,7 @@ from slimebus.client import connect
 if TYPE_CHECKING:
     from trainer.batches.batch_client import BatchClient
     from trainer.batches.step_batch import StepBatch
-    from trainer.checkpoint.save_load import Progress
+    from trainer.checkpoint.manifest import Progress
     from trainer.publish.publication import Publication
 
 log = logging.getLogger("trainer")

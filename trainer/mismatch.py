@@ -45,7 +45,7 @@ def engine_mismatch(policy: Policy, publication: "Publication", groups: Sequence
     if tensors is None:
         return {}
     chosen = [Group("mismatch", samples)] if groups is not None else None
-    with torch.no_grad(), Reference(policy.model).in_place():
+    with torch.no_grad(), Reference(policy.model).swapped_in():
         load_version(policy.model, tensors, made_by)
         then = np.concatenate(policy.logprobs(chosen))
     now = np.concatenate(policy.logprobs(chosen))

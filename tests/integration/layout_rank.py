@@ -34,9 +34,10 @@ cpu_compat.import_megatron()
 
 from trainer.batches.batch import Batch, Group  # noqa: E402
 from trainer.checkpoint import save  # noqa: E402
+from trainer.checkpoint.load import load_checkpoint  # noqa: E402
+from trainer.checkpoint.manifest import Progress  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
 from trainer.checkpoint.save import BackgroundSave  # noqa: E402
-from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint  # noqa: E402
 from trainer.critic.critic import Critic  # noqa: E402
 from trainer.mismatch import engine_mismatch  # noqa: E402
 from trainer.model import parallel  # noqa: E402
@@ -172,7 +173,7 @@ def train(asked: dict) -> None:
     seen["aggregations"] = {name: sequence_step(policy, batch(3), name) for name in AGGREGATIONS}
     seen["corrections"] = {name: corrected_step(policy, batch(3), name) for name in CORRECTIONS}
     folder = str(out.with_suffix(".checkpoint")) + own_disk
-    save_checkpoint(folder, policy, 3, 7)
+    BackgroundSave(folder, policy, Progress(3, 7, policy.num_updates)).finish(keep=2)
     after = policy.train(batch(3))
     if asked.get("killed"):
         out.write_text(json.dumps({"after_save": after}))
@@ -212,7 +213,7 @@ def learn(asked: dict) -> None:
         assert load_checkpoint(asked["resume"], critic) is not None
     else:
         seen["metrics"] = [step(seed) for seed in range(3)]
-        save_checkpoint(out.with_suffix(".checkpoint"), critic, 3)
+        BackgroundSave(out.with_suffix(".checkpoint"), critic, Progress(3, 0, critic.num_updates)).finish(keep=2)
     seen["after"] = step(3)
     if parallel.is_main_rank():
         out.write_text(json.dumps(seen))

@@ -10,7 +10,7 @@ from slimebus.bus.errors import Fenced
 from trainer import loop
 from trainer.batches.step_batch import NOT_YET, StepPlan
 from trainer.broker_session import BrokerSession
-from trainer.checkpoint.save_load import Progress
+from trainer.checkpoint.manifest import Progress
 from trainer.loop import next_batch, train
 
 

@@ -89,7 +89,7 @@ def build_rounded(policy: Any, tensors: Any) -> Callable[[list[Group]], list[Any
     """logprobs of groups under published tensors, as an engine without numerical errors reports them."""
 
     def of(groups: list[Group]) -> list[Any]:
-        with Reference(policy.model).in_place():
+        with Reference(policy.model).swapped_in():
             load_version(policy.model, tensors, 0)
             found = iter(policy.logprobs(groups))
         return [[(sample, next(found)) for sample in group.samples] for group in groups]

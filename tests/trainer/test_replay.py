@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from saved_checkpoint import save_checkpoint
 
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, write_arrays
@@ -17,7 +18,6 @@ from slimebus.bus.samples import encode_group
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import RolloutConfig
 from slimebus.cli.spans import Spans
-from trainer.checkpoint.save_load import save_checkpoint
 from trainer.loop import train
 from trainer.model.determinism import make_deterministic
 from trainer.replay import NoPublication, ReplaySource, ReplayStart

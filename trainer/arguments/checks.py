@@ -6,8 +6,8 @@ from typing import Any
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved, RunConfig
 from slimebus.model_folder import read_config
+from trainer.arguments.megatron_checks import megatron_refusal
 from trainer.arguments.options import MegatronOptions, read_options, shown
-from trainer.arguments.own_checks import megatron_refusal
 
 HF_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
@@ -80,12 +80,12 @@ Found = Iterator[tuple[str, str]]
 def _contradicts_model(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
     for name, value in options.model.items():
         if name in shape and shape[name] != value:
-            yield name, contradiction(value, shape[name])
+            yield name, contradiction_text(value, shape[name])
         elif shape and name in HF_KEYS and name not in shape and name.startswith(("num_moe", "moe_", "q_lora", "kv_lora", "qk_", "v_head")):
             yield name, f"{shown(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
 
 
-def contradiction(given: Any, actual: Any) -> str:
+def contradiction_text(given: Any, actual: Any) -> str:
     """The sentence about a model option that the model folder contradicts."""
     return f"{shown(given)}, but the model folder's config.json makes it {shown(actual)}, and decides; leave it out"
 

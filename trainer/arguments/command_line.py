@@ -10,8 +10,8 @@ from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ForeignFlag
 from trainer.arguments.checks import megatron_problems
-from trainer.arguments.decided import ARCHITECTURE, FIXED, elsewhere
 from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
+from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, fields_of_other_sections
 from trainer.arguments.options import MODEL_OPTIONS, names, shown
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, kind_of, spellings
 from trainer.objective.plugin_settings import known_settings
@@ -92,8 +92,8 @@ def _entry(field: MegatronField, width: int) -> Iterator[str]:
     default = f"; default {field.default}" if field.default else ""
     yield f"  --{field.name.replace('_', '-')}  [{kind_of(field.name).words}{default}]"
     texts = [field.meaning]
-    if field.name in elsewhere():
-        texts.append(f"Not here: {elsewhere()[field.name]}.")
+    if field.name in fields_of_other_sections():
+        texts.append(f"Not here: {fields_of_other_sections()[field.name]}.")
     elif field.name in ARCHITECTURE:
         texts.append("The model folder decides; accepted where it says the same.")
     elif field.name in FIXED:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.arguments.decided import ARCHITECTURE, FIXED, NEEDS, elsewhere
 from trainer.arguments.fields import megatron_fields
+from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS, fields_of_other_sections
 from trainer.arguments.kinds import Kind
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, Spelling, kind_of, spellings
 
@@ -63,8 +63,8 @@ def _take(options: MegatronOptions, key: str, value: Any) -> None:
 
 def _field_and_value(key: str, value: Any) -> tuple[str, Any]:
     name = str(key).lstrip("-").replace("-", "_")
-    if name in elsewhere():
-        raise ValueError(f"not here; {elsewhere()[name]}")
+    if name in fields_of_other_sections():
+        raise ValueError(f"not here; {fields_of_other_sections()[name]}")
     if name in INSTEAD:
         raise ValueError(f"no option here: {INSTEAD[name]}")
     spelling = spellings().get(name)

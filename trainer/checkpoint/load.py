@@ -40,7 +40,7 @@ def load_checkpoint(folder: str | Path, policy: Learner) -> Progress | None:
     for name in names:
         checkpoint = _open(Path(folder) / name)
         if isinstance(checkpoint, _Checkpoint):
-            _go_on_instead(Path(folder), problems, name)
+            _set_aside_damaged(Path(folder), problems, name)
             return checkpoint.load(policy)
         problems[name] = checkpoint
     if not names:
@@ -79,7 +79,7 @@ def _agreed_names(folder: Path) -> list[str]:
     return next((names for names in everyone if names), [])
 
 
-def _go_on_instead(folder: Path, problems: dict[str, str], whole: str) -> None:
+def _set_aside_damaged(folder: Path, problems: dict[str, str], whole: str) -> None:
     for name, problem in problems.items():
         lost = f"steps {step_of(Path(whole))} to {step_of(Path(name)) - 1} are trained again, on their samples where the broker has them"
         log.error("checkpoint %s is damaged: %s; going on from %s: %s", name, problem, whole, lost)
@@ -149,7 +149,7 @@ class _Checkpoint:
         """The reference that was refreshed; one that was not is that of the model's folder, which the policy was built with."""
         if policy.reference is None or not any(key.startswith(f"{trained_state.REFERENCE}.") for key in self.manifest.shapes):
             return
-        with policy.reference.in_place():
+        with policy.reference.swapped_in():
             self.copy_to(list(trained_state.reference_weights(policy)))
         policy.reference.is_refreshed = True
 

@@ -96,7 +96,7 @@ class BackgroundSave:
     def _copies_of_reference(self, policy: Learner) -> list[Held]:
         if policy.reference is None or not policy.reference.is_refreshed:
             return []
-        with policy.reference.in_place():
+        with policy.reference.swapped_in():
             return list(self._copies(trained_state.reference_weights(policy)))
 
     def is_whole(self) -> bool:

@@ -55,7 +55,7 @@ def weights(policy: Learner) -> Iterator[Place]:
 
 
 def reference_weights(policy: Learner) -> Iterator[Place]:
-    """The reference's parameters and buffers on this rank, while it is in place."""
+    """The reference's parameters and buffers on this rank, while it is swapped in."""
     for entry in _sharded(policy):
         for piece in _pieces(entry):
             yield _place(piece, piece.data, is_saved=not any(_replica(piece)), name=REFERENCE)

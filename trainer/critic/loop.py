@@ -25,7 +25,7 @@ LOOK_S = 0.5
 """How often rank 0 looks whether it is asked to stop."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class CriticPlan(msgspec.Struct, frozen=True):
     """What all ranks do next: give new groups their values, train in so many optimizer steps, or stop. position: of what was read."""
 
     has_new: bool = False
@@ -36,7 +36,7 @@ class Turn(msgspec.Struct, frozen=True):
     stops: bool = False
 
 
-NOT_YET = Turn()
+NOT_YET = CriticPlan()
 """Nothing came for a while; said so often that no other rank's broadcast times out."""
 
 
@@ -52,20 +52,20 @@ def run(
     with stop.deferred():
         while True:
             with spans("wait", step=step) as wait:
-                new, turn = next_turn(session, config.rollout.num_steps_per_rollout, stop)
+                new, plan = next_groups(session, config.rollout.num_steps_per_rollout, stop)
             waited += wait.seconds
-            if turn.stops:
+            if plan.stops:
                 checkpoints.save_and_stop(critic, step, 0)
                 return
             with spans("values", step=step):
-                values = critic.values(new) if turn.has_values else []
-                if session and turn.has_new:
+                values = critic.values(new) if plan.has_values else []
+                if session and plan.has_new:
                     session.put(new or [], values)
-            if turn.is_full:
+            if plan.is_full:
                 with spans("train", step=step) as work:
                     batch = session.batch() if session else None
-                    metrics = critic.train(batch, num_steps=turn.num_steps) if turn.num_steps else {}
-                step, checkpoints.position = step + 1, turn.position
+                    metrics = critic.train(batch, num_steps=plan.num_steps) if plan.num_steps else {}
+                step, checkpoints.position = step + 1, plan.position
                 with spans("save", step=step) as save:
                     checkpoints.save_if_due(critic, step, 0)
                 if session:
@@ -73,27 +73,27 @@ def run(
                 waited = 0.0
 
 
-def next_turn(session: CriticSession | None, max_steps: int, stop: StopRequest) -> tuple[list[Group] | None, Turn]:
+def next_groups(session: CriticSession | None, max_steps: int, stop: StopRequest) -> tuple[list[Group] | None, CriticPlan]:
     """Rank 0's new groups, None elsewhere, and on every rank what is done next; however long groups take to come."""
     while True:
         new, mine, until = None, NOT_YET, time.monotonic() + TURN_S
         while session and mine == NOT_YET and time.monotonic() < until:
             new = [] if stop.is_made else session.take(LOOK_S)
-            mine = Turn(stops=True) if stop.is_made else turn_of(session, new, max_steps)
-        turn = share(mine if session else None)
-        if turn != NOT_YET:
-            return new, turn
+            mine = CriticPlan(stops=True) if stop.is_made else plan_for(session, new, max_steps)
+        plan = share_plan(mine if session else None)
+        if plan != NOT_YET:
+            return new, plan
 
 
-def turn_of(session: CriticSession, new: list[Group], max_steps: int) -> Turn:
+def plan_for(session: CriticSession, new: list[Group], max_steps: int) -> CriticPlan:
     """What follows from what was read."""
     if session.has_new or session.is_full:
         num_steps = min(max_steps, session.num_trainable) if session.is_full else 0
-        return Turn(session.has_new, bool(new), num_steps, session.is_full, session.position)
-    return Turn(stops=True) if session.consumer.is_finished else NOT_YET
+        return CriticPlan(session.has_new, bool(new), num_steps, session.is_full, session.position)
+    return CriticPlan(stops=True) if session.consumer.is_finished else NOT_YET
 
 
-def share(turn: Turn | None) -> Turn:
-    """Rank 0's turn on every rank; the others give None."""
-    payload = None if turn is None else msgspec.msgpack.encode(turn)
-    return msgspec.msgpack.decode(parallel.broadcast_bytes(payload), type=Turn)
+def share_plan(plan: CriticPlan | None) -> CriticPlan:
+    """Rank 0's plan on every rank; the others give None."""
+    payload = None if plan is None else msgspec.msgpack.encode(plan)
+    return msgspec.msgpack.decode(parallel.broadcast_bytes(payload), type=CriticPlan)

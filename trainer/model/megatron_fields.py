@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimebus.bus.errors import ConfigError
-from trainer.arguments.checks import contradiction
+from trainer.arguments.checks import contradiction_text
 from trainer.arguments.fields import enum_members, megatron_fields
 from trainer.arguments.options import read_options
 
@@ -51,7 +51,7 @@ def check_architecture(config: Any, given: Mapping[str, Any]) -> None:
     options = read_options(given)
     for name, value in options.model.items():
         if hasattr(config, name) and (actual := getattr(config, name)) != value:
-            raise ConfigError(f"megatron.{options.places[name]}: {contradiction(value, actual)}")
+            raise ConfigError(f"megatron.{options.places[name]}: {contradiction_text(value, actual)}")
 
 
 @contextlib.contextmanager

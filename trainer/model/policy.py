@@ -60,7 +60,7 @@ class Policy(Learner):
         Each group then knows whether it had a gradient. Raises SlimebusError `nonfinite` when the loss or gradient is not finite and
         `on_nonfinite` says stop, or too often.
         """
-        batch = self._with_passes(self._shared(groups, version), num_steps)
+        batch = self._add_logprob_columns(self._shared(groups, version), num_steps)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
         trained, made, new_logprobs = [], [], []
@@ -83,11 +83,11 @@ class Policy(Learner):
         if self.reference is not None and interval and num_steps % interval == 0:
             self.reference.refresh()
 
-    def _with_passes(self, batch: Batch, num_steps: int) -> Batch:
+    def _add_logprob_columns(self, batch: Batch, num_steps: int) -> Batch:
         """The batch with the forward passes that are needed before its first optimizer step, each made once."""
         objective, columns = self.objective, dict[str, np.ndarray]()
         if self.reference is not None:
-            with self.reference.in_place():
+            with self.reference.swapped_in():
                 columns["reference_logprobs"] = self._logprobs(batch)
         wanted = {name for name in ("old_logprobs", "current_logprobs") if objective.needs_pass(name)}
         if objective.keeps_old and "old_logprobs" not in objective.fields and (num_steps > 1 or wanted):

@@ -1,6 +1,6 @@
 """The frozen reference: weights in host memory that take the policy's place on the device for a forward pass.
 
-        before            inside `in_place`      after
+        before            inside `swapped_in`    after
 device  policy            reference              policy
 host    reference         policy                 reference
 """
@@ -28,7 +28,7 @@ class Reference:
         """Whether it is another than the model began with, so that a checkpoint must hold it."""
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside, the model has these weights; outside its own again, bit by bit. No training inside."""
         self._exchange()
         try:

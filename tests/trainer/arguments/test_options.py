@@ -14,8 +14,8 @@ from slimebus.bus.errors import ConfigError
 from slimebus.cli.config.flags import META
 from slimebus.cli.root import root
 from trainer.arguments.command_line import TrainerFlags, help_text
-from trainer.arguments.decided import ARCHITECTURE, FIXED, NEEDS
 from trainer.arguments.fields import class_of, megatron_fields
+from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS
 from trainer.arguments.options import read_options
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OWN_NAMES, kind_of, spellings
 from trainer.model.megatron_fields import split_megatron_options

@@ -11,9 +11,9 @@ import torch
 from slimebus.bus.errors import SlimebusError
 from trainer.checkpoint import save
 from trainer.checkpoint.folder import oldest_step, saved_step
+from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.manifest import Progress
 from trainer.checkpoint.save import BackgroundSave
-from trainer.checkpoint.save_load import load_checkpoint
 from trainer.checkpoint.schedule import CheckpointSchedule
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_checkpoint import save_checkpoint
 
 from slimebus.bus.errors import DataError
 from trainer.checkpoint.folder import loadable_checkpoints, saved_step
-from trainer.checkpoint.load import load_weights
-from trainer.checkpoint.save_load import load_checkpoint, save_checkpoint
+from trainer.checkpoint.load import load_checkpoint, load_weights
 
 
 def truncate(checkpoint: Path) -> None:

@@ -4,10 +4,12 @@ import time
 
 import pytest
 import torch
+from saved_checkpoint import save_checkpoint
 
 from slimebus.bus.errors import DataError, Fenced
 from trainer.checkpoint.folder import latest_checkpoint
-from trainer.checkpoint.save_load import Progress, load_checkpoint, save_checkpoint
+from trainer.checkpoint.load import load_checkpoint
+from trainer.checkpoint.manifest import Progress
 
 
 def weights(policy):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from saved_checkpoint import save_checkpoint
 from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError
@@ -11,7 +12,7 @@ from slimebus.bus.samples import Sample
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
 from trainer.batches.batch import Group
-from trainer.checkpoint.save_load import load_checkpoint, save_checkpoint
+from trainer.checkpoint.load import load_checkpoint
 from trainer.critic.critic import Critic, explained_variance
 
 PPO = AlgorithmConfig(advantage_estimator="ppo", settings={"gamma": 1.0, "lambd": 1.0, "value_clip": 0.3})

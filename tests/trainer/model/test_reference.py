@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
+from saved_checkpoint import save_checkpoint
 
 from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
-from trainer.checkpoint.save_load import load_checkpoint, save_checkpoint
+from trainer.checkpoint.load import load_checkpoint
 from trainer.model import reference
 
 KL = AlgorithmConfig(kl_loss_coef=0.1)
@@ -38,7 +39,7 @@ def test_the_policy_is_bit_by_bit_what_it_was_and_where_it_was(kind, dtype, requ
     policy.train(make_batch())
     trained, where = values(policy), memory(policy)
     assert not equal(trained, first)
-    with policy.reference.in_place():
+    with policy.reference.swapped_in():
         assert equal(values(policy), first)
     assert equal(values(policy), trained)
     assert memory(policy) == where
@@ -49,7 +50,7 @@ def test_on_a_cpu_the_two_trade_places_and_nothing_is_copied(tied_model, build_p
     held, live = [tensor.data_ptr() for tensor in policy.reference._held], memory(policy)
     assert not {*held} & {*live}
     monkeypatch.setattr(reference, "host_copy", lambda tensor: pytest.fail("copied"))
-    with policy.reference.in_place():
+    with policy.reference.swapped_in():
         assert memory(policy) == held
         assert [tensor.data_ptr() for tensor in policy.reference._held] == live
     assert memory(policy) == live
@@ -83,7 +84,7 @@ def test_by_copies_as_on_a_gpu_the_result_is_the_same(tied_model, build_policy, 
 def test_the_policy_is_back_when_the_pass_fails(tied_model, build_policy):
     policy = build_policy(tied_model, algorithm=KL)
     where = memory(policy)
-    with pytest.raises(ZeroDivisionError), policy.reference.in_place():
+    with pytest.raises(ZeroDivisionError), policy.reference.swapped_in():
         raise ZeroDivisionError
     assert memory(policy) == where
 

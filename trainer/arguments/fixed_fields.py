@@ -108,7 +108,7 @@ ARCHITECTURE = frozenset(
 """What the model folder's config.json decides. Given with the same value they are accepted, so that a script's model arguments may stay."""
 
 
-def elsewhere() -> dict[str, str]:
+def fields_of_other_sections() -> dict[str, str]:
     """Fields that another section of the config decides: what to set instead."""
     sections = {"trainer": TrainerConfig, "optimizer": OptimizerConfig}
     own = {field: f"set {section}.{field}" for section, config in sections.items() for field in config.__struct_fields__}
