@@ -15,7 +15,7 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ConfigCommand, ForeignOptions, config_argument, from_context
 
 if TYPE_CHECKING:
-    from trainer.launch.plan import Node
+    from trainer.launch.plan import NodeOptions
 
 EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
 
@@ -47,11 +47,11 @@ def node_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
-def node_of(ctx: click.Context) -> "Node":
+def node_of(ctx: click.Context) -> "NodeOptions":
     """What these options say."""
-    from trainer.launch.plan import Node
+    from trainer.launch.plan import NodeOptions
 
-    return Node(**{name: ctx.params[name] for name in ("nnodes", "node_rank", "master_addr", "master_port")})
+    return NodeOptions(**{name: ctx.params[name] for name in ("nnodes", "node_rank", "master_addr", "master_port")})
 
 
 def algorithm_problems(resolved: Resolved) -> list[str]:

@@ -23,7 +23,7 @@ from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
 from trainer.compat.cpu_compat import import_megatron
 from trainer.launch.launcher import Launcher
-from trainer.launch.plan import LAUNCHED, Node, make_plan
+from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
 from trainer.model.determinism import make_deterministic
 from trainer.model.megatron_fields import refusals_in_one_line
 from trainer.replay import NoPublication, ReplaySource, ReplayStart
@@ -32,7 +32,7 @@ from trainer.stop_request import StopRequest
 log = logging.getLogger("trainer")
 
 
-def launch(resolved: Resolved, node: Node, arguments: list[str], *, max_restarts: int = 0, debug: bool = False) -> None:
+def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_restarts: int = 0, debug: bool = False) -> None:
     """Start the ranks of this node and exit with their code; return where this process is itself a rank, or the only one.
 
     Raises UsageError or ConfigError with everything that is wrong, before any rank starts.

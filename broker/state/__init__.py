@@ -2,7 +2,7 @@
 
 broker_state.py  the state that the functions share   wait_reasons.py who waits for whom
 rules.py       the constants of a run                  records.py       what is stored of it
-effects.py     what goes in and what comes out         fates.py         what becomes of a group
+effects.py     what goes in and what comes out         transitions.py  what becomes of a group
 groups.py      the groups in play, found in many ways  clients.py       who takes part; epochs and fencing
 admission.py   when a worker may start a group         leases.py        lease, put, give back, expiry
 staleness.py   what is too old                         choice.py        the groups of a batch

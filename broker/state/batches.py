@@ -5,7 +5,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, choice, fates, prompts, staleness, wait_reasons
+from broker.state import admission, choice, prompts, staleness, transitions, wait_reasons
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
 from broker.state.features import consumers
@@ -88,7 +88,7 @@ def _choose(state: State, step: int) -> bool:
     state.changed("steps", step)
     for group in chosen:
         group.step = step
-        fates.become(state, group, "assigned")
+        transitions.apply_transition(state, group, "assigned")
     if state.rules.over_sampling:  # groups in flight that can be in no batch any more
         staleness.end_stale_leases(state, state.next_unassigned, "surplus")
     return True
@@ -97,7 +97,7 @@ def _choose(state: State, step: int) -> bool:
 def _end_of_source(state: State, step: int) -> Message:
     left = state.groups.every_ready()
     for group in left:
-        fates.become(state, group, "dropped", "the source ended within a batch")
+        transitions.apply_transition(state, group, "dropped", "the source ended within a batch")
     filtered = state.meta.counted.get(FILTERED, 0)
     why = f" ({filtered} groups were dropped by the dynamic sampling filter)" if filtered else ""
     text = f"the prompt source has ended: {choice.so_far(state, len(left))} for step {step}{why}; train for more epochs or stop"
@@ -137,7 +137,7 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     groups = [state.groups.by_id[group_id] for group_id in record.groups]
     lags = [max(0, record.version - g.oldest_version) if g.oldest_version != NO_VERSION else 0 for g in groups]
     for group, lag in zip(groups, lags, strict=True):
-        fates.become(state, group, "trained")
+        transitions.apply_transition(state, group, "trained")
         state.meta.lags[min(lag, MAX_LAG)] = state.meta.lags.get(min(lag, MAX_LAG), 0) + 1
     for reason in done.unused.values():
         state.tally(state.meta.counted, f"unused: {reason}")
@@ -185,7 +185,7 @@ def reopen(state: State, first: int, reason: str, *phases: Phase) -> None:
         state.fetched_steps.pop(step, None)
         state.changed("steps", step)
         for group in state.groups_of(record, *phases):
-            fates.become(state, group, "rewound", reason)
+            transitions.apply_transition(state, group, "rewound", reason)
 
 
 def free(state: State, checkpoint: int) -> None:

@@ -7,7 +7,7 @@ can know. The older one's requests are then `fenced`; so are those of every olde
 
 from collections.abc import Collection, Iterable
 
-from broker.state import agreement, fates
+from broker.state import agreement, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
 from broker.state.features import evaluation
@@ -249,7 +249,7 @@ def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
     if group.kind == EVAL:
         evaluation.retry(state, group, cause, reason)
     else:
-        fates.become(state, group, cause, reason)
+        transitions.apply_transition(state, group, cause, reason)
 
 
 def on_silence(state: State, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, fates, prompts
+from broker.state import batches, prompts, transitions
 from broker.state.broker_state import MAX_REASON_CHARS, State
 from broker.state.effects import Event, Table
 from broker.state.features import evaluation
@@ -103,7 +103,7 @@ def _lose_samples(state: State, group: Group) -> None:
         return
     state.note(f"group {group.id}: {LOST_SAMPLES}; its prompt is sampled again", is_warning=True)
     step = group.step
-    fates.become(state, group, "damaged", LOST_SAMPLES)
+    transitions.apply_transition(state, group, "damaged", LOST_SAMPLES)
     choose_anew(state, step)
 
 
@@ -113,11 +113,11 @@ def _lose_prompt(state: State, group: Group) -> None:
         return
     prompt = prompts.find(state, group.id)
     if prompt is None:
-        fates.become(state, group, "prompt gone", LOST_PROMPT)
+        transitions.apply_transition(state, group, "prompt gone", LOST_PROMPT)
         return
     state.save("prompts", group.id, prompt.record)
     state.note(f"group {group.id}: {LOST_PROMPT}; it is read from the source again", is_warning=True)
-    fates.become(state, group, "damaged", LOST_PROMPT)
+    transitions.apply_transition(state, group, "damaged", LOST_PROMPT)
 
 
 def reject(state: State, event: Event, ask: Reject) -> None:
@@ -141,9 +141,9 @@ def _reject(state: State, group: Group, reason: str) -> None:
     state.note(f"group {group.id} of worker {worker} was rejected by the trainer: {reason[:MAX_REASON_CHARS]}", is_warning=True)
     state.tally(state.meta.counted, f"rejected, of worker {worker}")
     if group.drop_reason:
-        fates.become(state, group, "dropped", group.drop_reason)
+        transitions.apply_transition(state, group, "dropped", group.drop_reason)
     else:
-        fates.become(state, group, "rejected", f"rejected: {reason}")
+        transitions.apply_transition(state, group, "rejected", f"rejected: {reason}")
 
 
 def choose_anew(state: State, step: int) -> None:

@@ -74,7 +74,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
     lease: the present one, or the last; its number names the attempt. put_lease: the last whose samples were accepted. failures:
     attempts that failed; losses: workers lost with it since the last put; times_stale: how often it was too stale
-    (broker/state/fates.py says what they lead to).
+    (broker/state/transitions.py says what they lead to).
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
     oldest and newest version over their trainable and all tokens, the steps trained behind the newest. num_frames counts the stored
     frames, header included.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.state import admission, fates, prompts, staleness
+from broker.state import admission, prompts, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
 from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
@@ -161,7 +161,7 @@ def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
     group.lease = LeaseRecord(meta.next_lease, client.name, waiting.to.request, lineage, version, state.rules.samples_per_prompt)
     meta.next_lease += 1
     partials.offer(state, group, is_wanted=waiting.message.takes_partials)
-    fates.become(state, group, "leased")
+    transitions.apply_transition(state, group, "leased")
     state.lease_since[group.lease.id] = state.now
     state.groups.by_worker[client.name].unconfirmed.add(group.lease.id)
     state.timers.set(("unconfirmed lease", group.lease.id), state.now + state.rules.lease_s)
@@ -271,7 +271,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     if state.stateful is not None:
         group.rewards = [s.reward for s in samples]
     if not good:
-        fates.become(state, group, "failed", "every sample failed")
+        transitions.apply_transition(state, group, "failed", "every sample failed")
         return "every sample failed"
     describe(group, made)
     made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
@@ -284,7 +284,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     state.meta.filtered_in_a_row = 0
     state.pace.group_seconds.append(state.now - state.lease_since[group.lease.id])
     partials.used(state, group)
-    fates.become(state, group, "put")
+    transitions.apply_transition(state, group, "put")
     group.losses = 0
     state.groups.arrive(group, state.meta.next_arrival)
     state.meta.next_arrival += 1
@@ -329,7 +329,7 @@ def _drop_filtered(state: State, group: Group, reason: str) -> None:
     state.meta.filtered_in_a_row += 1
     if state.meta.filtered_in_a_row == state.rules.max_filtered:
         state.note(f"{state.rules.max_filtered} groups in a row were dropped by the dynamic sampling filter", is_warning=True)
-    fates.become(state, group, "dropped", reason)
+    transitions.apply_transition(state, group, "dropped", reason)
 
 
 def give_back(state: State, event: Event, back: GiveBack) -> None:

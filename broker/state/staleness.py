@@ -3,7 +3,7 @@
 A group made by version w is fresh enough up to the last step whose version is at most w + max_staleness: its deadline.
 """
 
-from broker.state import fates
+from broker.state import transitions
 from broker.state.broker_state import State
 from broker.state.groups import Group
 from slimebus.bus.messages import NO_VERSION
@@ -27,7 +27,7 @@ def remove_stale_ready(state: State, step: int) -> None:
 
 def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
     """What `on_stale` says."""
-    fates.become(state, group, "dropped" if state.rules.on_stale == "drop" else "stale", reason)
+    transitions.apply_transition(state, group, "dropped" if state.rules.on_stale == "drop" else "stale", reason)
 
 
 def end_stale_leases(state: State, step: int, reason: str) -> None:

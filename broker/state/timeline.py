@@ -4,7 +4,7 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import batches, fates, prompts
+from broker.state import batches, prompts, transitions
 from broker.state.broker_state import State
 from broker.state.clients import fence_older_trainers, is_present
 from broker.state.effects import Event
@@ -86,7 +86,7 @@ def _accept_trained(state: State, step: int, shared: int) -> None:
         record.is_committed = True
         state.changed("steps", record.step)
         for group in state.groups_of(record, ASSIGNED):
-            fates.become(state, group, "trained", "trained, says the resumed trainer")
+            transitions.apply_transition(state, group, "trained", "trained, says the resumed trainer")
     num_unknown = step - min(state.meta.next_step, shared) - len(known)
     num_groups = num_unknown * state.rules.batch_size
     if num_unknown > 0 and state.meta.cursor == 0:
@@ -102,13 +102,13 @@ def _rewind(state: State, step: int, version: int) -> None:
     batches.reopen(state, step, "", ASSIGNED, COMMITTED)
     for group in state.groups.every_ready():
         if group.newest_version > version or group.steps_behind > step:
-            fates.become(state, group, "abandoned", "made by a version of the abandoned timeline")
+            transitions.apply_transition(state, group, "abandoned", "made by a version of the abandoned timeline")
 
 
 def _revoke_leases(state: State) -> None:
     for group in state.groups.leased_for_training():
         if group.lease.lineage:
-            fates.become(state, group, "abandoned", "lease of the abandoned timeline")
+            transitions.apply_transition(state, group, "abandoned", "lease of the abandoned timeline")
 
 
 # --- publish and finish ---

@@ -9,7 +9,7 @@ from simulation import broker_process
 
 from broker import suspend_tolerant_clock
 from broker.machine import Machine
-from broker.state import admission, batches, clients, fates, leases, prompts, staleness, timeline
+from broker.state import admission, batches, clients, leases, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
@@ -17,19 +17,19 @@ from slimebus.bus import sample_table
 
 Patch = tuple[Any, str, Callable[..., Any]]
 
-_become, _delete, _changed, _sender_of = fates.become, State.delete, State.changed, clients.sender_of
+_apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
 _park, _restore_meta = WaitingRequests.park, Machine._restore_meta
 _commit = broker_process.BrokerProcess._commit
 
 
 def _keep_abandoned(state: State, group: Group, cause: str, reason: str = "") -> None:
     if "version of the abandoned timeline" not in reason:
-        _become(state, group, cause, reason)
+        _apply_transition(state, group, cause, reason)
 
 
 def _forget_expiry(state: State, group: Group, cause: str, reason: str = "") -> None:
     if reason != "lease expired":
-        _become(state, group, cause, reason)
+        _apply_transition(state, group, cause, reason)
 
 
 def _keep_payloads(state: State, table: Any, key: str) -> None:
@@ -102,8 +102,8 @@ MUTATIONS: dict[str, Patch] = {
     "what a put says of its samples is believed": (sample_table, "_check_attempts", lambda table, num_samples: None),
     "a finished run that is given more steps is still finished": (Machine, "_restore_meta", _stay_finished),
     "nothing is ever stale": (staleness, "is_stale", lambda state, group, step: False),
-    "an expired lease does not requeue": (fates, "become", _forget_expiry),
-    "a rewind keeps samples of abandoned versions": (fates, "become", _keep_abandoned),
+    "an expired lease does not requeue": (transitions, "apply_transition", _forget_expiry),
+    "a rewind keeps samples of abandoned versions": (transitions, "apply_transition", _keep_abandoned),
     "a run begun anew forgets what was freed": (prompts, "begin_anew", lambda state: None),
     "a rewind leaves old leases": (timeline, "_revoke_leases", lambda state: None),
     "two trainers may train": (timeline, "fence_older_trainers", lambda state, newest: None),

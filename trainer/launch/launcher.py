@@ -1,6 +1,6 @@
 """Starts the ranks of one node, ends them together, and with the launchers of the other nodes starts all of them again.
 
-    meet -> [start -> watch -> (a rank failed anywhere) -> stop everywhere -> start again] -> finish
+    rendezvous -> [start -> watch -> (a rank failed anywhere) -> stop everywhere -> start again] -> finish
 
 A set of ranks that starts again goes on from the newest checkpoint, as any trainer does.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE
 from slimebus.cli.launch import end_with_parent
-from trainer.launch.meeting import Line, meet
 from trainer.launch.plan import LAUNCHED, Plan
+from trainer.launch.rendezvous import NodeConnection, rendezvous
 
 log = logging.getLogger("trainer")
 
@@ -92,16 +92,16 @@ class Launcher:
         problem: what is wrong on this node; then nothing is started anywhere. Raises SlimebusError when the nodes do not come together.
         """
         with self._signals():
-            lines = meet(self.plan, problem) if self.plan.nnodes > 1 else []
+            peers = rendezvous(self.plan, problem) if self.plan.nnodes > 1 else []
             try:
                 if problem:
                     return EXIT_USAGE
-                return self._follow(lines[0]) if self.plan.node_rank else self._lead(lines)
+                return self._follow(peers[0]) if self.plan.node_rank else self._lead(peers)
             finally:
                 if self.ranks is not None:
                     self.ranks.stop()
-                for line in lines:
-                    line.close()
+                for peer in peers:
+                    peer.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -122,46 +122,46 @@ class Launcher:
 
     # --- node 0 ---
 
-    def _lead(self, lines: Sequence[Line]) -> int:
+    def _lead(self, peers: Sequence[NodeConnection]) -> int:
         for attempt in range(self.max_restarts + 1):
             port = free_port(self.plan)
-            for line in lines:
-                line.send(start=port, attempt=attempt)
+            for peer in peers:
+                peer.send(start=port, attempt=attempt)
             self.ranks = Ranks(self.plan, self.arguments, port)
-            code, are_all_here = self._watch(self.ranks, lines, attempt)
+            code, are_all_here = self._watch(self.ranks, peers, attempt)
             if code in FINAL_CODES or self.is_stopping or not are_all_here or attempt == self.max_restarts:
                 break
             log.warning("the ranks start again from the newest checkpoint (%d of %d)", attempt + 1, self.max_restarts)
-        for line in lines:
-            line.send(finish=code)
+        for peer in peers:
+            peer.send(finish=code)
         return code
 
-    def _watch(self, ranks: Ranks, lines: Sequence[Line], attempt: int) -> tuple[int, bool]:
+    def _watch(self, ranks: Ranks, peers: Sequence[NodeConnection], attempt: int) -> tuple[int, bool]:
         """Until all ranks have ended well, or one has failed and all are ended: the exit code, and whether all nodes are still there."""
-        ended: dict[Line, int] = {}
+        ended: dict[NodeConnection, int] = {}
         is_stopped = False
         while True:
-            for line in (line for line in lines if line not in ended):
-                codes = [code for said in line.receive(0.0) if (code := _end_of(said, attempt)) is not None]
-                ended |= {line: codes[0]} if codes else {}
+            for peer in (peer for peer in peers if peer not in ended):
+                codes = [code for said in peer.receive(0.0) if (code := _end_of(said, attempt)) is not None]
+                ended |= {peer: codes[0]} if codes else {}
             code = ranks.code()
             failed = code or next((code for code in ended.values() if code), 0)
             if failed and not is_stopped:
                 log.error("a rank failed, so all are ended: %s", ranks.failure() or "one of another node")
-                for line in lines:
-                    line.send(stop=attempt)
+                for peer in peers:
+                    peer.send(stop=attempt)
                 ranks.stop()
                 is_stopped = True
-            if code is not None and len(ended) == len(lines):
+            if code is not None and len(ended) == len(peers):
                 return failed, all(code != GONE_CODE for code in ended.values())
             time.sleep(LOOK_S)
 
     # --- another node ---
 
-    def _follow(self, line: Line) -> int:
+    def _follow(self, peer: NodeConnection) -> int:
         attempt, has_told = -1, True
         while True:
-            for said in line.receive(LOOK_S):
+            for said in peer.receive(LOOK_S):
                 if "finish" in said:
                     return int(said["finish"])
                 if "gone" in said:
@@ -177,7 +177,7 @@ class Launcher:
                 if code:
                     log.error("a rank failed: %s", self.ranks.failure())
                     self.ranks.stop()
-                line.send(ended=code, attempt=attempt)
+                peer.send(ended=code, attempt=attempt)
                 has_told = True
 
 

@@ -16,7 +16,7 @@ HOST_LIST = re.compile(r"([^,\[]+)(?:\[([^\]]*)\])?")
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeOptions:
     """What the options say. None: not given."""
 
     nnodes: int | None = None
@@ -56,7 +56,7 @@ class Plan:
         return not self.is_rank and self.world_size == 1
 
 
-def make_plan(node: Node, nproc_per_node: int, environ: Mapping[str, str], *, is_nproc_given: bool = True) -> Plan:
+def make_plan(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str], *, is_nproc_given: bool = True) -> Plan:
     """The plan of this process. is_nproc_given: whether the config says how many ranks a node has, or that is its default.
 
     Raises UsageError where options and environment contradict each other, or say too little.
@@ -70,7 +70,7 @@ def make_plan(node: Node, nproc_per_node: int, environ: Mapping[str, str], *, is
     return _of_options(node, nproc_per_node)
 
 
-def _of_rank(node: Node, nproc_per_node: int | None, environ: Mapping[str, str]) -> Plan:
+def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str, str]) -> Plan:
     """Started by torchrun, or by whatever else sets its variables."""
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in environ]
@@ -88,7 +88,7 @@ def _of_rank(node: Node, nproc_per_node: int | None, environ: Mapping[str, str])
     return Plan(f"rank {given['RANK']} of {given['WORLD_SIZE']}, from {by}", is_rank=True, environment=given)
 
 
-def _of_slurm(node: Node, nproc_per_node: int, environ: Mapping[str, str]) -> Plan:
+def _of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]) -> Plan:
     """Started by srun: one task a node, which starts the node's ranks, or one task a rank."""
     tasks, nodes = _slurm(environ, "STEP_NUM_TASKS", "NTASKS"), _slurm(environ, "STEP_NUM_NODES", "NNODES", "JOB_NUM_NODES")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -113,7 +113,7 @@ def _of_slurm(node: Node, nproc_per_node: int, environ: Mapping[str, str]) -> Pl
     return Plan(f"rank {rank} of {tasks}, from {job}", is_rank=True, environment=given)
 
 
-def _of_options(node: Node, nproc_per_node: int) -> Plan:
+def _of_options(node: NodeOptions, nproc_per_node: int) -> Plan:
     if node.nnodes is None:
         raise UsageError("--node-rank, --master-addr and --master-port are of several nodes; give --nnodes too")
     rank = 0 if node.nnodes == 1 and node.node_rank is None else node.node_rank
@@ -125,7 +125,7 @@ def _of_options(node: Node, nproc_per_node: int) -> Plan:
     return Plan(f"node {rank} of {node.nnodes}, from --nnodes", nproc_per_node, node.nnodes, rank, address, node.master_port or PORT)
 
 
-def _must_agree(node: Node, found: Mapping[str, object]) -> None:
+def _must_agree(node: NodeOptions, found: Mapping[str, object]) -> None:
     for name, value in found.items():
         given = getattr(node, name)
         if given is not None and given != value:

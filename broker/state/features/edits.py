@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from broker.state import damage, fates, leases, prompts, staleness
+from broker.state import damage, leases, prompts, staleness, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
 from broker.state.features import evaluation
@@ -47,7 +47,7 @@ def _drop(state: State, name: str, reason: str) -> str:
         group.drop_reason = why
         state.changed("groups", name)
         return f"step {step} has its samples: it is dropped if the trainer goes back before that step, or rejects it"
-    fates.become(state, group, "dropped", why)
+    transitions.apply_transition(state, group, "dropped", why)
     damage.choose_anew(state, step)
     return "dropped"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state import fates
+from broker.state import transitions
 from broker.state.broker_state import State
 from broker.state.effects import Address, Event, Inline
 from broker.state.features.partials import version_range
@@ -124,8 +124,8 @@ def score(state: State, group: Group, good: list[SampleFacts], *, num_failed: in
 
 def retry(state: State, group: Group, cause: str, reason: str) -> None:
     """An attempt failed: another, or after too many of them its samples count as failed."""
-    if fates.fate_of(state, group, cause).phase != DEAD:
-        fates.become(state, group, "returned", reason)
+    if transitions.counted_transition(state, group, cause).phase != DEAD:
+        transitions.apply_transition(state, group, "returned", reason)
         return
     give_up_group(state, group, reason)
 

@@ -14,8 +14,8 @@ from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.cli.launch import free_port
 from trainer.launch import launcher
 from trainer.launch.launcher import Launcher
-from trainer.launch.meeting import Line, meet
 from trainer.launch.plan import Plan
+from trainer.launch.rendezvous import NodeConnection, rendezvous
 
 
 @pytest.fixture
@@ -68,26 +68,26 @@ def test_a_users_mistake_is_not_tried_again(ranks_are: Callable[[str], None], tm
 # --- nodes that meet ---
 
 
-class Meeting:
+class OtherNode:
     """Node 0 in this thread, another node in a second one; what the other raised or got."""
 
     def __init__(self, other: Plan, problem: str = "") -> None:
-        self.lines: list[Line] = []
+        self.peers: list[NodeConnection] = []
         self.raised: SlimebusError | None = None
         self._thread = threading.Thread(target=self._join, args=(other, problem))
         self._thread.start()
 
     def _join(self, plan: Plan, problem: str) -> None:
         try:
-            self.lines = meet(plan, problem)
+            self.peers = rendezvous(plan, problem)
         except SlimebusError as bad:
             self.raised = bad
 
     def end(self) -> None:
         self._thread.join(20)
         assert not self._thread.is_alive()
-        for line in self.lines:
-            line.close()
+        for peer in self.peers:
+            peer.close()
 
 
 def plans(**changed: Any) -> tuple[Plan, Plan]:
@@ -98,16 +98,16 @@ def plans(**changed: Any) -> tuple[Plan, Plan]:
 
 def test_nodes_meet_and_talk() -> None:
     first, second = plans()
-    other = Meeting(second)
-    (line,) = meet(first)
-    line.send(start=1, attempt=0)
+    other = OtherNode(second)
+    (peer,) = rendezvous(first)
+    peer.send(start=1, attempt=0)
     other._thread.join(20)
-    assert list(other.lines[0].receive(20)) == [{"start": 1, "attempt": 0}]
-    other.lines[0].send(ended=0, attempt=0)
-    assert list(line.receive(20)) == [{"ended": 0, "attempt": 0}]
+    assert list(other.peers[0].receive(20)) == [{"start": 1, "attempt": 0}]
+    other.peers[0].send(ended=0, attempt=0)
+    assert list(peer.receive(20)) == [{"ended": 0, "attempt": 0}]
     other.end()
-    assert list(line.receive(20)) == [{"gone": True}]
-    line.close()
+    assert list(peer.receive(20)) == [{"gone": True}]
+    peer.close()
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_nodes_meet_and_talk() -> None:
 )
 def test_a_node_that_was_started_differently_is_named(changed: dict, text: str) -> None:
     first, second = plans(**changed)
-    other = Meeting(second)
+    other = OtherNode(second)
     with pytest.raises(UsageError, match=text):
-        meet(first)
+        rendezvous(first)
     other.end()
 
 
 def test_the_problem_of_a_node_is_told_by_node_0() -> None:
     first, second = plans()
-    other = Meeting(second, "model.hf_checkpoint: no model at /models/x")
+    other = OtherNode(second, "model.hf_checkpoint: no model at /models/x")
     with pytest.raises(UsageError, match=r"node 1 \(127.0.0.1\): model.hf_checkpoint: no model at /models/x"):
-        meet(first)
+        rendezvous(first)
     other.end()

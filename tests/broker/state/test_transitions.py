@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 
-from broker.state import fates
+from broker.state import transitions
 from broker.state.groups import Phase
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
@@ -13,17 +13,17 @@ from slimebus.bus.errors import SlimebusError
 def test_a_cause_that_a_phase_does_not_know_is_an_error_with_a_code(desk: Any) -> None:
     desk.fill(1)
     group = desk.state.groups.by_id["0/0"]
-    for cause in {cause for _, cause in fates.FATES} - {cause for phase, cause in fates.FATES if phase == "ready"}:
+    for cause in {cause for _, cause in transitions.TRANSITIONS} - {cause for phase, cause in transitions.TRANSITIONS if phase == "ready"}:
         with pytest.raises(SlimebusError, match=f"group 0/0: ready knows no '{cause}'") as refused:
-            fates.become(desk.state, group, cause)
+            transitions.apply_transition(desk.state, group, cause)
         assert refused.value.code == "illegal_transition"
     assert group.phase == "ready"
 
 
 def test_nothing_comes_after_the_end_and_samples_are_kept_only_where_there_are_some() -> None:
-    assert {phase for phase, _ in fates.FATES} == set(get_args(Phase)) - {"dropped", "dead"}
-    for (phase, cause), fate in fates.FATES.items():
-        assert fate.keeps_samples <= (phase in ("ready", "assigned", "committed") or cause == "put"), (phase, cause)
+    assert {phase for phase, _ in transitions.TRANSITIONS} == set(get_args(Phase)) - {"dropped", "dead"}
+    for (phase, cause), transition in transitions.TRANSITIONS.items():
+        assert transition.keeps_samples <= (phase in ("ready", "assigned", "committed") or cause == "put"), (phase, cause)
 
 
 def test_a_prompt_whose_worker_is_lost_each_time_is_dead_in_the_end(new_desk: Any) -> None:

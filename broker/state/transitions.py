@@ -16,7 +16,7 @@ LOSS_LIMIT_FACTOR = 3
 """Of max_attempts: what a group may lose its workers, or be too stale, in a row."""
 
 
-class Fate(NamedTuple):
+class Transition(NamedTuple):
     """The next phase; the counter that rises; whether samples and a partial are kept; the outcome that a stateful source learns."""
 
     phase: Phase
@@ -26,70 +26,70 @@ class Fate(NamedTuple):
     outcome: str = ""
 
 
-DROP = Fate(DROPPED, keeps_partial=False, outcome="dropped")
-DIE = Fate(DEAD, keeps_partial=False, outcome="dead")
-RESAMPLE = Fate(QUEUED, outcome="requeued")
+TO_DROPPED = Transition(DROPPED, keeps_partial=False, outcome="dropped")
+TO_DEAD = Transition(DEAD, keeps_partial=False, outcome="dead")
+REQUEUE = Transition(QUEUED, outcome="requeued")
 
-FATES: dict[tuple[Phase, str], Fate] = {
-    (QUEUED, "leased"): Fate(LEASED),
-    (LEASED, "put"): Fate(READY, keeps_samples=True),
-    (LEASED, "returned"): Fate(QUEUED),
-    (LEASED, "worker left"): Fate(QUEUED),
-    (LEASED, "worker lost"): Fate(QUEUED, counts="losses"),
-    (LEASED, "failed"): Fate(QUEUED, counts="failures"),
-    (LEASED, "stale"): Fate(QUEUED, counts="times_stale"),
-    (LEASED, "abandoned"): Fate(QUEUED),
-    (LEASED, "damaged"): Fate(QUEUED),
-    (LEASED, "prompt gone"): DIE,
-    (READY, "stale"): RESAMPLE._replace(counts="times_stale"),
-    (READY, "abandoned"): RESAMPLE,
-    (READY, "damaged"): RESAMPLE,
-    (READY, "assigned"): Fate(ASSIGNED, keeps_samples=True),
-    (ASSIGNED, "trained"): Fate(COMMITTED, keeps_samples=True, outcome="trained"),
-    (ASSIGNED, "damaged"): RESAMPLE,
-    (ASSIGNED, "rejected"): RESAMPLE._replace(counts="failures"),
-    (ASSIGNED, "rewound"): Fate(READY, keeps_samples=True),
-    (COMMITTED, "rewound"): Fate(READY, keeps_samples=True),
-    **{(phase, "dropped"): DROP for phase in (QUEUED, LEASED, READY, ASSIGNED)},
+TRANSITIONS: dict[tuple[Phase, str], Transition] = {
+    (QUEUED, "leased"): Transition(LEASED),
+    (LEASED, "put"): Transition(READY, keeps_samples=True),
+    (LEASED, "returned"): Transition(QUEUED),
+    (LEASED, "worker left"): Transition(QUEUED),
+    (LEASED, "worker lost"): Transition(QUEUED, counts="losses"),
+    (LEASED, "failed"): Transition(QUEUED, counts="failures"),
+    (LEASED, "stale"): Transition(QUEUED, counts="times_stale"),
+    (LEASED, "abandoned"): Transition(QUEUED),
+    (LEASED, "damaged"): Transition(QUEUED),
+    (LEASED, "prompt gone"): TO_DEAD,
+    (READY, "stale"): REQUEUE._replace(counts="times_stale"),
+    (READY, "abandoned"): REQUEUE,
+    (READY, "damaged"): REQUEUE,
+    (READY, "assigned"): Transition(ASSIGNED, keeps_samples=True),
+    (ASSIGNED, "trained"): Transition(COMMITTED, keeps_samples=True, outcome="trained"),
+    (ASSIGNED, "damaged"): REQUEUE,
+    (ASSIGNED, "rejected"): REQUEUE._replace(counts="failures"),
+    (ASSIGNED, "rewound"): Transition(READY, keeps_samples=True),
+    (COMMITTED, "rewound"): Transition(READY, keeps_samples=True),
+    **{(phase, "dropped"): TO_DROPPED for phase in (QUEUED, LEASED, READY, ASSIGNED)},
 }
 """(phase, cause) -> what becomes of it."""
 
 
-def become(state: State, group: Group, cause: str, reason: str = "") -> None:
+def apply_transition(state: State, group: Group, cause: str, reason: str = "") -> None:
     """Carry out what follows from a cause; counted by `reason`, or else the cause. Raises SlimebusError `illegal_transition`."""
-    fate, reason = fate_of(state, group, cause), one_line(reason or cause)
-    if fate.phase == DEAD and (counter := FATES[group.phase, cause].counts) in ("losses", "times_stale"):
+    transition, reason = counted_transition(state, group, cause), one_line(reason or cause)
+    if transition.phase == DEAD and (counter := TRANSITIONS[group.phase, cause].counts) in ("losses", "times_stale"):
         reason = f"{reason} ({getattr(group, counter)} times{' in a row' if counter == 'losses' else ''})"
-    if fate.outcome:
-        state.report_outcome(group, fate.outcome, reason)
-    if not fate.keeps_samples:
+    if transition.outcome:
+        state.report_outcome(group, transition.outcome, reason)
+    if not transition.keeps_samples:
         state.forget_samples(group, reason)
-    if not fate.keeps_partial:
+    if not transition.keeps_partial:
         state.waste_partial(group, reason)
     if cause == "stale" and group.phase == LEASED:
         state.remember_lease(group.lease.id, "surplus")
-    state.move(group, fate.phase, reason)
-    if fate.phase in (DROPPED, DEAD):
-        _end(state, group, fate.phase, reason)
-    elif fate.phase == QUEUED:
+    state.move(group, transition.phase, reason)
+    if transition.phase in (DROPPED, DEAD):
+        _end(state, group, transition.phase, reason)
+    elif transition.phase == QUEUED:
         group.step, group.rewards = -1, []
     elif cause == "rewound":
         group.step = -1
         if group.drop_reason:  # somebody dropped it while the trainer had it
-            become(state, group, "dropped", group.drop_reason)
+            apply_transition(state, group, "dropped", group.drop_reason)
 
 
-def fate_of(state: State, group: Group, cause: str) -> Fate:
+def counted_transition(state: State, group: Group, cause: str) -> Transition:
     """The row of the table, its counter raised; death once that is at its limit."""
-    fate = FATES.get((group.phase, cause))
-    if fate is None:
+    transition = TRANSITIONS.get((group.phase, cause))
+    if transition is None:
         raise SlimebusError(f"group {group.id}: {group.phase} knows no {cause!r}", code="illegal_transition")
-    if not fate.counts:
-        return fate
-    count = getattr(group, fate.counts) + 1
-    setattr(group, fate.counts, count)
-    limit = state.rules.max_attempts * (1 if fate.counts == "failures" else LOSS_LIMIT_FACTOR)
-    return DIE if count >= limit else fate
+    if not transition.counts:
+        return transition
+    count = getattr(group, transition.counts) + 1
+    setattr(group, transition.counts, count)
+    limit = state.rules.max_attempts * (1 if transition.counts == "failures" else LOSS_LIMIT_FACTOR)
+    return TO_DEAD if count >= limit else transition
 
 
 def _end(state: State, group: Group, phase: Phase, reason: str) -> None:

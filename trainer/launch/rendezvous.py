@@ -23,17 +23,17 @@ from trainer.launch.plan import Plan
 
 log = logging.getLogger("trainer")
 
-MEET_S = 600.0
+RENDEZVOUS_S = 600.0
 """How long nodes wait for one another: as a cluster's nodes may start minutes apart."""
 RETRY_S = 0.5
 GONE = {"gone": True}
 
 
-class Line:
+class NodeConnection:
     """A connection that carries a JSON object a line."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
-        self.connection, self.peer, self._buffer = connection, peer, b""
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection, self.address, self._buffer = connection, address, b""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def send(self, **message: Any) -> None:
@@ -61,30 +61,30 @@ class Line:
         self.connection.close()
 
 
-def meet(plan: Plan, problem: str = "") -> list[Line]:
+def rendezvous(plan: Plan, problem: str = "") -> list[NodeConnection]:
     """Node 0: a connection from each other node, in order. Another node: the one to node 0. With `problem` this node only says so.
 
     Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem.
     """
-    deadline = time.monotonic() + MEET_S
+    deadline = time.monotonic() + RENDEZVOUS_S
     if plan.node_rank:
-        line = _call(plan, deadline)
-        line.send(**({"problem": problem, "node": plan.node_rank} if problem else _hello(plan)))
-        return [line]
+        peer = _connect(plan, deadline)
+        peer.send(**({"problem": problem, "node": plan.node_rank} if problem else _hello(plan)))
+        return [peer]
     if problem:
         return []
     log.info("node 0 of %d: waiting for the others at port %d", plan.nnodes, plan.master_port)
     with socket.create_server(("", plan.master_port)) as server:
-        found: dict[int, Line] = {}
+        found: dict[int, NodeConnection] = {}
         try:
             while len(found) < plan.nnodes - 1:
                 server.settimeout(max(0.1, deadline - time.monotonic()))
-                node, line = _welcome(plan, server, found)
-                found[node] = line
+                node, peer = _accept(plan, server, found)
+                found[node] = peer
         except BaseException as bad:
-            for line in found.values():
-                line.send(finish=2 if isinstance(bad, UsageError) else 1)
-                line.close()
+            for peer in found.values():
+                peer.send(finish=2 if isinstance(bad, UsageError) else 1)
+                peer.close()
             raise
     return [found[node] for node in sorted(found)]
 
@@ -93,41 +93,41 @@ def _hello(plan: Plan) -> dict[str, int]:
     return {"node": plan.node_rank, "ranks": plan.ranks_here, "nnodes": plan.nnodes}
 
 
-def _welcome(plan: Plan, server: socket.socket, found: dict[int, Line]) -> tuple[int, Line]:
+def _accept(plan: Plan, server: socket.socket, found: dict[int, NodeConnection]) -> tuple[int, NodeConnection]:
     try:
         connection, address = server.accept()
     except TimeoutError:
         missing = ", ".join(map(str, sorted(set(range(1, plan.nnodes)) - found.keys())))
         raise SlimebusError(
-            f"node {missing} did not come within {MEET_S:.0f} s; was it started, with this node as --master-addr?"
+            f"node {missing} did not come within {RENDEZVOUS_S:.0f} s; was it started, with this node as --master-addr?"
         ) from None
-    line = Line(connection, address[0])
+    peer = NodeConnection(connection, address[0])
     try:
-        return _checked(plan, line, found), line
+        return _checked(plan, peer, found), peer
     except UsageError:
-        line.send(finish=2)
-        line.close()
+        peer.send(finish=2)
+        peer.close()
         raise
 
 
-def _checked(plan: Plan, line: Line, found: dict[int, Line]) -> int:
+def _checked(plan: Plan, peer: NodeConnection, found: dict[int, NodeConnection]) -> int:
     """The number of the node that has come, which must fit. Raises UsageError."""
-    said = next(line.receive(MEET_S), GONE)
+    said = next(peer.receive(RENDEZVOUS_S), GONE)
     node = int(said.get("node", -1))
     if "problem" in said:
-        raise UsageError(f"node {node} ({line.peer}): {said['problem']}")
+        raise UsageError(f"node {node} ({peer.address}): {said['problem']}")
     if said != {**_hello(plan), "node": node} or node in found or node == 0:
         twice = f"node {node} is there twice" if node in found or node == 0 else f"it says {said}, node 0 {_hello(plan)}"
         remedy = "give every node the same --nnodes and --nproc-per-node, and a --node-rank of its own"
-        raise UsageError(f"a node at {line.peer} does not fit: {twice}; {remedy}")
+        raise UsageError(f"a node at {peer.address} does not fit: {twice}; {remedy}")
     return node
 
 
-def _call(plan: Plan, deadline: float) -> Line:
+def _connect(plan: Plan, deadline: float) -> NodeConnection:
     log.info("node %d of %d, to meet node 0 at %s:%d", plan.node_rank, plan.nnodes, plan.master_addr, plan.master_port)
     while True:
         try:
-            return Line(socket.create_connection((plan.master_addr, plan.master_port), timeout=10.0), plan.master_addr)
+            return NodeConnection(socket.create_connection((plan.master_addr, plan.master_port), timeout=10.0), plan.master_addr)
         except OSError as bad:
             if time.monotonic() > deadline:
                 raise SlimebusError(f"node 0 does not answer at {plan.master_addr}:{plan.master_port}: {bad}") from None
