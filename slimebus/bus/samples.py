@@ -27,7 +27,7 @@ from slimebus.bus.sample_table import (
 )
 
 DTYPES = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in ITEM_BYTES}
-"""Those that a field may have; bfloat16 crosses as its 16 bits."""
+"""Those that a field may have; bfloat16 crosses as its 16 bits, and numpy has no such type."""
 
 
 class SampleRow(msgspec.Struct, kw_only=True):
@@ -135,10 +135,18 @@ def decode_arrays(group: CheckedGroup) -> dict[str, list[np.ndarray]]:
 
 
 def decode_group(frames: Sequence[Any]) -> list[Sample]:
-    """The samples of a group from its bulk frames. Raises ProtocolError for anything that does not fit."""
+    """The samples of a group from its bulk frames; bfloat16 as float32. Raises ProtocolError for anything that does not fit."""
     group = check_group(frames)
     columns = decode_arrays(group)
+    for field in group.table.fields:
+        if field.dtype == "bfloat16":
+            columns[field.name] = [_widened(bits) for bits in columns[field.name]]
     return [_sample(group.table, i, {name: arrays[i] for name, arrays in columns.items()}) for i in range(len(group.samples))]
+
+
+def _widened(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bfloat16 bit patterns, which are the upper halves of float32's."""
+    return np.asarray(bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def decode_stored(num_frames: Sequence[int], bulk: Sequence[Any]) -> Iterator[list[Sample]]:

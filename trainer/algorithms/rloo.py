@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
-from trainer.objective.group_rewards import group_of_one, per_group, rewards_with_kl
+from trainer.objective.group_rewards import group_of_one, rewards_with_kl
 
 
 class Rloo(ClippedPolicyGradient):
@@ -23,12 +23,18 @@ class Rloo(ClippedPolicyGradient):
         yield from group_of_one(self.config)
 
     def advantages(self, batch: Batch) -> np.ndarray:
-        return per_group(batch, rewards_with_kl(batch, self.config.algorithm), leave_one_out)
+        rewards, edges = rewards_with_kl(batch, self.config.algorithm), np.flatnonzero(np.diff(batch.group_of)) + 1
+        parts = [leave_one_out(r, t) for r, t in zip(np.split(rewards, edges), np.split(batch.trajectories, edges), strict=True)]
+        return batch.to_tokens(np.concatenate(parts).astype(np.float32))
 
 
-def leave_one_out(rewards: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """r - mean of the other trajectories' r, [n]; 0 in a group of one trajectory. shares: [n], 1 / the samples of its trajectory."""
-    num_trajectories = round(float(shares.sum()))
-    if num_trajectories < 2 or np.all(rewards == rewards[0]):
+def leave_one_out(rewards: np.ndarray, trajectories: np.ndarray) -> np.ndarray:
+    """r - mean of the other trajectories' r, [n]; 0 in a group of one trajectory. trajectories: [n], which one each sample is a part of.
+
+    A trajectory counts once, with the mean of its samples' rewards.
+    """
+    _, own, counts = np.unique(trajectories, return_inverse=True, return_counts=True)
+    if len(counts) < 2 or np.all(rewards == rewards[0]):
         return np.zeros(len(rewards))
-    return (rewards - np.average(rewards, weights=shares)) * num_trajectories / (num_trajectories - 1)
+    means = np.bincount(own, weights=rewards) / counts
+    return rewards - ((means.sum() - means) / (len(counts) - 1))[own]

@@ -62,14 +62,23 @@ def _check_field(sample: Sample, field: str, name: str, is_trained: np.ndarray) 
         raise DataError(f"{name}: no field {field!r}, which the algorithm reads; {remedy}")
     if values.size not in (1, len(is_trained)) or values.ndim > 1:
         raise DataError(f"{name}: field {field!r} has shape {list(values.shape)}; expected [{len(is_trained)}], [1] or []")
-    wrong = np.flatnonzero(~np.isfinite(values) & (is_trained if values.size == len(is_trained) else True))
+    with np.errstate(over="ignore"):  # a double may be too large for the loss, which is computed in float32
+        is_finite = np.isfinite(values.astype(np.float32))
+    wrong = np.flatnonzero(~is_finite & (is_trained if values.size == len(is_trained) else True))
     if len(wrong):
         raise DataError(f"{name}: {field}[{wrong[0]}] is {values.reshape(-1)[wrong[0]]} ({len(wrong)} such); expected finite numbers")
 
 
-def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervised: bool = False, reserved: Collection[str] = ()) -> Batch:
+def flatten(
+    groups: Sequence[Group],
+    *,
+    version: int | None = None,
+    is_supervised: bool = False,
+    reserved: Collection[str] = (),
+    needed: Collection[str] = (),
+) -> Batch:
     """One batch of groups, at least one. version: the one being trained (None: the newest in the batch). Supervised: temperatures are 1.
-    reserved: names that no field may have.
+    reserved: names that no field may have. needed: fields of numbers that check_sample was asked for.
 
     | column | scope | |
     |---|---|---|
@@ -79,7 +88,8 @@ def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervise
     | trajectory, turn | sample | int64, which of the group's attempts it is a part of; int64 |
 
     and every extra field that all samples have, of the worker or put later: `token` where it has T entries for each sample, `sample` where
-    one, else `row`. One that only some samples have, or in different types, is left out and the log says why.
+    one, else `row`. Floats of several types get the widest of them; of a needed field any numbers do, and where some samples have T entries
+    and others one, each token of these has it. A field that only some samples have, or in other types, is left out and the log says why.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
@@ -102,13 +112,14 @@ def flatten(groups: Sequence[Group], *, version: int | None = None, is_supervise
         "turn": Column(np.array([sample.turn for sample in samples], np.int64), "sample"),
     }
     group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-    return Batch(ends, group_of, {**_extra_columns(samples, lengths, {*columns, *reserved}), **columns})
+    return Batch(ends, group_of, {**_extra_columns(samples, lengths, {*columns, *reserved}, needed), **columns})
 
 
-def _extra_columns(samples: Sequence[Sample], lengths: np.ndarray, taken: Collection[str]) -> dict[str, Column]:
+def _extra_columns(samples: Sequence[Sample], lengths: np.ndarray, taken: Collection[str], needed: Collection[str]) -> dict[str, Column]:
     found = {}
     for name in sorted({name for sample in samples for name in sample.extras}):
-        column = "the trainer has a column of its own of that name" if name in taken else _extra_column(name, samples, lengths)
+        is_needed = name in needed
+        column = "the trainer has a column of its own of that name" if name in taken else _extra_column(name, samples, lengths, is_needed)
         if isinstance(column, Column):
             found[name] = column
         else:
@@ -116,11 +127,16 @@ def _extra_columns(samples: Sequence[Sample], lengths: np.ndarray, taken: Collec
     return found
 
 
-def _extra_column(name: str, samples: Sequence[Sample], lengths: np.ndarray) -> Column | str:
+def _extra_column(name: str, samples: Sequence[Sample], lengths: np.ndarray, is_needed: bool) -> Column | str:
     """The column of this field, or why there is none."""
     arrays = [sample.extras[name] for sample in samples if name in sample.extras]
     if len(arrays) < len(samples):
         return f"{len(arrays)} of {len(samples)} samples have it"
+    dtypes = {array.dtype for array in arrays}
+    if len(dtypes) > 1 and (is_needed or all(dtype.kind == "f" for dtype in dtypes)):
+        arrays = [array.astype(np.result_type(*dtypes)) for array in arrays]
+    if is_needed and any(array.size > 1 for array in arrays):
+        arrays = [np.broadcast_to(array, (length,)) for array, length in zip(arrays, lengths, strict=True)]
     if len({(array.dtype, array.shape[1:]) for array in arrays}) > 1:
         return f"its entries differ: {sorted({f'{array.dtype.name} {list(array.shape[1:])}' for array in arrays})}"
     counts = np.array([len(array) if array.ndim else 1 for array in arrays], np.int64)

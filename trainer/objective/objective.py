@@ -77,7 +77,8 @@ class Objective:
     def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
         """The batch of these groups."""
         passes = set(PASSES) - self.fields
-        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised, reserved=passes)
+        needed = self.fields | {"advantages"}
+        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised, reserved=passes, needed=needed)
 
     def advantages(self, batch: Batch) -> dict[str, Column]:
         """The column `advantages`, of each token: the samples' own, else the algorithm's. Raises DataError for one of a wrong shape."""

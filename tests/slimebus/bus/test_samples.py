@@ -34,6 +34,15 @@ def test_a_group_survives_the_wire(shapes: list[tuple[int, int, int]]) -> None:
         assert (kept, before.reward, before.status) == (after.versions, after.reward, after.status)
 
 
+@pytest.mark.parametrize("shape", [(3,), (1,), ()])
+def test_bfloat16_arrives_as_the_float32_of_its_bits(shape: tuple[int, ...]) -> None:
+    frames = encode_group([sample(1, 2, x=np.full(shape, 0xBFC0, np.uint16))])
+    frames[0] = frames[0].replace(b"\xa6uint16", b"\xa8bfloat16")
+    (back,) = decode_group(frames)
+    assert (back.extras["x"].dtype, back.extras["x"].shape) == (np.float32, shape)
+    assert np.all(back.extras["x"] == -1.5)
+
+
 def test_oldest_version_counts_trainable_tokens_only() -> None:
     mask = np.array([0, 0, 1, 1, 1], np.uint8)
     assert oldest_version([(1, 2), (5, 1), (4, 2)], mask) == 4

@@ -25,11 +25,18 @@ def problems(name: str, **flags: Any) -> str:
 
 
 def test_a_reward_is_compared_with_the_others() -> None:
-    assert leave_one_out(np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert leave_one_out(np.array([1.0, 0.0, 0.0, 0.0]), np.arange(4)) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     # an attempt of two samples, rewarded 1, and attempts rewarded 0.5 and 0
-    assert leave_one_out(np.array([1.0, 1.0, 0.5, 0.0]), np.array([0.5, 0.5, 1, 1])) == pytest.approx([0.75, 0.75, 0.0, -0.75])
-    assert not leave_one_out(np.array([3.0]), np.ones(1)).any()
-    assert not leave_one_out(np.array([3.0, 3.0]), np.array([0.5, 0.5])).any()
+    assert leave_one_out(np.array([1.0, 1.0, 0.5, 0.0]), np.array([0, 0, 1, 2])) == pytest.approx([0.75, 0.75, 0.0, -0.75])
+    assert not leave_one_out(np.array([3.0]), np.zeros(1)).any()
+    assert not leave_one_out(np.array([3.0, 3.0]), np.zeros(2)).any()
+
+
+def test_samples_of_a_trajectory_with_rewards_of_their_own_are_compared_with_the_other_trajectories() -> None:
+    assert leave_one_out(np.array([1.0, 0.0, 0.0]), np.array([0, 0, 1])) == pytest.approx([1.0, 0.0, -0.5])
+    batch = batch_of([1] * 6, groups=[0, 0, 0, 1, 1, 1], reward=[1.0, 0.0, 0.0, 4.0, 2.0, 0.0], trajectory=[0, 0, 1, 0, 1, 1])
+    got = objective("rloo").algorithm.advantages(batch)[1::2]
+    assert got == pytest.approx([1.0, 0.0, -0.5, 3.0, -2.0, -4.0])
 
 
 def test_answers_near_the_limit_are_punished() -> None:

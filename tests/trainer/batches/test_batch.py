@@ -103,9 +103,24 @@ def test_a_field_that_only_some_samples_have_is_left_out_and_the_log_says_so(cap
     assert "its entries differ: ['float32 []', 'int8 []']" in caplog.text
 
 
+def test_floats_of_several_types_get_the_widest_of_them() -> None:
+    given = [sample(2, extras={"x": np.ones(2, kind)}) for kind in (np.float32, np.float64, np.float16)]
+    made = flatten([Group(str(i), [one]) for i, one in enumerate(given)])
+    assert (made["x"].dtype, made["x"].tolist()) == (np.float64, [1.0] * 6)
+
+
+def test_a_needed_field_of_other_shapes_and_types_is_spread_over_the_tokens() -> None:
+    given = [np.array([9, 0.5, -0.5], np.float32), np.array([2.0]), np.array(3, np.int32), np.array([4.0], np.float16)]
+    groups = [Group(str(i), [sample(n, extras={"advantages": one})]) for i, (n, one) in enumerate(zip([3, 2, 2, 1], given, strict=True))]
+    objective = build_objective(RunConfig())
+    made = objective.advantages(objective.batch_of(groups, None))
+    assert made["advantages"].values.tolist() == [0, 0.5, -0.5, 0, 2, 0, 3, 0]
+
+
 @pytest.mark.parametrize(
     ("extras", "message"),
     [
+        ({"teacher_logprobs": np.array(1e300)}, r"teacher_logprobs\[0\] is 1e\+300 \(1 such\); expected finite numbers"),
         ({}, r"s: no field 'teacher_logprobs', which the algorithm reads; set broker.required_fields: \[teacher_logprobs\]"),
         ({"teacher_logprobs": np.zeros(2)}, r"field 'teacher_logprobs' has shape \[2\]; expected \[3\], \[1\] or \[\]"),
         ({"teacher_logprobs": np.array([0, np.nan, -1])}, r"teacher_logprobs\[1\] is nan \(1 such\); expected finite numbers"),
