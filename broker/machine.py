@@ -115,7 +115,7 @@ class Machine:
         for event in events:
             try:
                 clients.check_sender(self.state, event)
-                REQUESTS[type(event.message)](self.state, event, event.message)
+                HANDLERS[type(event.message)](self.state, event, event.message)
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
         return self._settled()
@@ -189,7 +189,7 @@ class Machine:
         return self.state.had_members and self.state.is_finished and clients.has_everyone_left(self.state)
 
 
-REQUESTS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
+HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Hello: clients.hello,
     m.Heartbeat: clients.heartbeat,
     m.Goodbye: clients.goodbye,

@@ -10,7 +10,7 @@ import click
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, HookError, ProtocolError, SlimebusError, Unreachable, UsageError
 
-OWN = {"eval": "evaluate:evaluate", "set": "set:set_"} | {
+COMMANDS = {"eval": "evaluate:evaluate", "set": "set:set_"} | {
     name: f"{name}:{name}" for name in ("config", "init", "keys", "push", "status", "trace", "up", "weights")
 }
 """Command -> module of slimebus.cli.commands, and the command in it."""
@@ -25,10 +25,10 @@ class Root(click.Group):
     """Finds subcommands by name: slimebus's own, and those that roles register as entry points."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*OWN, *_registered()])
+        return sorted([*COMMANDS, *_registered()])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        target = f"slimebus.cli.commands.{OWN[name]}" if name in OWN else _registered().get(name)
+        target = f"slimebus.cli.commands.{COMMANDS[name]}" if name in COMMANDS else _registered().get(name)
         if target is None:
             return None
         module, _, attribute = target.partition(":")

@@ -22,7 +22,7 @@ from trainer.checkpoint.folder import loadable_checkpoints, name_of, set_aside, 
 from trainer.checkpoint.manifest import Manifest, Part, Progress, decode_manifest, read_manifest
 from trainer.checkpoint.rank_file import DTYPES, OpenFile, has_its_hash, problem_with
 from trainer.checkpoint.save import is_first_of_node, random_key
-from trainer.checkpoint.trained_state import Place
+from trainer.checkpoint.trained_state import LocalBox
 from trainer.model import parallel
 from trainer.model.learner import Learner
 
@@ -164,46 +164,46 @@ class _Checkpoint:
         states = trained_state.random_state()
         self.copy_to(
             [
-                Place(random_key(dist.get_rank(), name), tuple(state.shape), (0,), tuple(state.shape), state, False, False)
+                LocalBox(random_key(dist.get_rank(), name), tuple(state.shape), (0,), tuple(state.shape), state, False, False)
                 for name, state in states.items()
             ]
         )
         trained_state.restore_random_state(states)
 
     @torch.no_grad()
-    def copy_to(self, places: list[Place]) -> None:
-        """Fill these places of this rank. Every rank calls it. Raises DataError when the checkpoint is of another model."""
-        wanted: dict[tuple[int, int], list[tuple[Place, Part]]] = defaultdict(list)
-        for place in places:
-            for number, part in self._parts_of(place):
-                wanted[number, part.at].append((place, part))
+    def copy_to(self, boxes: list[LocalBox]) -> None:
+        """Fill these boxes of this rank. Every rank calls it. Raises DataError when the checkpoint is of another model."""
+        wanted: dict[tuple[int, int], list[tuple[LocalBox, Part]]] = defaultdict(list)
+        for local in boxes:
+            for number, part in self._parts_of(local):
+                wanted[number, part.at].append((local, part))
         absent = self._copy_files_seen(wanted)
         for number, part in self._sent_by_others(absent):
             tensor = self._broadcast(number, part)
-            for place, _ in wanted.get((number, part.at), ()):
-                _copy(tensor, part, place)
+            for local, _ in wanted.get((number, part.at), ()):
+                _copy(tensor, part, local)
 
-    def _parts_of(self, place: Place) -> Iterator[tuple[int, Part]]:
-        """The parts that overlap a place. Raises DataError unless they cover it."""
-        found = [(number, part) for number, part in self._parts[place.key] if overlap(place.box, part.box)]
-        shape = self.manifest.shapes.get(place.key)
-        if shape is None or (shape != place.whole and not place.may_be_padded):
+    def _parts_of(self, local: LocalBox) -> Iterator[tuple[int, Part]]:
+        """The parts that overlap a box of this rank. Raises DataError unless they cover it."""
+        found = [(number, part) for number, part in self._parts[local.key] if overlap(local.box, part.box)]
+        shape = self.manifest.shapes.get(local.key)
+        if shape is None or (shape != local.whole and not local.may_be_padded):
             has = "no such tensor" if shape is None else f"shape {list(shape)}"
-            raise DataError(f"{self.path}: of another model: {place.key} has shape {list(place.whole)} here, there {has}")
-        covered = sum(math.prod(shared[1]) for _, part in found if (shared := overlap(place.box, part.box)))
-        if covered < math.prod(place.shape) and not place.may_be_padded:
-            raise DataError(f"{self.path}: {covered} of {math.prod(place.shape)} entries of {place.key} at {list(place.offset)} are saved")
+            raise DataError(f"{self.path}: of another model: {local.key} has shape {list(local.whole)} here, there {has}")
+        covered = sum(math.prod(shared[1]) for _, part in found if (shared := overlap(local.box, part.box)))
+        if covered < math.prod(local.shape) and not local.may_be_padded:
+            raise DataError(f"{self.path}: {covered} of {math.prod(local.shape)} entries of {local.key} at {list(local.offset)} are saved")
         yield from found
 
-    def _copy_files_seen(self, wanted: dict[tuple[int, int], list[tuple[Place, Part]]]) -> list[tuple[int, int]]:
+    def _copy_files_seen(self, wanted: dict[tuple[int, int], list[tuple[LocalBox, Part]]]) -> list[tuple[int, int]]:
         """Copy from the files that this rank sees; the others that it wants."""
         absent = []
         for (number, at), uses in wanted.items():
             if dist.get_rank() not in self.seen_by[number]:
                 absent.append((number, at))
                 continue
-            for place, part in uses:
-                _copy(self._read(number, part), part, place)
+            for local, part in uses:
+                _copy(self._read(number, part), part, local)
         return absent
 
     def _read(self, number: int, part: Part) -> torch.Tensor:
@@ -215,8 +215,8 @@ class _Checkpoint:
         """What some rank does not see and wants, the same list on every rank."""
         payloads = parallel.gather_bytes(msgspec.json.encode(absent))
         asked = sorted({pair for payload in payloads for pair in msgspec.json.decode(payload, type=list[tuple[int, int]])})
-        by_place = {(number, part.at): part for number, file in enumerate(self.manifest.files) for part in file.parts}
-        return [(pair[0], by_place[pair]) for pair in asked]
+        by_box = {(number, part.at): part for number, file in enumerate(self.manifest.files) for part in file.parts}
+        return [(pair[0], by_box[pair]) for pair in asked]
 
     def _broadcast(self, number: int, part: Part) -> torch.Tensor:
         source = self.seen_by[number][0]
@@ -228,7 +228,7 @@ class _Checkpoint:
         return tensor
 
 
-def _copy(tensor: torch.Tensor, part: Part, place: Place) -> None:
-    shared = overlap(place.box, part.box)
+def _copy(tensor: torch.Tensor, part: Part, local: LocalBox) -> None:
+    shared = overlap(local.box, part.box)
     assert shared is not None  # that is why it was wanted
-    place.tensor.view(place.shape)[slices_in(shared, place.box)].copy_(tensor[slices_in(shared, part.box)])
+    local.tensor.view(local.shape)[slices_in(shared, local.box)].copy_(tensor[slices_in(shared, part.box)])

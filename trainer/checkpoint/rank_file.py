@@ -24,7 +24,7 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
-class Held(NamedTuple):
+class HostBox(NamedTuple):
     """A box of the tensor `key` in host memory; tensor has the box's number of entries, in order."""
 
     key: str
@@ -33,10 +33,10 @@ class Held(NamedTuple):
     tensor: torch.Tensor
 
 
-def write_rank_file(path: Path, host: str, held: Sequence[Held]) -> RankFile:
+def write_rank_file(path: Path, host: str, boxes: Sequence[HostBox]) -> RankFile:
     """Write these boxes, durably. Raises OSError."""
     parts, header, at = list[Part](), dict[str, object](), 0
-    for box in held:
+    for box in boxes:
         size = box.tensor.numel() * box.tensor.element_size()
         dtype = CODES[box.tensor.dtype]
         parts.append(Part(box.key, box.offset, box.shape, dtype, at))
@@ -48,7 +48,7 @@ def write_rank_file(path: Path, host: str, held: Sequence[Held]) -> RankFile:
     start, hashed = 8 + len(text), blake3()
     with path.open("wb") as file:
         header_bytes = memoryview(len(text).to_bytes(8, "little") + text)
-        for view in chain([header_bytes], (_bytes_of(box.tensor) for box in held)):
+        for view in chain([header_bytes], (_bytes_of(box.tensor) for box in boxes)):
             for begin in range(0, len(view), CHUNK_BYTES):
                 hashed.update(view[begin : begin + CHUNK_BYTES])
                 file.write(view[begin : begin + CHUNK_BYTES])

@@ -22,7 +22,7 @@ from slimebus.bus.errors import SlimebusError
 from trainer.checkpoint import trained_state
 from trainer.checkpoint.folder import clear_unfinished, complete, name_of, point_at, prune
 from trainer.checkpoint.manifest import FORMAT, Manifest, Progress, RankFile
-from trainer.checkpoint.rank_file import Held, write_rank_file
+from trainer.checkpoint.rank_file import HostBox, write_rank_file
 from trainer.model import parallel
 from trainer.model.learner import Learner
 
@@ -50,11 +50,11 @@ class BackgroundSave:
         self._prepare()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._adam_step = trained_state.adam_step(policy)
-        held = self._copy(policy)
+        boxes = self._copy(policy)
         self._path = self._building / f"rank_{dist.get_rank():05d}.safetensors"
         self._file: Future[RankFile] = Future()
         # a daemon: a disk that does not answer must not keep the process from leaving
-        threading.Thread(target=self._write, args=(held,), name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._write, args=(boxes,), name="checkpoint", daemon=True).start()
 
     def _prepare(self) -> None:
         if parallel.is_main_rank():
@@ -66,9 +66,9 @@ class BackgroundSave:
         self._building.mkdir(parents=True, exist_ok=True)
 
     @torch.no_grad()
-    def _copy(self, policy: Learner) -> list[Held]:
+    def _copy(self, policy: Learner) -> list[HostBox]:
         """What this rank writes, in host memory; the steps that follow do not touch it."""
-        held = [
+        boxes = [
             *self._copies(trained_state.weights(policy)),
             *self._copies(trained_state.optimizer_state(policy)),
             *self._copies_of_reference(policy),
@@ -76,24 +76,24 @@ class BackgroundSave:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for name, state in trained_state.random_state().items():
-            held.append(Held(random_key(dist.get_rank(), name), (0,), tuple(state.shape), state))
-            self._shapes[held[-1].key] = tuple(state.shape)
-        return held
+            boxes.append(HostBox(random_key(dist.get_rank(), name), (0,), tuple(state.shape), state))
+            self._shapes[boxes[-1].key] = tuple(state.shape)
+        return boxes
 
-    def _write(self, held: list[Held]) -> None:
+    def _write(self, boxes: list[HostBox]) -> None:
         try:
-            self._file.set_result(write_rank_file(self._path, socket.gethostname(), held))
+            self._file.set_result(write_rank_file(self._path, socket.gethostname(), boxes))
         except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
             self._file.set_exception(bad)
 
-    def _copies(self, places: Iterator[trained_state.Place]) -> Iterator[Held]:
-        for place in places:
-            if place.is_saved:
-                self._shapes[place.key] = place.whole
-                copy = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, pin_memory=place.tensor.is_cuda)
-                yield Held(place.key, place.offset, place.shape, copy.copy_(place.tensor, non_blocking=True))
+    def _copies(self, boxes: Iterator[trained_state.LocalBox]) -> Iterator[HostBox]:
+        for local in boxes:
+            if local.is_saved:
+                self._shapes[local.key] = local.whole
+                copy = torch.empty(local.tensor.shape, dtype=local.tensor.dtype, pin_memory=local.tensor.is_cuda)
+                yield HostBox(local.key, local.offset, local.shape, copy.copy_(local.tensor, non_blocking=True))
 
-    def _copies_of_reference(self, policy: Learner) -> list[Held]:
+    def _copies_of_reference(self, policy: Learner) -> list[HostBox]:
         if policy.reference is None or not policy.reference.is_refreshed:
             return []
         with policy.reference.swapped_in():

@@ -27,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 REFERENCE = "reference"
 
 
-class Place(NamedTuple):
+class LocalBox(NamedTuple):
     """This rank's entries of a whole tensor: `tensor` is a view of the box's entries, in order."""
 
     key: str
@@ -46,22 +46,22 @@ class Place(NamedTuple):
         return self.offset, self.shape
 
 
-def weights(policy: Learner) -> Iterator[Place]:
+def weights(policy: Learner) -> Iterator[LocalBox]:
     """The model's parameters and buffers on this rank."""
     optimized = {parameter for part in optimizers(policy) for buffer in part.buffers for parameter in buffer.param_index_map}
     for entry in _sharded(policy):
         for piece in _pieces(entry):
-            yield _place(piece, piece.data, is_saved=entry.data not in optimized and not any(_replica(piece)))
+            yield _local_box(piece, piece.data, is_saved=entry.data not in optimized and not any(_replica(piece)))
 
 
-def reference_weights(policy: Learner) -> Iterator[Place]:
+def reference_weights(policy: Learner) -> Iterator[LocalBox]:
     """The reference's parameters and buffers on this rank, while it is swapped in."""
     for entry in _sharded(policy):
         for piece in _pieces(entry):
-            yield _place(piece, piece.data, is_saved=not any(_replica(piece)), name=REFERENCE)
+            yield _local_box(piece, piece.data, is_saved=not any(_replica(piece)), name=REFERENCE)
 
 
-def optimizer_state(policy: Learner) -> Iterator[Place]:
+def optimizer_state(policy: Learner) -> Iterator[LocalBox]:
     """This rank's shards of the trained weights and of Adam's moments."""
     by_parameter = {entry.data: entry for entry in _sharded(policy)}
     for part in optimizers(policy):
@@ -75,21 +75,21 @@ def optimizer_state(policy: Learner) -> Iterator[Place]:
                     yield from _boxes(piece, name, state[name][begin - start : max(begin, end) - start], begin - first, is_saved)
 
 
-def _boxes(piece: ShardedTensor, name: str, flat: torch.Tensor, start: int, is_saved: bool) -> Iterator[Place]:
+def _boxes(piece: ShardedTensor, name: str, flat: torch.Tensor, start: int, is_saved: bool) -> Iterator[LocalBox]:
     """The boxes of entries start .. of a piece, whose values are `flat`."""
     at = 0
     for offset, shape in boxes_of_range(tuple(piece.local_shape), start, start + flat.numel()):
         size = math.prod(shape)
-        yield _place(piece, flat[at : at + size], is_saved=is_saved, name=name, box=(offset, shape))
+        yield _local_box(piece, flat[at : at + size], is_saved=is_saved, name=name, box=(offset, shape))
         at += size
 
 
-def _place(piece: ShardedTensor, tensor: torch.Tensor, *, is_saved: bool, name: str = "param", box: Box | None = None) -> Place:
+def _local_box(piece: ShardedTensor, tensor: torch.Tensor, *, is_saved: bool, name: str = "param", box: Box | None = None) -> LocalBox:
     within, shape = box or ((0,) * len(piece.local_shape), tuple(piece.local_shape))
     added = piece.prepend_axis_num
     offset = tuple(a + b for a, b in zip(piece.global_offset, (0,) * added + within, strict=True))
     key = piece.key if name == "param" else f"{name}.{piece.key}"
-    return Place(key, tuple(piece.global_shape), offset, (1,) * added + shape, tensor, is_saved, piece.allow_shape_mismatch)
+    return LocalBox(key, tuple(piece.global_shape), offset, (1,) * added + shape, tensor, is_saved, piece.allow_shape_mismatch)
 
 
 def _sharded(policy: Learner) -> list[Any]:

@@ -31,7 +31,7 @@ class Parameter:
     """The ranks that hold the parts of one copy of it; the first of them gets the whole."""
 
 
-class Held(msgspec.Struct, frozen=True):
+class HfTensor(msgspec.Struct, frozen=True):
     """A Hugging Face tensor and the global rank that holds it whole; dtype: torch's name."""
 
     name: str
@@ -50,12 +50,13 @@ class HfExport:
         self.hf = model.hf
         live = model.gpt.state_dict(keep_vars=True)  # with buffers that are saved: the router's correction bias
         self.parameters = [part for name, whole in expert_names(model.gpt).items() if (part := exported(whole, live[name]))]
-        mine = [Held(name, list(whole.shape), str(whole.dtype)[len("torch.") :], dist.get_rank()) for name, whole in self.held_tensors()]
-        self.owned: dict[str, Held] = {}
+        rank = dist.get_rank()
+        mine = [HfTensor(name, list(whole.shape), str(whole.dtype)[len("torch.") :], rank) for name, whole in self.held_tensors()]
+        self.owned: dict[str, HfTensor] = {}
         for payload in parallel.gather_bytes(msgspec.msgpack.encode(mine)):
-            for held in msgspec.msgpack.decode(payload, type=list[Held]):
-                self.owned.setdefault(held.name, held)
-        self.owners = sorted({0, *(held.rank for held in self.owned.values())})
+            for found in msgspec.msgpack.decode(payload, type=list[HfTensor]):
+                self.owned.setdefault(found.name, found)
+        self.owners = sorted({0, *(found.rank for found in self.owned.values())})
 
     def held_tensors(self, first: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank has whole after merging over tensor-parallel groups, by Hugging Face name.
@@ -107,11 +108,11 @@ class HfExport:
 
     def received(self, owner: int) -> Iterator[tuple[str, torch.Tensor]]:
         """On rank 0: what `owner` sends."""
-        for held in self.owned.values():
-            if held.rank == owner:
-                tensor = torch.empty(held.shape, dtype=getattr(torch, held.dtype), device=parallel.device())
+        for found in self.owned.values():
+            if found.rank == owner:
+                tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype), device=parallel.device())
                 dist.recv(tensor, owner)
-                yield held.name, tensor
+                yield found.name, tensor
 
 
 def first_rank(group: Any) -> int:

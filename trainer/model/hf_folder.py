@@ -1,4 +1,4 @@
-"""How a Hugging Face directory is written: each tensor to its place in a file as it comes, none kept.
+"""How a Hugging Face directory is written: each tensor to its span in a file as it comes, none kept.
 
     model.safetensors                                                          a model of up to SHARD_BYTES
     model-00001-of-00002.safetensors, ..., model.safetensors.index.json        a larger one
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
         return tensor_bytes(self.name, self.dtype, self.shape)
 
 
-class Place(NamedTuple):
+class FileSpan(NamedTuple):
     """Where the bytes of a tensor go."""
 
     file: str
@@ -82,19 +82,19 @@ def exported_config(source: Path, dtype: str) -> dict[str, Any]:
 def write_shards(folder: Path, plan: Sequence[Planned], tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
     """Write the safetensors files of a model, and their index where there are several. Raises SlimebusError when a tensor did not come."""
     shards = list(shards_of(plan, shard_bytes))
-    places: dict[str, Place] = {}
+    spans: dict[str, FileSpan] = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        places |= begin_file(folder / file, shard)
-    missing = set(places)
+        spans |= begin_file(folder / file, shard)
+    missing = set(spans)
     for name, tensor in tensors:
-        write_tensor(folder, places[name], tensor)
+        write_tensor(folder, spans[name], tensor)
         missing.remove(name)
     if missing:
         raise SlimebusError(f"{folder}: {len(missing)} tensors of the model were not exported, such as {min(missing)}")
     if len(shards) > 1:
-        total = sum(place.size_bytes for place in places.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: place.file for name, place in places.items()}}
+        total = sum(span.size_bytes for span in spans.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: span.file for name, span in spans.items()}}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
@@ -110,7 +110,7 @@ def shards_of(plan: Sequence[Planned], shard_bytes: int) -> Iterator[list[Planne
     yield shard
 
 
-def begin_file(path: Path, shard: Sequence[Planned]) -> dict[str, Place]:
+def begin_file(path: Path, shard: Sequence[Planned]) -> dict[str, FileSpan]:
     """Write a file's header and give it its size; where each of its tensors goes. Wider numbers come first, so that all are aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -123,16 +123,16 @@ def begin_file(path: Path, shard: Sequence[Planned]) -> dict[str, Place]:
         file.write(len(text).to_bytes(8, "little") + text)
         first = file.tell()
         file.truncate(first + end)
-    return {planned.name: Place(path.name, first + header[planned.name]["data_offsets"][0], planned.size_bytes) for planned in shard}
+    return {planned.name: FileSpan(path.name, first + header[planned.name]["data_offsets"][0], planned.size_bytes) for planned in shard}
 
 
-def write_tensor(folder: Path, place: Place, tensor: Any) -> None:
-    """Write a torch tensor's bytes to their place. Raises SlimebusError when it is not as large as was planned."""
+def write_tensor(folder: Path, span: FileSpan, tensor: Any) -> None:
+    """Write a torch tensor's bytes to their span. Raises SlimebusError when it is not as large as was planned."""
     import torch
 
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    if values.nbytes != place.size_bytes:
-        raise SlimebusError(f"{folder}: a tensor of {values.nbytes} bytes came where {place.size_bytes} were planned")
-    with (folder / place.file).open("r+b") as file:
-        file.seek(place.offset)
+    if values.nbytes != span.size_bytes:
+        raise SlimebusError(f"{folder}: a tensor of {values.nbytes} bytes came where {span.size_bytes} were planned")
+    with (folder / span.file).open("r+b") as file:
+        file.seek(span.offset)
         file.write(values.data)

@@ -48,7 +48,7 @@ class Speed:
 
     def __init__(self, policy: Policy) -> None:
         config = policy.model.config
-        mine = {place.key: place.whole for place in trained_state.weights(policy)}
+        mine = {local.key: local.whole for local in trained_state.weights(policy)}
         everyone = [msgspec.json.decode(payload, type=dict[str, Any]) for payload in parallel.gather_bytes(msgspec.json.encode(mine))]
         shapes = {key: tuple(shape) for of_rank in everyone for key, shape in of_rank.items()}
         share = (config.moe_router_topk / config.num_moe_experts) if config.num_moe_experts else 1.0

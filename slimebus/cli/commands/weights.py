@@ -12,7 +12,7 @@ from slimebus.cli.formatting import columns
 if TYPE_CHECKING:
     from slimebus.weights.tensors import Weights
 
-Place = click.Path(exists=True, path_type=Path)
+EXISTING = click.Path(exists=True, path_type=Path)
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 
 
@@ -36,7 +36,7 @@ def weights() -> None:
 
 
 @weights.command("ls")
-@click.argument("path", type=Place)
+@click.argument("path", type=EXISTING)
 @as_json_option
 def list_(path: Path, as_json: bool) -> None:
     """List the tensors of PATH, or the versions of a chain."""
@@ -48,8 +48,8 @@ def list_(path: Path, as_json: bool) -> None:
 
 
 @weights.command()
-@click.argument("a", type=Place)
-@click.argument("b", type=Place)
+@click.argument("a", type=EXISTING)
+@click.argument("b", type=EXISTING)
 @click.option("--out", type=click.Path(path_type=Path), help="[path] Write what leads from A to B into this file.")
 @click.option("--exact", is_flag=True, help="Compare float32 as it is, instead of rounded to bfloat16 as the trainer publishes it.")
 @as_json_option
@@ -69,7 +69,7 @@ def diff(a: Path, b: Path, out: Path | None, exact: bool, as_json: bool) -> None
 
 
 @weights.command()
-@click.argument("a", type=Place)
+@click.argument("a", type=EXISTING)
 @click.argument("delta", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 def apply(a: Path, delta: Path, out: Path) -> None:
@@ -84,9 +84,9 @@ def apply(a: Path, delta: Path, out: Path) -> None:
 
 
 @weights.command()
-@click.argument("path", type=Place)
+@click.argument("path", type=EXISTING)
 @click.option("--digest", help="[hash] What PATH must hash to, as `verify` says it and each published version carries it.")
-@click.option("--base", type=Place, help="[path] The model that a .delta file starts from; without it only the file itself is checked.")
+@click.option("--base", type=EXISTING, help="[path] The model that a .delta file starts from; without it only the file itself is checked.")
 @click.pass_context
 def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None) -> None:
     """Check every byte of PATH against its hashes. Exit code 1 when something is wrong."""

@@ -155,7 +155,7 @@ def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None
             offset += len(piece)
         if not job.is_right():
             raise WeightsError(f"tensor {entry.name!r} of version {manifest.version} does not have the bytes that its manifest says")
-        plan.learn(job, target)
+        plan.keep_verified(job, target)
     return plan.finish(manifest.tensors, target)
 
 

@@ -90,7 +90,7 @@ class HostPullSharing:
 
     def _take(self, plan: "Plan", entries: Sequence[TensorEntry], target: "Target") -> None:
         for form, buffer, is_neighbours in self.folder.find(plan.lacks(entries)):
-            plan.adopt(form, buffer, target)
+            plan.record_verified(form, buffer, target)
             if is_neighbours:
                 plan.counts["neighbour_tensors"] += 1
                 plan.counts["neighbour_bytes"] += form.size

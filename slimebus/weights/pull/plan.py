@@ -138,16 +138,16 @@ class Plan:
             else:
                 yield Job(entry, None, self.folder)
 
-    def learn(self, job: Job, target: Target) -> None:
-        """A tensor is verified."""
+    def keep_verified(self, job: Job, target: Target) -> None:
+        """Record a verified tensor, and keep it in the folder for the other workers of this host."""
         if self.folder is not None:
             self.folder.keep(job.form, job.result)
-        self.adopt(job.form, job.result, target)
+        self.record_verified(job.form, job.result, target)
 
-    def adopt(self, form: TensorForm, buffer: NDArray[np.uint8], target: Target) -> None:
-        """A verified tensor is there, wherever it came from."""
+    def record_verified(self, form: TensorForm, buffer: NDArray[np.uint8], target: Target) -> None:
+        """Record a verified tensor, wherever it came from."""
         if self.lineage != target.lineage:
-            self._enter(target.lineage)
+            self._enter_lineage(target.lineage)
         self.num_verified += 1
         self.known[form.name] = Known(target.version, form, Tensor(form.dtype, form.shape, buffer))
 
@@ -157,13 +157,13 @@ class Plan:
         if self._wrong[entry.name] >= MAX_WRONG_BYTES:
             raise WeightsError(f"tensor {entry.name!r} of version {target.version} failed its checksum {MAX_WRONG_BYTES} times")
 
-    def _enter(self, lineage: str) -> None:
+    def _enter_lineage(self, lineage: str) -> None:
         """Versions of another lineage are no base any more; their tensors still serve where the hashes agree."""
         self.lineage = lineage
         for known in self.known.values():
             known.version = NO_BASE
 
-    def rested(self) -> "Plan":
+    def for_next_pull(self) -> "Plan":
         """The plan for another pull: what is verified is known, what was wrong, or elsewhere, may be right by then."""
         self._wrong.clear()
         self.past_sources.clear()

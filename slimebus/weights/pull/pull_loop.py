@@ -18,8 +18,8 @@ log = logging.getLogger("slimebus.weights")
 LOG_EVERY_S = 10.0
 
 
-class Again(Exception):
-    """Not an error: the pull goes round once more. The plan no longer holds; what is verified stays.
+class NextRound(Exception):
+    """Not an error: the pull goes on with another round. The plan no longer holds; what is verified stays.
 
     is_news: False for one that says less than what was wrong before.
     """
@@ -49,7 +49,7 @@ class PullLoop(ABC):
 
     @abstractmethod
     def _round(self, plan: Plan, deadline: float) -> Weights:
-        """One attempt. Raises Again for the next, and SlimebusError where none would help."""
+        """One attempt. Raises NextRound for the next, and SlimebusError where none would help."""
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0) -> Weights:
         """The newest complete version; `have` itself when it is that.
@@ -67,7 +67,7 @@ class PullLoop(ABC):
             try:
                 return self._pull(plan, deadline_s)
             except SlimebusError as bad:
-                self._unfinished = plan.rested()
+                self._unfinished = plan.for_next_pull()
                 if isinstance(bad, WeightsError):
                     raise
                 raise WeightsError(bad.text, code=bad.code, retryable=bad.retryable) from None
@@ -82,8 +82,8 @@ class PullLoop(ABC):
             verified_before = plan.num_verified
             try:
                 return self._round(plan, deadline)
-            except Again as again:
-                reason = str(again) if again.is_news or not reason else reason
+            except NextRound as unfinished:
+                reason = str(unfinished) if unfinished.is_news or not reason else reason
             self.counts["rounds"] += 1
             in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
             now = time.monotonic()

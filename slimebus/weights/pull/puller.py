@@ -23,7 +23,7 @@ from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
 from slimebus.weights.pull.connection import WeightServerConnection, wait_for_any
 from slimebus.weights.pull.plan import Job, Plan
-from slimebus.weights.pull.pull_loop import Again, PullLoop
+from slimebus.weights.pull.pull_loop import NextRound, PullLoop
 from slimebus.weights.pull.stream import LATER_PAUSE_S, BadSource, Stream, chunks
 from slimebus.weights.store.relay_payloads import RelayPayloads
 from slimebus.weights.tensors import NO_BASE, Target, Weights
@@ -109,17 +109,17 @@ class WeightPuller(PullLoop):
             raise FatalWeightsError(f"version {version} is larger than the {self._max_bytes} bytes that this puller accepts")
         targets = {Target(manifest.lineage, manifest.version) for part in manifests for manifest in part}
         if len(targets) > 1:
-            self._bring_apart(plan, newest, deadline)
+            self._pull_parts_separately(plan, newest, deadline)
             each = [f"{c.endpoint} at {part[0].version} of {part[0].lineage}" for c, part in zip(self._connections, newest, strict=True)]
-            raise Again(f"the publishers are at different versions: {', '.join(each)}")
+            raise NextRound(f"the publishers are at different versions: {', '.join(each)}")
         target = targets.pop()
         have = plan.have
         if have is not None and (have.lineage, have.version) == target and all(have.hashes.get(e.name) == e.hash for e in entries):
             return have
-        self._bring(plan, manifests, self._connections, target, deadline)
+        self._pull_parts(plan, manifests, self._connections, target, deadline)
         return plan.finish(entries, target)
 
-    def _bring_apart(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> None:
+    def _pull_parts_separately(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> None:
         """Each part as its publisher has it now, so that all can step on from there; who is ahead of another waits for it."""
         if len({part[0].lineage for part in newest}) > 1:
             return
@@ -127,17 +127,17 @@ class WeightPuller(PullLoop):
         for part, connection in zip(newest, self._connections, strict=True):
             target = Target(part[0].lineage, part[0].version)
             if plan.bases(part[0].tensors)[0] < slowest and all(manifest.version == target.version for manifest in part):
-                self._bring(plan, [part], [connection], target, deadline)
+                self._pull_parts(plan, [part], [connection], target, deadline)
                 for entry in part[0].tensors:  # those that did not change too
                     plan.known[entry.name].version = target.version
 
-    def _bring(
+    def _pull_parts(
         self, plan: Plan, manifests: Sequence[list[Manifest]], publishers: Sequence[WeightServerConnection], target: Target, deadline: float
     ) -> None:
-        """Have all tensors of these parts verified. Raises Again."""
+        """Have all tensors of these parts verified. Raises NextRound."""
         entries = [entry for part in manifests for entry in part[0].tensors]
         if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
-            raise Again("a neighbour has pulled; this worker has the lock now")
+            raise NextRound("a neighbour has pulled; this worker has the lock now")
         plan.check_room(entries)
         jobs_of: dict[WeightServerConnection, list[Job]] = {}  # parts from one worker share its connection
         for part, publisher in zip(manifests, publishers, strict=True):
@@ -215,7 +215,7 @@ class WeightPuller(PullLoop):
         except SlimebusError as problem:
             if not problem.retryable:
                 raise
-            raise Again(problem.text, is_news=not isinstance(problem, Unreachable)) from None
+            raise NextRound(problem.text, is_news=not isinstance(problem, Unreachable)) from None
 
     def _fetch(self, plan: Plan, jobs_of: Mapping[WeightServerConnection, list[Job]], target: Target, deadline: float) -> None:
         """Every job, `credits` requests in flight on each connection."""
@@ -234,7 +234,7 @@ class WeightPuller(PullLoop):
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
-                raise Again(f"the deadline came; {'; '.join(stream.lack for stream in waiting)}")
+                raise NextRound(f"the deadline came; {'; '.join(stream.missing_text for stream in waiting)}")
             if self._host:
                 self._host.touch()
             with self.stages("wire"):
@@ -252,13 +252,13 @@ class WeightPuller(PullLoop):
             if stream.gone and stream.source:
                 raise BadSource(stream.source, f"does not have {stream.gone!r} of version {target.version}", is_past=True)
             if stream.gone:
-                raise Again(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
+                raise NextRound(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
     def _accept(self, plan: Plan, verdicts: Iterable[tuple[Job, bool]], target: Target) -> None:
         for job, is_right in verdicts:
             self.counts["full_tensors" if job.base is None else "delta_tensors"] += 1
             if is_right:
-                plan.learn(job, target)
+                plan.keep_verified(job, target)
                 if self._relay is not None:
                     self._relay.add(job.entry.name, job.base_version, job.payload.data)
                 continue
@@ -266,7 +266,7 @@ class WeightPuller(PullLoop):
             if job.source:
                 raise BadSource(job.source, f"sent other bytes of {job.entry.name!r} than its publisher says")
             plan.note_wrong(job.entry, target)
-            raise Again(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
+            raise NextRound(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
 
 
 class _Checks:

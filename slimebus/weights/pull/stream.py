@@ -13,7 +13,7 @@ from slimebus.bus.errors import SlimebusError
 from slimebus.weights.messages import ChunkReply, ChunkRequest, Piece
 from slimebus.weights.pull.connection import WeightServerConnection
 from slimebus.weights.pull.plan import Job
-from slimebus.weights.pull.pull_loop import Again
+from slimebus.weights.pull.pull_loop import NextRound
 from slimebus.weights.tensors import Target
 
 MAX_PIECES = 64
@@ -26,7 +26,7 @@ BUSY = "busy"
 """The error of a server that has too much on its way to others already; as good as `later`."""
 
 
-class BadSource(Again):
+class BadSource(NextRound):
     """A worker failed as a source of payloads; its publisher has them too. is_past: it may serve newer versions."""
 
     def __init__(self, source: str, why: str, *, is_past: bool = False) -> None:
@@ -93,7 +93,7 @@ class Stream:
         return time.monotonic() - self._useful_at
 
     @property
-    def lack(self) -> str:
+    def missing_text(self) -> str:
         """For people: what has not come, and from whom."""
         total, missing = sum(job.size for job in self.jobs), sum(job.missing_bytes for job in self.jobs)
         problem = f": {self.connection.refusal}" if self.connection.refusal else ""
@@ -136,8 +136,8 @@ class Stream:
                 self._send(chunk)
         return complete
 
-    def _wrong(self, what: str) -> Again:
-        return BadSource(self.source, what) if self.source else Again(f"{self.connection.endpoint} {what}")
+    def _wrong(self, what: str) -> NextRound:
+        return BadSource(self.source, what) if self.source else NextRound(f"{self.connection.endpoint} {what}")
 
     def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[Job]:
         """Put the pieces where they belong. A job with a piece that is gone never completes."""
