@@ -17,6 +17,7 @@ from slimebus.cli.config.file_checks import trainer_problems
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
+from trainer.arguments.agreement import shared_settings
 from trainer.arguments.checks import megatron_problems
 from trainer.arguments.layout import check_layout
 from trainer.broker_session import BrokerSession
@@ -50,7 +51,7 @@ def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_r
     if problems and plan.node_rank:
         launcher.run("; ".join(problems))
     raise_all(problems)
-    sys.exit(launcher.run())
+    sys.exit(launcher.run(settings=shared_settings(resolved.config, resolved.base, resolved.model_dir)))
 
 
 def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:

@@ -6,7 +6,7 @@
 A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON. With "resume": PATH it goes on from a checkpoint for
 one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a
 second save. With "critic" a critic learns in place of the policy. With "models", a map of name to [PATH, layout] in the place of model and
-layout, it loads each of them and does not train.
+layout, it loads each of them and does not train. With "lrs", a map of rank to learning rate, these ranks have another.
 """
 
 import hashlib
@@ -147,7 +147,7 @@ def write_half_and_die(path: Path, host: str, held: list) -> None:
 def train(asked: dict) -> None:
     model, out, layout = asked["model"], Path(asked["out"]), asked["layout"]
     config = RunConfig(
-        optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, clip_grad=1.0),
+        optimizer=OptimizerConfig(lr=asked.get("lrs", {}).get(os.environ["RANK"], 1e-3), lr_warmup_iters=2, clip_grad=1.0),
         algorithm=AlgorithmConfig(use_rollout_logprobs=False, corrections=["tis"], entropy_coef=0.01),
         trainer=TrainerConfig(max_tokens_per_gpu=48, **{name: value for name, value in layout.items() if name != "megatron"}),
         megatron=layout.get("megatron", {}),

@@ -232,3 +232,11 @@ def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:
     assert len(got["owners"]) == stages
     assert sum(map(len, got["owned"])) == len(got["exported"])
     assert {name: digest for owned in got["owned"] for name, digest in owned.items()} == got["exported"]
+
+
+def test_ranks_with_other_settings_are_refused_on_each_of_them(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    """Whoever started them, as torchrun compares nothing."""
+    out = tmp_path / "out"
+    out.write_text("{}")
+    ranks.run(model, out, 2, {}, exit_code=1, lrs={"1": 1e-4})
+    assert ranks.log.read_text().count("ConfigError: rank 1 has optimizer.lr 0.0001, rank 0 0.001; start every rank with the same") == 2

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from trainer.algorithms.ppo import Ppo
+from trainer.arguments.agreement import shared_settings
 from trainer.batches.batch import Batch, Column, Group
 from trainer.compat import cpu_compat
 from trainer.model import parallel
@@ -40,7 +41,7 @@ class Critic(Learner):
         check_config(config)
         config = replace(config, optimizer=replace(config.optimizer, lr=settings.critic_lr or config.optimizer.lr))
         with cpu_compat.library_warnings_ignored():
-            parallel.start(config)
+            parallel.start(config, shared_settings(config, base, Path(model_dir)))
             try:
                 model = build_model(config, model_dir, role="value")
                 return cls(config, model, build_optimizer(config, model), objective)

@@ -86,13 +86,14 @@ class Launcher:
         self.ranks: Ranks | None = None
         self.is_stopping = False
 
-    def run(self, problem: str = "") -> int:
+    def run(self, problem: str = "", settings: Mapping[str, str] | None = None) -> int:
         """Start the ranks once all nodes are there, and again when some failed, max_restarts times at most.
 
-        problem: what is wrong on this node; then nothing is started anywhere. Raises SlimebusError when the nodes do not come together.
+        problem: what is wrong on this node; then nothing is started anywhere. settings: what all nodes must share. Raises SlimebusError
+        when the nodes do not come together.
         """
         with self._signals():
-            peers = rendezvous(self.plan, problem) if self.plan.nnodes > 1 else []
+            peers = rendezvous(self.plan, problem, settings) if self.plan.nnodes > 1 else []
             try:
                 if problem:
                     return EXIT_USAGE
@@ -163,6 +164,8 @@ class Launcher:
         while True:
             for said in peer.receive(LOOK_S):
                 if "finish" in said:
+                    if "problem" in said:
+                        log.error("%s", said["problem"])
                     return int(said["finish"])
                 if "gone" in said:
                     log.error("node 0 is gone, so the ranks here are ended")

@@ -1,10 +1,11 @@
 """How the launchers of a trainer's nodes act as one: they start their ranks together, and end them together.
 
-    node k -> node 0    {"node": k, "ranks": 4, "nnodes": 2}      once, when it is there; {"problem": "..."} when its check failed
+    node k -> node 0    {"node": k, "ranks": 4, "nnodes": 2, "settings": {...}}   once, when it is there; {"problem": "..."} when its
+                                                                  check failed
     node 0 -> all       {"start": PORT, "attempt": 0}             start your ranks; rank 0's store listens at PORT
     node k -> node 0    {"ended": CODE, "attempt": 0}             its ranks have ended: 0, or the code of the first that failed
     node 0 -> all       {"stop": 0}                               end your ranks of this attempt; answered by "ended", unless told before
-    node 0 -> all       {"finish": CODE}                          leave with this exit code
+    node 0 -> all       {"finish": CODE}                          leave with this exit code; with "problem" nothing was started
 
 A line of JSON each, over TCP. A connection that breaks is a node that is gone.
 """
@@ -15,10 +16,11 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimebus.bus.errors import SlimebusError, UsageError
+from trainer.arguments.agreement import disagreements, refusal
 from trainer.launch.plan import Plan
 
 log = logging.getLogger("trainer")
@@ -57,34 +59,46 @@ class NodeConnection:
         if not read:
             yield GONE
 
+    def receive_one(self, timeout_s: float) -> dict[str, Any]:
+        """The next message, however many reads it takes; {"gone": true} when none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            for message in self.receive(left_s):
+                return message
+        return GONE
+
     def close(self) -> None:
         self.connection.close()
 
 
-def rendezvous(plan: Plan, problem: str = "") -> list[NodeConnection]:
+def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None = None) -> list[NodeConnection]:
     """Node 0: a connection from each other node, in order. Another node: the one to node 0. With `problem` this node only says so.
+    settings: what all nodes must share (trainer/arguments/agreement.py).
 
-    Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem.
+    Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem. Node 0
+    tells the others what it raises.
     """
     deadline = time.monotonic() + RENDEZVOUS_S
     if plan.node_rank:
         peer = _connect(plan, deadline)
-        peer.send(**({"problem": problem, "node": plan.node_rank} if problem else _hello(plan)))
+        peer.send(**({"problem": problem, "node": plan.node_rank} if problem else {**_hello(plan), "settings": dict(settings or {})}))
         return [peer]
     if problem:
         return []
     log.info("node 0 of %d: waiting for the others at port %d", plan.nnodes, plan.master_port)
     with socket.create_server(("", plan.master_port)) as server:
         found: dict[int, NodeConnection] = {}
+        said: dict[int, Mapping[str, str]] = {0: settings or {}}
         try:
             while len(found) < plan.nnodes - 1:
                 server.settimeout(max(0.1, deadline - time.monotonic()))
-                node, peer = _accept(plan, server, found)
+                node, peer, said[node] = _accept(plan, server, found)
                 found[node] = peer
+            if differing := disagreements([said[node] for node in sorted(said)], "node"):
+                raise UsageError(refusal(differing, "node"))
         except BaseException as bad:
             for peer in found.values():
-                peer.send(finish=2 if isinstance(bad, UsageError) else 1)
-                peer.close()
+                _refuse(peer, bad)
             raise
     return [found[node] for node in sorted(found)]
 
@@ -93,7 +107,16 @@ def _hello(plan: Plan) -> dict[str, int]:
     return {"node": plan.node_rank, "ranks": plan.ranks_here, "nnodes": plan.nnodes}
 
 
-def _accept(plan: Plan, server: socket.socket, found: dict[int, NodeConnection]) -> tuple[int, NodeConnection]:
+def _refuse(peer: NodeConnection, bad: BaseException) -> None:
+    peer.send(finish=2 if isinstance(bad, UsageError) else 1, problem=bad.text if isinstance(bad, SlimebusError) else "node 0 was stopped")
+    peer.close()
+
+
+Hello = tuple[int, NodeConnection, Mapping[str, str]]
+"""The number of a node, the connection to it, its settings."""
+
+
+def _accept(plan: Plan, server: socket.socket, found: Mapping[int, NodeConnection]) -> Hello:
     try:
         connection, address = server.accept()
     except TimeoutError:
@@ -103,16 +126,16 @@ def _accept(plan: Plan, server: socket.socket, found: dict[int, NodeConnection])
         ) from None
     peer = NodeConnection(connection, address[0])
     try:
-        return _checked(plan, peer, found), peer
-    except UsageError:
-        peer.send(finish=2)
-        peer.close()
+        return _checked(plan, peer, found)
+    except UsageError as bad:
+        _refuse(peer, bad)
         raise
 
 
-def _checked(plan: Plan, peer: NodeConnection, found: dict[int, NodeConnection]) -> int:
-    """The number of the node that has come, which must fit. Raises UsageError."""
-    said = next(peer.receive(RENDEZVOUS_S), GONE)
+def _checked(plan: Plan, peer: NodeConnection, found: Mapping[int, NodeConnection]) -> Hello:
+    """The node that has come, which must fit. Raises UsageError."""
+    said = dict(peer.receive_one(RENDEZVOUS_S))
+    settings = said.pop("settings", {})
     node = int(said.get("node", -1))
     if "problem" in said:
         raise UsageError(f"node {node} ({peer.address}): {said['problem']}")
@@ -120,7 +143,7 @@ def _checked(plan: Plan, peer: NodeConnection, found: dict[int, NodeConnection])
         twice = f"node {node} is there twice" if node in found or node == 0 else f"it says {said}, node 0 {_hello(plan)}"
         remedy = "give every node the same --nnodes and --nproc-per-node, and a --node-rank of its own"
         raise UsageError(f"a node at {peer.address} does not fit: {twice}; {remedy}")
-    return node
+    return node, peer, settings
 
 
 def _connect(plan: Plan, deadline: float) -> NodeConnection:

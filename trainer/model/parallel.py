@@ -4,7 +4,9 @@ The same code runs as one of several ranks (the environment says who is who) and
 gloo where there is no CUDA, NCCL where there is. This and all else that imports megatron comes after cpu_compat.import_megatron.
 """
 
+import json
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -14,6 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import TrainerConfig
+from trainer.arguments.agreement import disagreements, refusal
 from trainer.arguments.layout import check_layout, expert_ranks
 from trainer.compat.gloo_device import shared_gloo_device
 
@@ -21,10 +24,11 @@ from trainer.compat.gloo_device import shared_gloo_device
 COLLECTIVE_TIMEOUT_S = 1800
 
 
-def start(config: RunConfig) -> None:
+def start(config: RunConfig, settings: Mapping[str, str]) -> None:
     """Join the other ranks and lay out tensor, pipeline, context, expert and data parallelism.
 
-    Raises ConfigError when the ranks do not divide by the layout.
+    settings: those that all ranks must share (agreement.py). Raises ConfigError on every rank when they do not, and when the ranks do
+    not divide by the layout.
     """
     sizes, world_size = config.trainer, int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(config, world_size)
@@ -44,6 +48,7 @@ def start(config: RunConfig) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
+        _check_agreement(settings)
         parallel_state.initialize_model_parallel(
             sizes.tensor_model_parallel_size,
             sizes.pipeline_model_parallel_size,
@@ -54,6 +59,14 @@ def start(config: RunConfig) -> None:
     seed = config.seed + 1  # megatron refuses 0
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _check_agreement(settings: Mapping[str, str]) -> None:
+    """Whoever started the ranks: torchrun and Slurm compare nothing."""
+    said = [json.loads(of_rank) for of_rank in gather_bytes(json.dumps(dict(settings)).encode())] if has_others() else []
+    if differing := disagreements(said, "rank"):
+        dist.destroy_process_group()
+        raise ConfigError(refusal(differing, "rank"))
 
 
 def stop() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from slimebus.cli.config import RunConfig
+from trainer.arguments.agreement import shared_settings
 from trainer.batches.batch import Batch, Group
 from trainer.compat import cpu_compat
 from trainer.model import parallel, update
@@ -42,7 +43,7 @@ class Policy(Learner):
         """
         objective = build_objective(config, base)
         with cpu_compat.library_warnings_ignored():
-            parallel.start(config)
+            parallel.start(config, shared_settings(config, base, Path(model_dir)))
             try:
                 model = build_model(config, model_dir)
                 reference = Reference(model) if objective.needs_pass("reference_logprobs") else None

@@ -1,6 +1,7 @@
 """The settings that the processes of a run must agree on: each says its own with its hello, and the broker compares."""
 
 import operator
+from pathlib import Path
 
 import msgspec
 import xxhash
@@ -32,14 +33,25 @@ def settings_of(resolved: Resolved, role: str) -> dict[str, str]:
 
 
 def _text(resolved: Resolved, name: str) -> str:
-    text = msgspec.json.encode(operator.attrgetter(name)(resolved.config)).decode()
+    return shortened(msgspec.json.encode(operator.attrgetter(name)(resolved.config)).decode())
+
+
+def shortened(text: str) -> str:
+    """The text; of a long one its beginning, and a hash of it all."""
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 def model_hash(resolved: Resolved) -> str:
     """Of what samples mean: the model's shape and its tokenizer; empty where there is no model to read."""
     try:
-        folder = resolved.model_dir
+        return folder_hash(resolved.model_dir)
+    except SlimebusError:
+        return ""
+
+
+def folder_hash(folder: Path) -> str:
+    """The same of a model folder."""
+    try:
         tree, tokenizer = read_config(folder), folder / TOKENIZER
         digest = xxhash.xxh3_64(msgspec.json.encode({k: tree[k] for k in sorted(tree) if k not in WITHOUT}))
         digest.update(tokenizer.read_bytes() if tokenizer.is_file() else b"")

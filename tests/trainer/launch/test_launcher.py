@@ -1,5 +1,6 @@
 """The launcher of a node: its ranks end together, start again together, and nodes that do not fit are named before anything starts."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -123,6 +124,28 @@ def test_a_node_that_was_started_differently_is_named(changed: dict, text: str) 
     with pytest.raises(UsageError, match=text):
         rendezvous(first)
     other.end()
+
+
+def test_nodes_with_other_settings_are_refused_on_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Before a rank starts, on node 0 by the error and on the others by their log; in an order that does not matter."""
+    given = {"ranks_here": 1, "nnodes": 3, "master_port": free_port()}
+    texts = ["0.0001", "0.0001", "0.001"]
+    codes: dict[int, int] = {}
+
+    def launch(rank: int) -> None:
+        plan, settings = Plan("", **given, node_rank=rank), {"optimizer.lr": texts[rank], "seed": "0"}
+        with contextlib.closing(rendezvous(plan, "", settings)[0]) as peer:
+            codes[rank] = Launcher(plan, [], 0)._follow(peer)
+
+    others = [threading.Thread(target=launch, args=(rank,)) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    with pytest.raises(UsageError, match=r"^node 2 has optimizer.lr 0.001, node 0 0.0001; start every node with the same settings$"):
+        rendezvous(Plan("", **given), "", {"optimizer.lr": texts[0], "seed": "0"})
+    for other in others:
+        other.join(20)
+    assert codes == {1: 2, 2: 2}
+    assert caplog.text.count("node 2 has optimizer.lr 0.001, node 0 0.0001") == 2
 
 
 def test_the_problem_of_a_node_is_told_by_node_0() -> None:

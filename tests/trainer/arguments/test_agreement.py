@@ -1,0 +1,53 @@
+"""What all ranks of a trainer must share, and what may differ."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slimebus.cli.config.load import resolve
+from trainer.arguments.agreement import disagreements, shared_settings
+
+
+def said(base: Path | None = None, **flags: object) -> dict[str, str]:
+    return shared_settings(resolve(None, {name.replace("__", "."): value for name, value in flags.items()}, {}).config, base)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "differs"),
+    [
+        ("optimizer__lr", 1e-3, True),
+        ("algorithm__advantage_estimator", "rloo", True),
+        ("algorithm__settings.eps_clip", 0.3, True),
+        ("trainer__tensor_model_parallel_size", 2, True),
+        ("megatron__weight_decay", 0.1, True),
+        ("rollout__num_steps_per_rollout", 2, True),
+        ("seed", 1, True),
+        ("run_dir", "/elsewhere", False),
+        ("trainer__train_threads", 3, False),
+        ("trainer__save_hf", "there", False),
+        ("broker__bind", "tcp://127.0.0.1:1", False),
+        ("weights__weights_bind", "tcp://127.0.0.1:1", False),
+    ],
+)
+def test_what_must_agree(name: str, value: object, differs: bool) -> None:
+    found = disagreements([said(), said(), said(**{name: value})], "node")
+    assert [text.split()[3] for text in found] == ([name.replace("__", ".")] if differs else [])
+
+
+def test_the_message_names_field_values_and_nodes() -> None:
+    a, b = said(optimizer__lr=1e-4), said(optimizer__lr=1e-3)
+    assert disagreements([a, b], "node") == ["node 1 has optimizer.lr 0.001, node 0 0.0001"]
+    assert disagreements([a, b, b, a, b], "rank") == ["rank 1 (and 2 more) has optimizer.lr 0.001, rank 0 0.0001"]
+    assert disagreements([a, said(optimizer__lr=1e-4, megatron__x=1)], "node") == ["node 1 has megatron.x 1, node 0 unset"]
+
+
+def test_paths_may_differ_and_what_lies_there_not(tmp_path: Path) -> None:
+    for name, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(text)
+        (tmp_path / name / "config.json").write_bytes(msgspec.json.encode({"num_hidden_layers": len(text), "vocab_size": ord(text[-1])}))
+    config = resolve(None, {"algorithm.corrections": "own.py:Own"}, {}).config
+    a, b, c = (shared_settings(config, tmp_path / name, tmp_path / name) for name in "abc")
+    assert a == b
+    assert [text.split()[3] for text in disagreements([a, c], "node")] == ["algorithm.corrections", "model.hf_checkpoint"]

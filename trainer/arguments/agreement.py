@@ -1,0 +1,76 @@
+"""The settings that all ranks of a trainer must share: each node and each rank tells its own, and a difference is refused."""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from slimebus.cli.config import RunConfig
+from slimebus.cli.config.agreement import folder_hash, shortened
+
+SECTIONS = ("algorithm", "optimizer", "trainer", "megatron")
+MAY_DIFFER = ("trainer.nproc_per_node", "trainer.train_threads", "trainer.save_hf", "trainer.tensorboard")
+"""Of these sections: each node's own. Launchers compare the number of ranks themselves."""
+ALSO = (
+    *("name", "seed", "model.family", "weights.update_weights_interval", "broker.required_fields"),
+    *(f"rollout.{name}" for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")),
+    *(f"rollout.rollout_{name}" for name in ("temperature", "top_p", "top_k", "max_response_len")),
+)
+PLUGINS = ("algorithm.advantage_estimator", "algorithm.corrections")
+UNSET = "unset"
+
+
+def shared_settings(config: RunConfig, base: Path | None = None, model_dir: Path | None = None) -> dict[str, str]:
+    """Dotted name -> JSON of each setting that all ranks must share. Paths become hashes of what lies there: the model folder's config
+    and tokenizer, and plug-ins in files. base: the folder of the run.yaml.
+    """
+    tree = msgspec.to_builtins(config)
+    found = {name: operator.attrgetter(name)(config) for name in ALSO}
+    for section in SECTIONS:
+        found |= dict(_leaves(section, tree[section]))
+    found["algorithm.advantage_estimator"] = _plugin(config.algorithm.advantage_estimator, base)
+    found["algorithm.corrections"] = [_plugin(name, base) for name in config.algorithm.corrections]
+    said = {name: shortened(msgspec.json.encode(value, order="sorted").decode()) for name, value in found.items()}
+    return {name: said[name] for name in sorted(said.keys() - set(MAY_DIFFER))} | {
+        "model.hf_checkpoint": f"hash {folder_hash(model_dir)}" if model_dir else UNSET
+    }
+
+
+def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}.{key}"
+        if name == "algorithm.settings":
+            yield from _leaves(name, value)
+        else:
+            yield name, value
+
+
+def _plugin(name: str, base: Path | None) -> str:
+    """A name as it is; of `path/own.py:Class` the file's name and a hash of its bytes."""
+    path, colon, what = name.rpartition(":")
+    file = (base or Path()) / path
+    if not colon or not path.endswith(".py") or not file.is_file():
+        return name
+    return f"{file.name}:{what} (hash {xxhash.xxh3_64_hexdigest(file.read_bytes())[:8]})"
+
+
+def disagreements(said: Sequence[Mapping[str, str]], what: str) -> list[str]:
+    """A sentence for each setting in which some differ from the first; what: `node` or `rank`."""
+    names = dict.fromkeys(name for one in said for name in one)
+    return [text for name in names for text in _disagreements(name, [one.get(name, UNSET) for one in said], what)]
+
+
+def _disagreements(name: str, values: Sequence[str], what: str) -> Iterable[str]:
+    for value in dict.fromkeys(values):
+        having = [i for i, other in enumerate(values) if other == value]
+        if value != values[0]:
+            others = f" (and {len(having) - 1} more)" if len(having) > 1 else ""
+            yield f"{what} {having[0]}{others} has {name} {value}, {what} 0 {values[0]}"
+
+
+def refusal(differing: Sequence[str], what: str) -> str:
+    """The error of all of them."""
+    return f"{'; '.join(differing)}; start every {what} with the same settings"
