@@ -23,29 +23,41 @@ LATEST = "latest"
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The checkpoint that `latest` names, or None without one. Raises DataError when it names one that is not there."""
-    pointer = Path(folder) / LATEST
-    if not pointer.exists():
+    name = latest_name(folder)
+    if name is None:
         return None
-    name = pointer.read_text(errors="replace").strip()
     path = Path(folder) / name
     if path not in complete_checkpoints(folder):
-        raise DataError(f"{pointer}: names {name}, which is not a complete checkpoint; write the name of a step_* folder into it")
+        text = f"names {name}, which is not a complete checkpoint; write the name of a step_* folder into it"
+        raise DataError(f"{Path(folder) / LATEST}: {text}")
     return path
 
 
-def loadable_checkpoints(folder: str | Path) -> list[Path]:
-    """What a trainer may go on from: the one that `latest` names, then the complete ones before it, newest first.
+def latest_name(folder: str | Path) -> str | None:
+    """What `latest` says, None without one. Raises DataError when it cannot be read."""
+    pointer = Path(folder) / LATEST
+    try:
+        return pointer.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as bad:
+        raise DataError(f"{pointer}: {bad.strerror}; it is a file with the name of a checkpoint: remove what is there") from None
 
-    All of them, when there is no such one. Raises DataError as latest_checkpoint, when there is none at all.
+
+def loadable_checkpoints(folder: str | Path) -> list[Path]:
+    """What a trainer may go on from: the one that `latest` names, complete or not, then the complete ones before it, newest first.
+
+    All that are complete, where `latest` is missing or names no step. Raises DataError when it names something and there is none, and as
+    latest_name.
     """
     complete = complete_checkpoints(folder)[::-1]
-    try:
-        latest = latest_checkpoint(folder)
-    except DataError:
-        if not complete:
-            raise
+    name = latest_name(folder)
+    if name is not None and not complete:
+        latest_checkpoint(folder)
+    if name is None or not is_checkpoint_name(name):
         return complete
-    return complete[complete.index(latest) :] if latest else []
+    named = Path(folder) / name
+    return [named, *(path for path in complete if path != named and step_of(path) <= step_of(named))]
 
 
 def saved_step(folder: str | Path) -> int | None:
@@ -66,7 +78,12 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 def named_checkpoints(folder: str | Path) -> list[Path]:
     """The folders that have the name of a checkpoint, oldest first: not those being written."""
-    return sorted((path for path in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", path.name)), key=step_of)
+    return sorted((path for path in Path(folder).glob("step_*") if is_checkpoint_name(path.name)), key=step_of)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether it is a name that a checkpoint has."""
+    return re.fullmatch(r"step_[0-9]+", name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -83,7 +100,15 @@ def clear_unfinished(folder: Path) -> None:
     """Remove what earlier saves left half-written. Another node may do so at the same time."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("step_*.part"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or a file that is in its way, as far as possible: what stays is removed by a later save."""
+    if not path.is_dir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def complete(building: Path, target: Path, manifest: bytes) -> None:
@@ -107,19 +132,20 @@ def point_at(target: Path) -> None:
 
 
 def prune(target: Path, keep: int) -> None:
-    """Remove the oldest beyond `keep`, which counts `target`, and those found damaged. Another node may do so at the same time."""
+    """Remove the oldest beyond `keep`, which counts `target`, those found damaged, and those after `target`: of a timeline that was left
+    when somebody went back to an older one. Another node may do so at the same time.
+    """
     others = [path for path in named_checkpoints(target.parent) if path != target]
-    old = others[: max(0, len(others) - (keep - 1))]
-    for path in (*old, *target.parent.glob("step_*.damaged"), *target.parent.glob("step_*.old.part")):
-        shutil.rmtree(path, ignore_errors=True)
+    before = [path for path in others if step_of(path) <= step_of(target)]
+    old, abandoned = before[: max(0, len(before) - (keep - 1))], others[len(before) :]
+    for path in (*old, *abandoned, *target.parent.glob("step_*.damaged"), *target.parent.glob("step_*.old.part")):
+        remove(path)
 
 
-def set_aside(damaged: Path, whole: Path) -> None:
-    """Go on from `whole` instead of `damaged`, which is kept under another name until the next save. Another node may do so too."""
+def set_aside(damaged: Path) -> None:
+    """Keep it under another name until the next save. Another node may do so too."""
     aside = damaged.with_name(f"{damaged.name}.damaged")
     with contextlib.suppress(FileNotFoundError):
         if damaged.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             damaged.rename(aside)
-    if whole.exists():
-        point_at(whole)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from slimebus.bus.errors import DataError
 from trainer.checkpoint import trained_state
 from trainer.checkpoint.boxes import overlap, slices_in
-from trainer.checkpoint.folder import loadable_checkpoints, name_of, set_aside, step_of
-from trainer.checkpoint.manifest import Manifest, Part, Progress, decode_manifest, read_manifest
+from trainer.checkpoint.folder import latest_name, loadable_checkpoints, name_of, point_at, set_aside, step_of
+from trainer.checkpoint.manifest import MANIFEST, Manifest, Part, Progress, decode_manifest, read_manifest
 from trainer.checkpoint.rank_file import DTYPES, OpenFile, has_its_hash, problem_with
 from trainer.checkpoint.save import is_first_of_node, random_key
 from trainer.checkpoint.trained_state import LocalBox
@@ -40,13 +40,14 @@ def load_checkpoint(folder: str | Path, policy: Learner) -> Progress | None:
     for name in names:
         checkpoint = _open(Path(folder) / name)
         if isinstance(checkpoint, _Checkpoint):
-            _set_aside_damaged(Path(folder), problems, name)
+            _go_on_from(Path(folder), problems, name)
             return checkpoint.load(policy)
         problems[name] = checkpoint
     if not names:
         return None
     listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-    raise DataError(f"{folder}: no checkpoint is whole ({listed}); bring the files back, or move the folder away to begin at step 0")
+    remedy = "bring the files back, write the name of a whole one into latest, or move the folder away to begin at step 0"
+    raise DataError(f"{folder}: no checkpoint is whole ({listed}); {remedy}")
 
 
 def load_step(folder: str | Path, policy: Learner, step: int) -> Progress:
@@ -79,12 +80,19 @@ def _agreed_names(folder: Path) -> list[str]:
     return next((names for names in everyone if names), [])
 
 
-def _set_aside_damaged(folder: Path, problems: dict[str, str], whole: str) -> None:
+def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
+    """Set what is damaged aside, and let `latest` name the one that is whole, on every node that has it."""
     for name, problem in problems.items():
         lost = f"steps {step_of(Path(whole))} to {step_of(Path(name)) - 1} are trained again, on their samples where the broker has them"
         log.error("checkpoint %s is damaged: %s; going on from %s: %s", name, problem, whole, lost)
         if is_first_of_node():
-            set_aside(folder / name, folder / whole)
+            set_aside(folder / name)
+    if is_first_of_node() and (folder / whole).exists() and (said := latest_name(folder)) != whole:
+        if not problems:
+            log.warning(
+                "%s %s: going on from the newest, %s", folder / "latest", f"says {said!r}" if said is not None else "is missing", whole
+            )
+        point_at(folder / whole)
     dist.barrier()
 
 
@@ -100,6 +108,8 @@ def _open(path: Path) -> "_Checkpoint | str":
     if whole is None:
         return parallel.gather_bytes(problem.encode())[0].decode()
     checkpoint = _Checkpoint(path, decode_manifest(whole))
+    if (step := checkpoint.manifest.progress.step) != step_of(path):
+        return f"{MANIFEST} is that of step {step}"
     return checkpoint.find_files() or checkpoint
 
 

@@ -5,6 +5,7 @@ is_whole()         all ranks ask between two steps
 finish()           every file is on disk: rank 0's manifest, the name, `latest`       step_N
 """
 
+import contextlib
 import math
 import os
 import socket
@@ -61,9 +62,9 @@ class BackgroundSave:
             self._confirm()
         dist.barrier()
         if is_first_of_node():
-            clear_unfinished(self._target.parent)
+            with contextlib.suppress(OSError):  # whoever writes there next says what is wrong
+                clear_unfinished(self._target.parent)
         dist.barrier()
-        self._building.mkdir(parents=True, exist_ok=True)
 
     @torch.no_grad()
     def _copy(self, policy: Learner) -> list[HostBox]:
@@ -82,6 +83,7 @@ class BackgroundSave:
 
     def _write(self, boxes: list[HostBox]) -> None:
         try:
+            self._building.mkdir(parents=True, exist_ok=True)
             self._file.set_result(write_rank_file(self._path, socket.gethostname(), boxes))
         except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
             self._file.set_exception(bad)
@@ -106,20 +108,30 @@ class BackgroundSave:
     def finish(self, keep: int, timeout_s: float | None = None) -> None:
         """Wait for all ranks, make it the latest checkpoint, and remove the oldest beyond `keep`. Every rank calls it.
 
-        Raises SlimebusError `checkpoint`, on every rank, when a file could not be written, or not in timeout_s; nothing has changed then.
+        Raises SlimebusError `checkpoint`, on every rank, when a file could not be written, or not in timeout_s; the one
+        before then stays.
         """
         manifest = self._manifest(timeout_s)
         if parallel.is_main_rank():
             self._confirm()
-            complete(self._building, self._target, manifest)
-        dist.barrier()
+        self._on_disk(parallel.is_main_rank(), lambda: complete(self._building, self._target, manifest))
+        self._on_disk(is_first_of_node(), lambda: complete(self._building, self._target, manifest))
+        self._on_disk(is_first_of_node(), lambda: point_at(self._target))
         if is_first_of_node():
-            complete(self._building, self._target, manifest)
-        dist.barrier()
-        if is_first_of_node():
-            point_at(self._target)
             prune(self._target, keep)
         dist.barrier()
+
+    def _on_disk(self, is_mine: bool, write: Callable[[], None]) -> None:
+        """Write on the ranks that are to, while the others wait. Raises SlimebusError `checkpoint`, on every rank, when one could not."""
+        problem = ""
+        if is_mine:
+            try:
+                write()
+            except OSError as bad:
+                problem = str(bad)
+        for rank, text in enumerate(parallel.gather_bytes(problem.encode())):
+            if text:
+                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {text.decode()}", code="checkpoint")
 
     def _manifest(self, timeout_s: float | None) -> bytes:
         mine = msgspec.msgpack.encode(self._written(timeout_s))

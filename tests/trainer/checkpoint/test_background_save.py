@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimebus.bus.errors import SlimebusError
-from trainer.checkpoint import save
+from trainer.checkpoint import folder, save
 from trainer.checkpoint.folder import oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.manifest import Progress
@@ -85,6 +85,36 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_and_fails_the_last_one(t
     assert said[0].endswith("the newest checkpoint is still that of step 1")
     with pytest.raises(SlimebusError, match=r"checkpoint of step 4: rank 0: .*No space left"):
         checkpoints.save_and_stop(policy, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["state.json", "latest"])
+def test_a_disk_that_is_full_at_the_end_of_a_save_costs_no_more(name, tied_model, build_policy, tmp_path, monkeypatch, caplog):
+    def replacing(path):
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return written(path)
+
+    policy, checkpoints, written = build_policy(tied_model), schedule(tmp_path), folder.replacing
+    checkpoints.save(policy, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "replacing", replacing)
+        checkpoints.save_if_due(policy, 2, 2)
+        checkpoints._writing._file.result()
+        checkpoints.save_if_due(policy, 3, 3)
+    assert "checkpoint of step 2: rank 0: [Errno 28] No space left on device" in caplog.text
+    assert saved_step(tmp_path / "checkpoints") == checkpoints.saved_step == 1
+    checkpoints.save_and_stop(policy, 4, 4)
+    assert saved_step(tmp_path / "checkpoints") == 4
+
+
+def test_a_folder_that_cannot_be_made_costs_a_checkpoint_and_not_the_run(tied_model, build_policy, tmp_path, caplog):
+    policy, checkpoints = build_policy(tied_model), schedule(tmp_path)
+    (tmp_path / "checkpoints").write_text("in the way")
+    checkpoints.save_if_due(policy, 1, 1)
+    checkpoints._writing._file.exception()
+    (tmp_path / "checkpoints").unlink()
+    checkpoints.save_if_due(policy, 2, 2)
+    assert "checkpoint of step 1: rank 0: [Errno 20] Not a directory" in caplog.text
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for_for_ever(slow_disk, tied_model, build_policy, tmp_path):

@@ -36,11 +36,17 @@ def empty_pointer(checkpoint: Path) -> None:
     flip("rank_00000.safetensors")(checkpoint)
 
 
+def swap_manifest(checkpoint: Path) -> None:
+    (checkpoint / "state.json").write_bytes((checkpoint.parent / "step_00000001" / "state.json").read_bytes())
+
+
 DAMAGE = {
     "truncated": (truncate, "rank_00000.safetensors, written on .*, has [0-9]+ of [0-9]+ bytes"),
     "flipped": (flip("rank_00000.safetensors"), r"rank_00000.safetensors on .* is not what was written \(BLAKE3\)"),
     "missing": (remove("rank_00000.safetensors"), "rank_00000.safetensors, written on .*, is missing"),
     "flipped manifest": (flip("state.json"), "state.json is not what was written"),
+    "no manifest": (remove("state.json"), "state.json: No such file or directory"),
+    "manifest of another step": (swap_manifest, "state.json is that of step 1"),
     "empty pointer": (empty_pointer, "is not what was written"),
 }
 
@@ -75,19 +81,23 @@ def test_a_damaged_latest_falls_back_to_the_one_before(kind, two_checkpoints, ti
     assert [path.name for path in loadable_checkpoints(folder)] == ["step_00000002", "step_00000001"]
 
 
-def test_a_checkpoint_without_its_manifest_is_as_if_never_completed(two_checkpoints, tied_model, build_policy):
+@pytest.mark.parametrize("text", [None, "", "nonsense", "../step_00000001", "step_00000099"])
+def test_without_a_latest_that_can_be_used_it_is_made_to_name_the_newest(text, two_checkpoints, tied_model, build_policy, caplog):
     folder, _ = two_checkpoints
-    (folder / "step_00000002" / "state.json").unlink()
+    (folder / "latest").unlink()
+    if text is not None:
+        (folder / "latest").write_text(text)
     found = load_checkpoint(folder, build_policy(tied_model))
     assert found is not None
-    assert found.step == 1
+    assert found.step == saved_step(folder) == 2
+    assert "going on from" in caplog.text
 
 
 def test_when_all_are_damaged_training_does_not_begin_anew_by_itself(two_checkpoints, tied_model, build_policy):
     folder, _ = two_checkpoints
     for step in (1, 2):
         truncate(folder / f"step_0000000{step}")
-    with pytest.raises(DataError, match=r"no checkpoint is whole \(step_00000002: .*; step_00000001: .*\); bring the files back"):
+    with pytest.raises(DataError, match=r"no checkpoint is whole \(step_00000002: .*; step_00000001: .*\); bring the files back, "):
         load_checkpoint(folder, build_policy(tied_model))
 
 

@@ -64,7 +64,7 @@ def test_what_may_be_loaded_is_what_latest_names_and_what_is_older(tmp_path: Pat
     assert loadable_checkpoints(tmp_path) == []
     for step in (5, 10, 15):
         checkpoint(tmp_path, f"step_{step:08d}")
-    assert loadable_checkpoints(tmp_path) == [], "none was ever completed"
+    assert names(loadable_checkpoints(tmp_path)) == ["step_00000015", "step_00000010", "step_00000005"], "latest is lost"
     (tmp_path / "latest").write_text("step_00000010")
     assert names(loadable_checkpoints(tmp_path)) == ["step_00000010", "step_00000005"], "who points at an older one wants it"
     (tmp_path / "latest").write_bytes(b"\xff\x00")
@@ -74,7 +74,8 @@ def test_what_may_be_loaded_is_what_latest_names_and_what_is_older(tmp_path: Pat
 def test_a_damaged_checkpoint_is_set_aside_until_the_next_save(tmp_path: Path) -> None:
     old, new = checkpoint(tmp_path, "step_00000005"), checkpoint(tmp_path, "step_00000010")
     for _ in range(2):  # two nodes that share a disk
-        folders.set_aside(new, old)
+        folders.set_aside(new)
+    folders.point_at(old)
     assert (saved_step(tmp_path), oldest_step(tmp_path)) == (5, 5)
     assert (tmp_path / "step_00000010.damaged" / "state.json").exists()
     complete_and_prune(checkpoint(tmp_path, "step_00000010.part"), new, keep=2)
@@ -85,3 +86,26 @@ def test_a_checkpoint_that_another_node_has_completed_is_left_alone(tmp_path: Pa
     target = checkpoint(tmp_path, "step_00000010")
     folders.complete(tmp_path / "step_00000010.part", target, b"{}")
     assert (target / "state.json").exists()
+
+
+def test_after_going_back_the_new_checkpoints_are_kept_and_those_of_the_timeline_that_was_left_are_removed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, f"step_{step:08d}")
+    (tmp_path / "latest").write_text("step_00000010")
+    for step in (11, 12, 13):
+        complete_and_prune(checkpoint(tmp_path, f"step_{step:08d}.part"), tmp_path / f"step_{step:08d}", keep=3)
+        assert saved_step(tmp_path) == step
+    assert names(folders.complete_checkpoints(tmp_path)) == ["step_00000011", "step_00000012", "step_00000013"]
+
+
+def test_a_latest_that_is_a_folder_is_one_clear_error(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "step_00000005")
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(DataError, match="latest: Is a directory; it is a file with the name of a checkpoint"):
+        loadable_checkpoints(tmp_path)
+
+
+def test_a_file_in_the_way_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "step_00000003.part").write_text("")
+    folders.clear_unfinished(tmp_path)
+    assert not list(tmp_path.iterdir())
