@@ -29,11 +29,18 @@ class Group(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One array of a batch. row_ends: [S] int64, of scope `row` where each sample's rows end."""
+    """One array of a batch, read-only: a change would be seen by some ranks and not by others. row_ends: [S] int64, of scope `row` where
+    each sample's rows end.
+    """
 
     values: np.ndarray
     scope: Scope = "token"
     row_ends: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        view = np.asarray(self.values).view()
+        view.setflags(write=False)
+        object.__setattr__(self, "values", view)
 
     def select(self, samples: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> "Column":
         """The entries of these samples (indices), whose tokens and groups are these."""

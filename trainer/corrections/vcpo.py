@@ -38,7 +38,7 @@ class Vcpo(Correction):
     def learning_rate_factor(self, part: Batch) -> float:
         has_tokens = part.sample_sums(np.ones(part.num_tokens)) > 0
         share = effective_share(log_ratios(part, "new_logprobs", "sequence")[has_tokens])
-        return float(np.sqrt(min(1.0, share / self.settings.vcpo_base_ess)))
+        return float(np.sqrt(min(share / self.settings.vcpo_base_ess, 1.0)))
 
     def weight(self, row: Row) -> TokenWeight:
         ratio = ratio_of(log_weight(row, "sequence"))

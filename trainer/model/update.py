@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from slimebus.bus.errors import HookError
 from trainer.batches.batch import Batch
 from trainer.batches.packing import MicroBatch, RankLayout, pack
 from trainer.model import parallel
@@ -20,7 +21,7 @@ from trainer.model.logprobs import logprobs_and_entropy
 from trainer.model.optimizer import GradientCosine, clear_gradients, set_learning_rate, step_if_finite
 from trainer.objective.aggregation import masked_sum
 from trainer.objective.kl import k3
-from trainer.objective.objective import Objective
+from trainer.objective.objective import Objective, named
 from trainer.objective.plugin import TokenLoss
 from trainer.objective.row import DeviceColumns, Row
 
@@ -146,7 +147,8 @@ def train_step(
     values = TokenValues(part.num_tokens)
     reports = run_schedule(model, rows, loss_of_row(part, num_tokens, len(rows), objective, values), forward_only=False)
     measures, new_logprobs = mean_report(reports, num_tokens), values.of_all_ranks()
-    if objective.changes_learning_rate:
+    objective.check_weights(measures)
+    if objective.changes_learning_rate and math.isfinite(measures["loss"]):
         lr *= of_rank_0(lambda: objective.learning_rate_factor(part, new_logprobs))
     set_learning_rate(optimizer, lr)
     updated, grad_norm = step_if_finite(optimizer, measures["loss"], cosine)
@@ -185,12 +187,19 @@ def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objectiv
     cp_group = parallel_state.get_context_parallel_group() if has_context else None
     # the schedule divides by the number of rows and DDP by the data-parallel ranks (it undoes context parallelism itself)
     scale = num_rows * parallel_state.get_data_parallel_world_size()
+    names = set[str]()
 
     def reduce(micro: MicroBatch, new_logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         row = Row(micro, columns, new_logprobs, entropy, old=old, cp_group=cp_group)
         if is_reporting_rank():
             values.add(micro, new_logprobs.detach(), micro.loss_mask)
         outcome = objective.loss(row)
+        if (names or outcome.measures.keys()) != outcome.measures.keys():
+            plugins = ", ".join(named(plugin) for plugin in objective.plugins)
+            raise HookError(
+                f"{plugins}: the measures of one row are {sorted(names)}, of another {sorted(outcome.measures)}; expected the same"
+            )
+        names.update(outcome.measures)
         loss = masked_sum(outcome.loss * row["loss_weight"], row.loss_mask)
         report = report_of_row(row, outcome, compares=not objective.algorithm.is_supervised)
         return loss * scale, {"loss": loss.detach() * num_tokens, **report}  # the schedule divides the loss in place
@@ -216,7 +225,8 @@ def mean_report(reports: Sequence[dict[str, torch.Tensor]], num_tokens: int) -> 
     """Means over the trained tokens of all ranks (maxima where the name ends in `_max`), the same on every rank."""
     names, rows = list[str](), list[list[float]]()
     if is_reporting_rank():
-        names, rows = list(reports[0]), torch.stack([torch.stack(list(report.values())).double() for report in reports]).tolist()
+        names = sorted(reports[0])
+        rows = torch.stack([torch.stack([report[name] for name in names]).double() for report in reports]).tolist()
     of_ranks = [msgspec.msgpack.decode(payload) for payload in parallel.gather_bytes(msgspec.msgpack.encode((names, rows)))]
     names = max(theirs for theirs, _ in of_ranks)  # the same on each reporting rank, none on the others
     columns = np.array([row for _, rows in of_ranks for row in rows]).T

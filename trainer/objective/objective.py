@@ -1,8 +1,9 @@
 """What a run minimises: one algorithm, its corrections, the KL and entropy terms, and the forward passes that they need."""
 
 import contextlib
+import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from slimebus.cli import hooks
 from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Batch, Column, Group
 from trainer.batches.flatten import COLUMNS, flatten
-from trainer.objective.aggregation import token_weights
+from trainer.objective.aggregation import AGGREGATIONS, token_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.lag_metrics import by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
@@ -21,6 +22,24 @@ from trainer.objective.row import Row
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
+METRICS = {
+    *(
+        "loss",
+        "grad_norm",
+        "lr",
+        "updated",
+        "nonfinite",
+        "entropy",
+        "kl_loss",
+        "approx_kl",
+        "logprob_mismatch_mean",
+        "logprob_mismatch_max",
+    ),
+    *("samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups", "grad_cosine", "tokens_per_s", "mfu", "reward"),
+    *("lag_mean", "lag_max", "num_samples", "num_tokens", "rejected_groups", "wait_s", "train_s", "publish_s", "save_s", "elapsed_s"),
+}
+"""Of the trainer itself: no measure of a plug-in may have one of these names, nor begin with one of METRIC_FOLDERS."""
+METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")
 
 
 class Objective:
@@ -95,7 +114,9 @@ class Objective:
         prepared = part.with_columns({"loss_weight": weights})
         for plugin in self.plugins:
             with errors_of(plugin):
-                prepared = prepared.with_columns(plugin.prepare(prepared))
+                columns = plugin.prepare(prepared)
+                check_new("prepare gave the columns", columns, {*prepared.columns, *PASSES, "new_logprobs"} - {"loss_weight"}, plugin)
+                prepared = prepared.with_columns(columns)
         return {name: column for name, column in prepared.columns.items() if part.columns.get(name) is not column}
 
     @property
@@ -104,12 +125,16 @@ class Objective:
         return any(type(plugin).learning_rate_factor is not Plugin.learning_rate_factor for plugin in self.plugins)
 
     def learning_rate_factor(self, part: Batch, new_logprobs: np.ndarray) -> float:
-        """The product of the plug-ins' factors. part: as prepared; new_logprobs: [N] of the training pass."""
-        seen, factor = part.with_columns({"new_logprobs": new_logprobs}), 1.0
+        """The product of the plug-ins' factors. part: as prepared; new_logprobs: [N] of the training pass. Raises HookError for one that
+        is not finite, or negative."""
+        seen, product = part.with_columns({"new_logprobs": new_logprobs}), 1.0
         for plugin in self.plugins:
             with errors_of(plugin):
-                factor *= plugin.learning_rate_factor(seen)
-        return factor
+                factor = float(plugin.learning_rate_factor(seen))
+            if not 0 <= factor < math.inf:
+                raise HookError(f"{named(plugin)}: learning_rate_factor is {factor}; expected a finite number, 0 or above")
+            product *= factor
+        return product
 
     # --- the loss ---
 
@@ -121,13 +146,17 @@ class Objective:
                     row.old_logprobs = of_row(correction.old_logprobs(row), row, correction).detach()
         with errors_of(self.algorithm):
             outcome = self.algorithm.loss(row)
-        loss, measures = of_row(outcome.loss, row, self.algorithm), dict(outcome.measures)
-        for correction in self.corrections:
+        loss, measures = of_row(outcome.loss, row, self.algorithm), dict[str, torch.Tensor]()
+        if row.new_logprobs.requires_grad and not loss.requires_grad:
+            raise HookError(f"{named(self.algorithm)}: the loss has no gradient; compute it from row.new_logprobs without detaching them")
+        self._report(measures, outcome.measures, self.algorithm)
+        for i, correction in enumerate(self.corrections):
             with errors_of(correction):
                 weighed = correction.weight(row)
             weight = of_row(weighed.weight, row, correction).detach()
             loss = torch.where(weight > 0, loss * weight, 0.0)
-            measures |= weighed.measures
+            self._report(measures, weighed.measures, correction)
+            measures[wrong_weight(i)] = (~(weight >= 0)).float()  # looked at with the metrics: here the host would wait for the device
         if self.settings.kl_loss_coef:
             divergence = kl_term(self.settings.kl_loss_type or "k3", row.new_logprobs, row.old_logprobs, row["reference_logprobs"])
             loss = loss + self.settings.kl_loss_coef * divergence
@@ -135,6 +164,19 @@ class Objective:
         if self.settings.entropy_coef:
             loss = loss - self.settings.entropy_coef * row.entropy
         return TokenLoss(loss, measures)
+
+    @staticmethod
+    def _report(measures: dict[str, torch.Tensor], of_plugin: Mapping[str, torch.Tensor], plugin: Plugin) -> None:
+        taken = {name for name in of_plugin if name.startswith(METRIC_FOLDERS)} | METRICS | measures.keys()
+        check_new("it gave the measures", of_plugin, taken, plugin)
+        measures |= of_plugin
+
+    def check_weights(self, measures: dict[str, float]) -> None:
+        """Take out of the metrics of a step whether the corrections' weights were numbers from 0 on. Raises HookError for one that gave
+        others."""
+        for i, correction in enumerate(self.corrections):
+            if measures.pop(wrong_weight(i)):
+                raise HookError(f"{named(correction)}: the weight of a trained token is negative or NaN; expected 0 or above")
 
     def lag_metrics(self, batch: Batch) -> dict[str, float]:
         """Metrics by lag of what was trained, which has its new_logprobs; none for demonstrations, which no policy sampled."""
@@ -149,6 +191,8 @@ class Objective:
         """What in the config contradicts the chosen algorithm and corrections, a sentence each."""
         a = self.settings
         yield from (problem for plugin in self.plugins for problem in plugin.problems())
+        if self.algorithm.aggregation not in AGGREGATIONS:
+            yield f"{named(self.algorithm)}: aggregation {self.algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}"
         if a.kl_coef and a.kl_loss_coef:
             yield f"algorithm.kl_coef: {a.kl_coef:g} puts the KL in the reward, and kl_loss_coef {a.kl_loss_coef:g} in the loss; keep one"
         if a.kl_coef and a.kl_loss_type == "unbiased":
@@ -196,6 +240,17 @@ def of_row(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:
     return values
 
 
+def wrong_weight(index: int) -> str:
+    """The measure that says whether a correction gave a weight that is none."""
+    return f"wrong_weight/{index}_max"
+
+
+def check_new(what: str, given: Collection[str], taken: Collection[str], plugin: Plugin) -> None:
+    """Raise HookError where a plug-in gives names that stand for something else."""
+    if clash := sorted(set(given) & set(taken)):
+        raise HookError(f"{named(plugin)}: {what} {', '.join(clash)}, which are there already; choose other names")
+
+
 @contextlib.contextmanager
 def errors_of(plugin: Plugin) -> Iterator[None]:
     """Whatever a plug-in raises names it, and the line of its code. Raises HookError."""
@@ -206,6 +261,8 @@ def errors_of(plugin: Plugin) -> Iterator[None]:
     except Exception as bad:
         frame, line = list(traceback.walk_tb(bad.__traceback__))[-1]
         what = f"{type(bad).__name__}: {hooks.text_of(bad)}"
+        if "read-only" in str(bad):
+            what += "; the columns of a batch are those of all plug-ins and ranks: copy one, or give a new one, to change it"
         raise HookError(f"{named(plugin)} failed at {frame.f_code.co_filename}:{line}: {what}") from bad
 
 

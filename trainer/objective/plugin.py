@@ -68,7 +68,7 @@ class Plugin:
 
     def learning_rate_factor(self, part: Batch) -> float:
         """What the learning rate of this optimizer step is multiplied with. Called on rank 0 when the gradient is there: `part` has the
-        columns of `prepare`, and `new_logprobs`, [N] of the training pass itself.
+        columns of `prepare`, and `new_logprobs`, [N] of the training pass itself. A finite number, 0 or above.
         """
         return 1.0
 

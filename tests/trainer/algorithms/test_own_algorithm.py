@@ -11,6 +11,7 @@ from loss_rows import batch_of, row_of
 
 from slimebus.bus.errors import ConfigError, HookError
 from slimebus.cli.config import RunConfig, resolve
+from slimebus.cli.config.schema import AlgorithmConfig, TrainerConfig
 from trainer.batches.batch import Batch
 from trainer.model.policy import Policy
 from trainer.objective.build_objective import algorithm_problems
@@ -109,6 +110,150 @@ def test_the_algorithm_of_the_document_trains(tmp_path: Path, tied_model: Path, 
     first = batch[0].samples
     rewards = np.array([s.reward - 0.01 * s.loss_mask.sum() for s in first])
     assert advantages[len(first[0].tokens) - 1] == pytest.approx(rewards[0] - rewards.mean(), rel=1e-5)
+
+
+ODD = """
+import numpy as np
+import torch
+
+from trainer.algorithms.grpo import Grpo
+from trainer.objective.plugin import Correction, TokenLoss, TokenWeight
+
+
+class WritesAdvantages(Grpo):
+    def advantages(self, batch):
+        batch["reward"][:] = 0
+
+
+class WritesWeights(Grpo):
+    def prepare(self, part):
+        part["loss_weight"] *= 2
+
+
+class NanRate(Grpo):
+    def learning_rate_factor(self, part):
+        return float("nan")
+
+
+class InfiniteRate(Grpo):
+    def learning_rate_factor(self, part):
+        return float("inf")
+
+
+class NegativeRate(Grpo):
+    def learning_rate_factor(self, part):
+        return -1
+
+
+class OtherTokens(Grpo):
+    def prepare(self, part):
+        return {"tokens": np.zeros(part.num_tokens, np.int32), "loss_mask": np.ones(part.num_tokens, np.float32)}
+
+
+class OldAgain(Grpo):
+    def prepare(self, part):
+        return {"old_logprobs": part["rollout_logprobs"]}
+
+
+class OwnLoss(Grpo):
+    def loss(self, row):
+        return TokenLoss(-row.new_logprobs, {"loss": row.advantages, "lag/all/m2": row.advantages})
+
+
+class Detached(Grpo):
+    def loss(self, row):
+        return TokenLoss(-row.new_logprobs.detach())
+
+
+class Turning(Grpo):
+    count = 0
+
+    def loss(self, row):
+        self.count += 1
+        ones = torch.ones_like(row.new_logprobs)
+        measures = {"one": ones, "two": 2 * ones}
+        return TokenLoss(-row.new_logprobs, measures if self.count % 2 else dict(reversed(measures.items())))
+
+
+class Changing(Grpo):
+    count = 0
+
+    def loss(self, row):
+        self.count += 1
+        return TokenLoss(-row.new_logprobs, {f"measure_{self.count}": row.advantages})
+
+
+class Negative(Correction):
+    weighs_old = False
+
+    def weight(self, row):
+        return TokenWeight(-torch.ones_like(row.new_logprobs))
+
+
+class Nan(Correction):
+    weighs_old = False
+
+    def weight(self, row):
+        return TokenWeight(torch.full_like(row.new_logprobs, float("nan")))
+"""
+
+
+def odd_policy(folder: Path, model: Path, name: str) -> Policy:
+    (folder / "odd.py").write_text(ODD)
+    given = {"corrections": [f"odd.py:{name}"]} if name in ("Negative", "Nan") else {"advantage_estimator": f"odd.py:{name}"}
+    config = RunConfig(algorithm=AlgorithmConfig(**given), trainer=TrainerConfig(max_tokens_per_gpu=40, params_dtype="float32"))
+    return Policy.build(config, str(model), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("WritesAdvantages", "assignment destination is read-only; the columns of a batch are those of all plug-ins and ranks"),
+        ("WritesWeights", "output array is read-only; the columns of a batch"),
+        ("NanRate", "learning_rate_factor is nan; expected a finite number, 0 or above"),
+        ("InfiniteRate", "learning_rate_factor is inf; expected"),
+        ("NegativeRate", r"learning_rate_factor is -1\.0; expected"),
+        ("OtherTokens", "prepare gave the columns loss_mask, tokens, which are there already; choose other names"),
+        ("OldAgain", "prepare gave the columns old_logprobs, which are there already"),
+        ("OwnLoss", "it gave the measures lag/all/m2, loss, which are there already; choose other names"),
+        ("Detached", "the loss has no gradient; compute it from row.new_logprobs without detaching them"),
+        ("Changing", r"the measures of one row are \['measure_1'\], of another \['measure_2'\]; expected the same"),
+        ("Negative", "the weight of a trained token is negative or NaN; expected 0 or above"),
+        ("Nan", "the weight of a trained token is negative or NaN; expected 0 or above"),
+    ],
+)
+def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(
+    tmp_path: Path, tied_model: Path, make_batch: Any, name: str, message: str
+) -> None:
+    policy = odd_policy(tmp_path, tied_model, name)
+    try:
+        before = policy.logprobs(make_batch())
+        with pytest.raises(HookError, match=rf"slimebus_hook_odd_\w+:{name}.*{message}"):
+            policy.train(make_batch())
+        assert np.array_equal(np.concatenate(before), np.concatenate(policy.logprobs(make_batch())))
+    finally:
+        policy.close()
+
+
+def test_measures_are_told_apart_by_name_whatever_their_order(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+    policy = odd_policy(tmp_path, tied_model, "Turning")
+    try:
+        metrics = policy.train(make_batch())
+    finally:
+        policy.close()
+    assert (metrics["one"], metrics["two"]) == pytest.approx((1, 2))
+
+
+class Misnamed(PolicyGradient):
+    """Its aggregation is none."""
+
+    aggregation = "sequnce"
+
+
+def test_an_unknown_aggregation_is_refused() -> None:
+    config = RunConfig()
+    problems = Objective(config, Misnamed(config, Misnamed.Settings()), []).problems()
+    assert any("Misnamed: aggregation 'sequnce'; expected one of token, sequence, group, constant" in problem for problem in problems)
 
 
 class Broken(PolicyGradient):
