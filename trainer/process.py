@@ -18,7 +18,7 @@ from slimebus.cli.config.load import raise_all
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
 from trainer.arguments.agreement import shared_settings
-from trainer.arguments.checks import megatron_problems
+from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.layout import check_layout
 from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
@@ -28,6 +28,7 @@ from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
 from trainer.model.determinism import make_deterministic
 from trainer.model.megatron_fields import refusals_in_one_line
 from trainer.replay import NoPublication, ReplaySource, ReplayStart
+from trainer.settings_record import note_settings
 from trainer.stop_request import StopRequest
 
 log = logging.getLogger("trainer")
@@ -64,6 +65,7 @@ def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:
         yield bad.text
         return
     yield from trainer_problems(resolved)
+    yield from model_problems(resolved)
     yield from (problems := megatron_problems(resolved))
     if not problems:
         try:
@@ -123,10 +125,14 @@ def _train(
 
     raise_all(algorithm_problems(resolved))
     torch.set_num_threads(resolved.config.trainer.train_threads)
+    log.info("loads its model, %s", resolved.model_dir)
     with refusals_in_one_line():
         policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
+        if debugging.replay is None:
+            settings = shared_settings(resolved.config, resolved.base, resolved.model_dir)
+            note_settings(resolved.run_dir, settings, is_resumed=bool(complete_checkpoints(resolved.run_dir / "checkpoints")))
         log.info("trains %s", kernels_in_use(policy.model))
     is_replay = debugging.replay is not None
     spans = Spans(resolved.run_dir / ("replay" if is_replay else "metrics"), f"trainer-{rank}" if rank else "trainer", counts_cpu=True)

@@ -87,7 +87,9 @@ class ReplaySource:
     def begin(self, start: Progress, publication: Any, vocab_size: int) -> None:
         """Token ids are below vocab_size."""
         self._vocab_size = vocab_size
-        what = f"steps {self.first_step} to {max(self.rows)} of {self.folder}"
+        last = max(self.rows)
+        steps = f"step {last}" if last == self.first_step else f"steps {self.first_step} to {last}"
+        what = f"{steps} of {self.folder}"
         log.info("replays %s, metrics in %s", what, self.metrics)
 
     def take(self, step: int, wait_s: float) -> "StepBatch":

@@ -67,7 +67,7 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
     _rewind(state, shared, ask.version)
     _revoke_leases(state)
     partials.rewind(state, shared, ask.version)
-    evaluation.cancel_running(state, "the trainer resumed from an earlier step")
+    evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'started again'}")
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False

@@ -36,7 +36,8 @@ def _why_no_leases(state: State) -> str:
         return f"{waiting.client} waits: {admission.why_waiting(state, waiting)}"
     if state.meta.version == NO_VERSION:
         return "no weights are published yet"
-    return f"none leased; {num_workers} workers are connected and ask for nothing; their logs, and those of their engines, say why"
+    workers = "1 worker is connected and asks" if num_workers == 1 else f"{num_workers} workers are connected and ask"
+    return f"none leased; {workers} for nothing; the logs of workers and engines say why"
 
 
 def why_leases_wait(state: State) -> dict[Kind, str]:

@@ -5,9 +5,9 @@ rollout worker with its engine.
 """
 
 import contextlib
+import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -40,7 +40,11 @@ console = Console(highlight=False)
     "--seed", default=0, show_default=True, help="[number] Of model, data order and sampling; the held-out problems never change."
 )
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True, help="[path] Folder of all results."
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    default=Path("runs/quickstart"),
+    show_default=True,
+    help="[path] Folder of all results; one that is there is kept as DIR-1, DIR-2, ...",
 )
 @click.option(
     "--engine", type=click.Choice(["cpu", "sglang"]), default="cpu", show_default=True, help="The embedded engine, or real SGLang."
@@ -48,7 +52,11 @@ console = Console(highlight=False)
 @click.option("--engine-python", default="", help="[path] The Python that has SGLang, for --engine sglang.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same directory.")
 @click.option("--steps", type=click.IntRange(min=1), help="[steps] Of RL, instead of the recipe's.")
-@click.option("--warm-up-steps", type=click.IntRange(min=1), help="[steps] Of SFT, instead of the recipe's.")
+@click.option(
+    "--warm-up-steps",
+    type=click.IntRange(min=1),
+    help="[steps] Of SFT, instead of the recipe's; 50 more follow, up to four times, while its check fails.",
+)
 @click.option("--max-staleness", type=click.IntRange(min=0), help="[versions] Instead of the recipe's.")
 def quickstart(
     seed: int,
@@ -92,7 +100,10 @@ def seconds_in(file: Path) -> float:
 
 
 def prepare(run_dir: Path, seed: int, *, resume: bool) -> None:
-    """Data and model under RUN_DIR/task; a fresh directory unless the run is resumed. Raises UsageError for another seed."""
+    """Data and model under RUN_DIR/task; a fresh directory unless the run is resumed: one of before is kept as RUN_DIR-1, -2, ...
+
+    Raises UsageError for a resumed run of another seed.
+    """
     mark = run_dir / "seed"
     if resume and mark.is_file() and mark.read_text() != str(seed):
         raise UsageError(
@@ -100,11 +111,10 @@ def prepare(run_dir: Path, seed: int, *, resume: bool) -> None:
         )
     if resume and mark.is_file():
         return
-    (run_dir / "seconds").unlink(missing_ok=True)
-    for old in ("task", "warm-up", "rl"):
-        shutil.rmtree(run_dir / old, ignore_errors=True)
-    for old in run_dir.glob("warm-up-*"):
-        shutil.rmtree(old, ignore_errors=True)
+    if mark.is_file():
+        kept = next(path for i in itertools.count(1) if not (path := run_dir.with_name(f"{run_dir.name}-{i}")).exists())
+        run_dir.rename(kept)
+        console.print(f"[dim]kept[/] the run of before as {kept}", soft_wrap=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     with console.status("making data and a tiny Qwen3 with random weights"):
         made = subprocess.run([sys.executable, str(HERE / "make.py"), "--out", str(run_dir / "task"), "--seed", str(seed)], check=False)
@@ -126,7 +136,7 @@ def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
         rows = report.read(folder).evaluations("layout")
         layout = rows[-1]["mean_reward"] if rows else 0.0
         console.print(f"[dim]warm-up[/] problems without a carry: {layout:.3f} right")
-        if layout >= LAYOUT_GOAL or steps is not None:
+        if layout >= LAYOUT_GOAL:
             return model
         changes = {"rollout.num_rollout": EXTRA_STEPS, "weights.update_weights_interval": EXTRA_STEPS, "optimizer.lr": 5e-4}
         folder = run_dir / f"warm-up-{extra + 2}"

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 SPLITS = ("sft", "rl", "heldout", "layout")
@@ -184,3 +185,28 @@ def test_transformers_loads_every_weight(made: Path) -> None:
     embedding = model.get_input_embeddings().weight
     assert embedding[1:].std().item() == pytest.approx(0.05, rel=0.05)
     assert not embedding[0].any()
+
+
+def test_a_second_run_keeps_the_results_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart = load("quickstart")
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    folder = tmp_path / "quickstart"
+    for seed in range(3):
+        quickstart.prepare(folder, seed, resume=False)
+        (folder / "result.json").write_text(str(seed))
+    quickstart.prepare(folder, 2, resume=True)
+    assert [(tmp_path / name / "result.json").read_text() for name in ("quickstart-1", "quickstart-2", "quickstart")] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("layouts", "stages"), [([0.97], 1), ([0.035, 0.96], 2), ([0.0] * 5, 5)])
+def test_a_warm_up_that_fails_its_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layouts: list[float], stages: int) -> None:
+    """Also where --warm-up-steps is given."""
+    quickstart, files = load("quickstart"), list[Path]()
+    scores = iter(layouts)
+    rows = SimpleNamespace(evaluations=lambda name: [{"mean_reward": next(scores)}])
+    monkeypatch.setattr(quickstart, "run_stage", lambda title, file: files.append(file))
+    monkeypatch.setattr(quickstart.report, "read", lambda folder: rows)
+    model = quickstart.warm_up(tmp_path, 0, 100)
+    assert len(files) == stages
+    assert model == files[-1].parent / "hf"
+    assert [yaml.safe_load(file.read_text())["rollout"]["num_rollout"] for file in files] == [100, 50, 50, 50, 50][:stages]

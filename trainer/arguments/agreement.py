@@ -24,7 +24,7 @@ UNSET = "unset"
 
 
 def shared_settings(config: RunConfig, base: Path | None = None, model_dir: Path | None = None) -> dict[str, str]:
-    """Dotted name -> JSON of each setting that all ranks must share. Paths become hashes of what lies there: the model folder's config
+    """Dotted name -> text of each setting that all ranks must share. Paths become hashes of what lies there: the model folder's config
     and tokenizer, and plug-ins in files. base: the folder of the run.yaml.
     """
     tree = msgspec.to_builtins(config)
@@ -33,7 +33,7 @@ def shared_settings(config: RunConfig, base: Path | None = None, model_dir: Path
         found |= dict(_leaves(section, tree[section]))
     found["algorithm.advantage_estimator"] = _plugin(config.algorithm.advantage_estimator, base)
     found["algorithm.corrections"] = [_plugin(name, base) for name in config.algorithm.corrections]
-    said = {name: shortened(msgspec.json.encode(value, order="sorted").decode()) for name, value in found.items()}
+    said = {name: shortened(_text(value)) for name, value in found.items()}
     return {name: said[name] for name in sorted(said.keys() - set(MAY_DIFFER))} | {
         "model.hf_checkpoint": f"hash {folder_hash(model_dir)}" if model_dir else UNSET
     }
@@ -46,6 +46,13 @@ def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _leaves(name, value)
         else:
             yield name, value
+
+
+def _text(value: object) -> str:
+    """A plain word as it is, anything else as JSON."""
+    if isinstance(value, str) and value:
+        return value
+    return msgspec.json.encode(value, order="sorted").decode()
 
 
 def _plugin(name: str, base: Path | None) -> str:

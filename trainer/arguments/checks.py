@@ -8,6 +8,7 @@ from slimebus.cli.config import Resolved, RunConfig
 from slimebus.model_folder import read_config
 from trainer.arguments.megatron_checks import megatron_refusal
 from trainer.arguments.options import MegatronOptions, read_options, shown
+from trainer.model.families import check_features, family_of
 
 HF_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
@@ -50,6 +51,30 @@ def megatron_problems(resolved: Resolved) -> list[str]:
     if not found and shape and options.values and (refusal := megatron_refusal(config, options.values, shape)):
         found.append(f"megatron: {refusal} (Megatron's own check of {', '.join(sorted(options.places.values()))} in this layout)")
     return found
+
+
+def model_problems(resolved: Resolved) -> list[str]:
+    """Why the trainer refuses the model folder: a family that is not verified, or what has no map in one that is. No folder: nothing."""
+    try:
+        raw = read_config(resolved.model_dir)
+    except ConfigError:
+        return []
+    if "model_type" not in raw:  # of a folder that is not made yet
+        return []
+    try:
+        family = family_of(str(raw.get("model_type")), resolved.config.model.family)
+        check_features(family, as_transformers(family, raw))
+    except ConfigError as bad:
+        return [f"model.hf_checkpoint: {resolved.model_dir}: {bad.text}"]
+    return []
+
+
+def as_transformers(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the defaults of transformers that `check_features` looks at, and rope's settings under their name there."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    defaults: dict[str, Any] = {"use_sliding_window": False} if family.startswith("qwen") else {"num_experts_per_tok": 8}
+    return {**defaults, **raw, "rope_parameters": rope}
 
 
 def shape_of(resolved: Resolved) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Literal
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ForeignFlag
-from trainer.arguments.checks import megatron_problems
+from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
 from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, fields_of_other_sections
 from trainer.arguments.options import MODEL_OPTIONS, names, shown
@@ -45,8 +45,8 @@ class TrainerFlags:
         return [f"--{word.replace('_', '-')}" for word in near]
 
     def problems(self, resolved: Resolved) -> Sequence[str]:
-        """What is wrong with Megatron's options in this config; nothing where Megatron is not installed."""
-        return megatron_problems(resolved) if is_installed() else []
+        """What is wrong with the model folder, and with Megatron's options in this config where Megatron is installed."""
+        return [*model_problems(resolved), *(megatron_problems(resolved) if resolved.config.megatron and is_installed() else ())]
 
 
 def is_installed() -> bool:

@@ -22,7 +22,10 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     for kind, (tensor, size) in inner.items():
         ranks = tensor * pipeline * size
         if world_size % ranks:
+            split = {"tensor": t.tensor_model_parallel_size, "expert tensor": expert_tensor if kind == "expert" else 1}
+            split |= {"pipeline": pipeline, kind: size}
+            above_1 = " or ".join(name for name, of in split.items() if of > 1 and (name, kind) != ("tensor", "expert"))
             raise ConfigError(
                 f"{world_size} trainer ranks do not divide by {ranks} = tensor {tensor} x pipeline {pipeline} x {kind} {size};"
-                f" start a multiple of {ranks} (--nproc-per-node, --nnodes), or lower {kind} parallelism"
+                f" start a multiple of {ranks} (--nproc-per-node, --nnodes), or lower {above_1} parallelism"
             )

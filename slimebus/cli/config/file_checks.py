@@ -33,7 +33,7 @@ SGLANG_OPTION = re.compile(r"\"--([a-z][\w-]+)\"|^    ([a-z]\w+):", re.MULTILINE
 def file_problems(resolved: Resolved) -> list[str]:
     """Everything that a run on this machine lacks."""
     data, broker = resolved.config.data, resolved.config.broker
-    looks = (_keys, _prompt_files, label_problems, _layout, _megatron, _algorithm)
+    looks = (_keys, _prompt_files, label_problems, _layout, _trainer, _algorithm)
     wanted = [("data.source_path", data.source_path, ""), ("broker.buffer_filter_path", broker.buffer_filter_path, "groups batch")]
     return [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
 
@@ -167,10 +167,10 @@ def _layout(resolved: Resolved) -> Iterator[str]:
         yield f"trainer.pipeline_model_parallel_size: {pipeline} ranks cannot share the model's {layers} layers; expected a divisor of them"
 
 
-def _megatron(resolved: Resolved) -> Iterable[str]:
-    """What the trainer says of `megatron`."""
+def _trainer(resolved: Resolved) -> Iterable[str]:
+    """What the trainer says of the model and of `megatron`."""
     flags = trainer_flags()
-    return flags.problems(resolved) if flags is not None and resolved.config.megatron else ()
+    return flags.problems(resolved) if flags is not None else ()
 
 
 def can_check_algorithms() -> bool:

@@ -7,8 +7,9 @@ import pytest
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config.file_checks import file_problems
 from slimebus.cli.config.schema import ModelConfig, TrainerConfig
-from trainer.arguments.checks import megatron_problems
+from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.layout import check_layout
 from trainer.model.megatron_fields import check_architecture, refusals_in_one_line
 
@@ -116,10 +117,15 @@ def test_contradictions_of_a_model_with_experts(tmp_path: Path, megatron: dict, 
 
 def test_ranks_that_do_not_divide_are_refused_in_one_line() -> None:
     config = RunConfig(trainer=TrainerConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
-    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1;.* or lower tensor or pipeline parallelism$",
+    ):
         check_layout(config, 6)
     config = RunConfig(megatron={"expert_model_parallel_size": 4})
-    with pytest.raises(ConfigError, match="6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4"):
+    with pytest.raises(
+        ConfigError, match=r"6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4;.* or lower expert parallelism$"
+    ):
         check_layout(config, 6)
     wide = TrainerConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     check_layout(RunConfig(megatron={"expert_model_parallel_size": 4}, trainer=wide), 4)
@@ -143,3 +149,28 @@ def test_megatrons_own_refusal_on_a_rank_is_a_config_error() -> None:
         OptimizerConfig(use_precision_aware_optimizer=True)
     with pytest.raises(ValueError, match="mine"), refusals_in_one_line():
         raise ValueError("mine")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (DENSE, ""),
+        (DENSE | {"sliding_window": 4096}, ""),  # transformers: use_sliding_window is false
+        ({"model_type": "deepseek_v3", "rope_scaling": DEEPSEEK, "topk_group": 4, "n_group": 8}, ""),
+        (DENSE | {"model_type": "mixtral"}, "model_type 'mixtral' cannot be trained: its router was measured"),
+        (DENSE | {"model_type": "gemma3"}, "model_type 'gemma3' is not verified"),
+        (DENSE | {"rope_parameters": YARN}, "rope_type is 'yarn', and only default are mapped"),
+        ({k: v for k, v in DENSE.items() if k != "rope_parameters"} | {"rope_scaling": YARN}, "rope_type is 'yarn'"),
+    ],
+)
+def test_a_model_that_the_trainer_refuses_is_told_by_config_check(tmp_path: Path, model: dict, text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    resolved = Resolved(RunConfig(model=ModelConfig(hf_checkpoint=str(tmp_path))), {}, tmp_path)
+    found = [problem for problem in file_problems(resolved) if "model_type" in problem or "cannot be trained" in problem]
+    assert found == model_problems(resolved)
+    assert len(found) == bool(text)
+    assert all(text in problem for problem in found)

@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.samples import Sample
+from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config.schema import ModelConfig
+from trainer.arguments.checks import model_problems
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
 from trainer.batches.packing import pack
@@ -56,6 +59,7 @@ def load_again(folder: Path) -> torch.nn.Module:
 def test_family_is_what_transformers_has(name, tmp_path, build_policy):
     source, out = tmp_path / "model", tmp_path / "out"
     expected = save_case(source, name)
+    assert not model_problems(Resolved(RunConfig(model=ModelConfig(hf_checkpoint=str(source))), {}, source))
     policy = build_policy(source)
     for tokens, logits in zip(sequences(), logits_of(policy), strict=True):
         with torch.no_grad():
