@@ -19,6 +19,8 @@ class Cispo(PolicyGradient):
     Scaling Reinforcement Learning Compute for LLMs" (2025). TRL's epsilon_high is the cap itself, slime's and ours what is above 1.
     """
 
+    needs_ratio = True
+
     class Settings(PolicyGradient.Settings, frozen=True):
         """Of the weight and the advantages."""
 

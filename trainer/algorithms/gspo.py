@@ -15,6 +15,7 @@ class Gspo(Grpo):
     """
 
     aggregation = "sequence"
+    needs_ratio = True
 
     class Settings(Grpo.Settings, frozen=True):
         """Those of GRPO."""

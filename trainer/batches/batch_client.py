@@ -124,6 +124,9 @@ class BatchClient:
             reads_logprobs = not self.objective.algorithm.is_supervised
             fields = self.objective.fields | (sample.extras.keys() & {"advantages"})
             check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=reads_logprobs, fields=fields)
+            if self.config.algorithm.kl_coef and "advantages" in sample.extras:
+                why = "algorithm.kl_coef is a part of rewards and would have no effect; leave the field out, or use kl_loss_coef"
+                raise DataError(f"sample {index}: it brings its own field 'advantages', but {why}")
         return samples
 
     def _reject(self, step: int, problems: dict[str, str]) -> int:

@@ -26,6 +26,7 @@ class ClippedPolicyGradient(PolicyGradient):
         """[ratio] Dual clip: where the advantage is negative the loss is at most this times its size; above 1, or 0 for no such bound."""
 
     settings: Settings
+    ratio_settings = ("eps_clip", "eps_clip_high", "eps_clip_c")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -21,12 +21,12 @@ def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
     return log_ratio.exp() - 1.0 - log_ratio
 
 
-def kl_term(kind: str, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """KL(new || reference) per token for a loss. `unbiased`: new / old * k3, with gradient through both factors; the samples are old's, so
-    its gradient is that of the KL. DeepSeek-V3.2 (2025), section 3.1, "Unbiased KL Estimate".
+def kl_term(kind: str, new_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """KL(new || reference) per token for a loss. `unbiased`: new / rollout * k3, with gradient through both factors; the samples are the
+    rollout's, so its gradient is that of the KL. DeepSeek-V3.2 (2025), section 3.1, "Unbiased KL Estimate".
     """
     if kind == "unbiased":
-        return ratio_of(new_logprobs - old_logprobs) * k3(new_logprobs, reference_logprobs)
+        return ratio_of(new_logprobs - rollout_logprobs) * k3(new_logprobs, reference_logprobs)
     return KL_ESTIMATORS[kind](new_logprobs, reference_logprobs)
 
 

@@ -158,7 +158,8 @@ class Objective:
             self._report(measures, weighed.measures, correction)
             measures[wrong_weight(i)] = (~(weight >= 0)).float()  # looked at with the metrics: here the host would wait for the device
         if self.settings.kl_loss_coef:
-            divergence = kl_term(self.settings.kl_loss_type or "k3", row.new_logprobs, row.old_logprobs, row["reference_logprobs"])
+            kind = self.settings.kl_loss_type or "k3"
+            divergence = kl_term(kind, row.new_logprobs, row.rollout_logprobs, row["reference_logprobs"])
             loss = loss + self.settings.kl_loss_coef * divergence
             measures["kl_loss"] = divergence.detach()
         if self.settings.entropy_coef:
@@ -197,10 +198,16 @@ class Objective:
             yield f"algorithm.kl_coef: {a.kl_coef:g} puts the KL in the reward, and kl_loss_coef {a.kl_loss_coef:g} in the loss; keep one"
         if a.kl_coef and a.kl_loss_type == "unbiased":
             yield "algorithm.kl_loss_type: unbiased is a term of the loss and has no meaning in the reward (kl_coef); choose k1, k2 or k3"
+        if a.kl_loss_type and not a.kl_coef and not a.kl_loss_coef:
+            yield f"algorithm.kl_loss_type: {a.kl_loss_type} of a KL with coefficient 0; set kl_loss_coef or kl_coef, or remove it"
+        if a.ref_update_interval and not self.needs_pass("reference_logprobs"):
+            why = "no reference model is held: nothing reads it (kl_loss_coef and kl_coef are 0), or a consumer puts its logprobs"
+            yield f"algorithm.ref_update_interval: {a.ref_update_interval}, but {why}; remove it"
         if self.algorithm.is_supervised:
             yield from self._meaningless()
         else:
             yield from self._weighed_twice()
+            yield from self._without_ratio()
             yield from self._cut_distribution()
 
     def _weighed_twice(self) -> Iterator[str]:
@@ -213,8 +220,23 @@ class Objective:
                 "product would count it more than once; keep one of them (masks such as opsm and trm go with any)"
             )
 
+    def _without_ratio(self) -> Iterator[str]:
+        weighing = [name for name, c in zip(self.settings.corrections, self.corrections, strict=True) if c.weighs_old]
+        if not (weighing and self.settings.use_rollout_logprobs and self.algorithm.compares_with_old):
+            return
+        why = f"with use_rollout_logprobs: true the weight of {weighing[0]} stands in the place of the ratio, which is 1"
+        if self.algorithm.needs_ratio:
+            yield (
+                f"algorithm.advantage_estimator: {self.settings.advantage_estimator} is its ratio, but {why}; set use_rollout_logprobs: "
+                f"false, or remove {weighing[0]}"
+            )
+        for name in self.algorithm.ratio_settings:
+            if name in self.settings.settings:
+                yield f"algorithm.settings.{name}: no effect: {why}, so nothing is clipped; set use_rollout_logprobs: false, or remove it"
+
     def _meaningless(self) -> Iterator[str]:
-        given = {"corrections": self.settings.corrections, "kl_coef": self.settings.kl_coef}
+        unbiased = self.settings.kl_loss_type == "unbiased" and "unbiased"
+        given = {"corrections": self.settings.corrections, "kl_coef": self.settings.kl_coef, "kl_loss_type": unbiased}
         for name, value in given.items():
             if value:
                 yield (
@@ -224,6 +246,7 @@ class Objective:
 
     def _cut_distribution(self) -> Iterator[str]:
         r, compares = self.config.rollout, self.algorithm.compares_with_old and self.settings.use_rollout_logprobs
+        compares = compares or bool(self.settings.kl_loss_coef and self.settings.kl_loss_type == "unbiased")
         cut = {"rollout_top_p": r.rollout_top_p} if r.rollout_top_p < 1 else {}
         cut |= {"rollout_top_k": r.rollout_top_k} if r.rollout_top_k > 0 else {}
         for name, value in cut.items() if compares or any(plugin.reads_rollout_logprobs for plugin in self.plugins) else ():

@@ -82,6 +82,10 @@ class Algorithm(Plugin):
     """Whether it trains on demonstrations: their rewards, logprobs and temperatures mean nothing."""
     compares_with_old: ClassVar[bool] = False
     """Whether its loss reads row.old_logprobs."""
+    needs_ratio: ClassVar[bool] = False
+    """Whether it is another algorithm where its ratio to row.old_logprobs is 1."""
+    ratio_settings: ClassVar[tuple[str, ...]] = ()
+    """Its settings that have no effect where the ratio is 1."""
     trains_without_advantage: ClassVar[bool] = False
     """Whether a sample of advantage 0 still has a gradient, and so cannot be left out."""
 

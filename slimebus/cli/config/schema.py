@@ -240,7 +240,7 @@ class AlgorithmConfig(Section, frozen=True):
     ref_update_interval: Natural = 0
     """[steps] The policy becomes the reference model every so many steps; 0: the reference stays the initial model."""
     kl_loss_type: Literal["", "k1", "k2", "k3", "unbiased"] = ""
-    """[choice] The KL estimator; unbiased (in the loss): k3 times the importance ratio; empty: k1 in the reward, k3 in the loss."""
+    """[choice] The KL estimator; unbiased (in the loss): k3 times p_new / p_rollout; empty: k1 in the reward, k3 in the loss."""
     entropy_coef: NonNegative = 0.0
     """[weight] Of the entropy bonus."""
     settings: dict[str, Any] = {}

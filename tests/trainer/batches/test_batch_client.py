@@ -165,6 +165,15 @@ def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_r
     batch_client.close()
 
 
+def test_a_group_whose_own_advantages_leave_out_the_kl_in_the_reward_is_handed_back() -> None:
+    own, config = changed(extras={"advantages": np.ones(1, np.float32)}), RunConfig(algorithm=AlgorithmConfig(kl_coef=0.1))
+    broker = RefillingBroker([own], [sample(6)])
+    batch_client = BatchClient(broker, config, 9, build_objective(config))  # type: ignore[arg-type]
+    assert taken(batch_client).num_rejected == 1
+    assert "sample 0: it brings its own field 'advantages', but algorithm.kl_coef is a part of rewards" in broker.rejected["g0"]
+    batch_client.close()
+
+
 def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     batch_client = BatchClient(RefillingBroker([sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     asked: list[Any] = []

@@ -275,6 +275,9 @@ def test_what_is_masked_counts_nothing_where_it_is_not_finite(name: str, given: 
         ({"corrections": "tis,mis"}, "algorithm.corrections: tis and mis each weigh the same tokens by their ratio to the sampler"),
         ({"corrections": "decoupled,a3po", "use_rollout_logprobs": False}, "decoupled and a3po each weigh"),
         ({"corrections": "tis", "advantage_estimator": "dppo"}, "dppo and tis each weigh"),
+        ({"corrections": "tis", "advantage_estimator": "gspo"}, "gspo is its ratio, but with use_rollout_logprobs: true the weight of tis"),
+        ({"corrections": "mis", "advantage_estimator": "cispo"}, "set use_rollout_logprobs: false, or remove mis"),
+        ({"corrections": "vespo", "settings.eps_clip": 0.1}, "algorithm.settings.eps_clip: no effect: with use_rollout_logprobs: true the"),
         ({"corrections": "trm"}, "trm masks nothing; no default is known to fit"),
         ({"corrections": "tis", "settings.tis_clip_low": 3}, "tis_clip_low: 3 is not below tis_clip's upper bound 2"),
         ({"corrections": "mis", "settings.mis_low": 2}, "mis_low: 2 is not below"),
@@ -290,6 +293,14 @@ def test_a_method_that_reads_rollout_logprobs_is_refused_with_top_p(name: str) -
     flags = {"algorithm.corrections": name, "rollout.rollout_top_p": 0.9}
     assert "every importance ratio would be wrong" in "\n".join(algorithm_problems(resolve(None, flags, environ={})))
     assert algorithm_problems(resolve(None, {"algorithm.corrections": name}, environ={})) == []
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_a_ratio_goes_with_masks_and_with_a_weight_on_old_logprobs_of_the_trainer(name: str) -> None:
+    flags = {"algorithm.advantage_estimator": name, "algorithm.settings.eps_clip": 0.1}
+    for more in ({"corrections": "opsm"}, {"corrections": "tis", "use_rollout_logprobs": False}):
+        given = flags | {f"algorithm.{field}": value for field, value in more.items()}
+        assert algorithm_problems(resolve(None, given, environ={})) == []
 
 
 def test_masks_go_with_a_weight() -> None:

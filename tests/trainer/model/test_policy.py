@@ -254,7 +254,7 @@ def test_old_logprobs_are_those_of_before_the_first_of_several_steps(tied_model,
 
 def test_one_step_on_a_batch_makes_no_pass_for_old_logprobs_as_the_ratio_is_one(tied_model, build_policy, make_batch, monkeypatch):
     made = passes(monkeypatch)
-    tis = {"corrections": ["tis"], "settings": {"eps_clip": 0.2}}
+    tis = {"corrections": ["tis"]}
     once = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=False, **tis)).train(make_batch())
     same = build_policy(tied_model, algorithm=AlgorithmConfig(use_rollout_logprobs=True, **tis)).train(make_batch())
     assert made == []

@@ -58,6 +58,20 @@ def test_sampling_that_grpo_cannot_train_on_is_refused_with_the_reason(flags: di
         ({"algorithm.settings.eps_clip_c": 0.5}, "eps_clip_c: 0.5; the dual clip would bound the loss where the ratio is 1"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_loss_coef": 0.1}, "kl_coef: 0.1 puts the KL in the reward"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_loss_type": "unbiased"}, "unbiased is a term of the loss"),
+        ({"algorithm.kl_loss_type": "k2"}, "kl_loss_type: k2 of a KL with coefficient 0; set kl_loss_coef or kl_coef, or remove it"),
+        ({"algorithm.ref_update_interval": 5}, "algorithm.ref_update_interval: 5, but no reference model is held"),
+        ({"algorithm.advantage_estimator": "precomputed", "algorithm.kl_coef": 0.1}, "kl_coef: 0.1 is a part of rewards, and precomputed"),
+        (
+            {"algorithm.advantage_estimator": "sft", "algorithm.kl_loss_coef": 0.1, "algorithm.kl_loss_type": "unbiased"},
+            "algorithm.kl_loss_type: unbiased, but sft trains on demonstrations",
+        ),
+        (
+            {
+                **{"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False},
+                **{"algorithm.kl_loss_coef": 0.1, "algorithm.kl_loss_type": "unbiased"},
+            },
+            "every importance ratio would be wrong",
+        ),
         (
             {"algorithm.advantage_estimator": "sft", "algorithm.corrections": "tis"},
             "algorithm.corrections: ['tis'], but sft trains on demonstrations",
@@ -78,6 +92,7 @@ def test_the_truncated_weight_needs_no_recomputed_logprobs() -> None:
 
 def test_settings_go_to_the_plug_in_that_has_them() -> None:
     flags = {"algorithm.corrections": "tis", "algorithm.settings.tis_clip": 3, "algorithm.settings.eps_clip": 0.1}
+    flags |= {"algorithm.use_rollout_logprobs": False}
     objective = build_objective(resolve(None, flags, environ={}).config)
     assert objective.corrections[0].settings.tis_clip == 3.0  # type: ignore[attr-defined]
     assert isinstance(objective.algorithm, Grpo)

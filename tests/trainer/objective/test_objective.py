@@ -13,6 +13,8 @@ from trainer.objective.build_objective import build_objective
 from trainer.objective.clip import clipped_loss
 from trainer.objective.kl import k1, k2, k3, kl_term
 
+LN2 = math.log(2)
+
 
 def objective(**algorithm):
     return build_objective(RunConfig(algorithm=AlgorithmConfig(**algorithm)))
@@ -94,6 +96,22 @@ def test_the_unbiased_kl_of_old_samples_is_the_kl_and_so_is_its_gradient():
     assert estimate.item() == pytest.approx(want.item(), rel=1e-5)
     for mine, true in zip(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, want)), strict=True):
         assert mine.item() == pytest.approx(true.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"corrections": ["tis"]}, {"use_rollout_logprobs": False}, {"use_rollout_logprobs": False, "corrections": ["a3po"]}]
+)
+def test_the_unbiased_kl_weighs_samples_of_the_rollout_whatever_old_is(given):
+    chosen = objective(kl_loss_coef=1.0, kl_loss_type="unbiased", **given)
+    batch = batch_of([1], advantages=0.0, rollout_logprobs=math.log(0.25), reference_logprobs=math.log(0.5), lag=2)
+    row = row_of(batch, [math.log(0.5)], old=chosen.old_column(batch))
+    chosen.loss(row).loss.sum().backward()
+    assert gradient(row) == pytest.approx([0.0])  # k3 is 0 with slope 0 where new is the reference
+    row = row_of(batch, [math.log(0.25)], old=chosen.old_column(batch))
+    outcome = chosen.loss(row)
+    assert outcome.measures["kl_loss"].item() == pytest.approx(2 - 1 - LN2, rel=1e-5)
+    row = row_of(batch, [0.0], old=chosen.old_column(batch))
+    assert chosen.loss(row).measures["kl_loss"].item() == pytest.approx(4 * (0.5 - 1 + LN2), rel=1e-5)
 
 
 def test_an_extreme_ratio_stays_finite():
