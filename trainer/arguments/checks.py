@@ -43,7 +43,7 @@ def megatron_problems(resolved: Resolved) -> list[str]:
     """A sentence for each option that is unknown, wrong, decided elsewhere, or contradicts another, the layout or the model folder."""
     config, options = resolved.config, read_options(resolved.config.megatron)
     shape = shape_of(resolved)
-    looks = (_contradicts_model, _experts, _pipeline, _recompute)
+    looks = (_contradicts_model, _experts, _noise, _pipeline, _recompute)
     for look in looks:
         for name, text in look(options, config, shape):
             options.problems.setdefault(options.places.get(name, name), text)
@@ -129,6 +129,15 @@ def _experts(options: MegatronOptions, config: RunConfig, shape: dict[str, Any])
         yield "expert_model_parallel_size", f"{size} does not divide the model's {experts} experts"
     if config.trainer.tensor_model_parallel_size > 1 and not config.trainer.sequence_parallel:
         yield "expert_model_parallel_size", "experts with tensor parallelism need trainer.sequence_parallel: true"
+
+
+def _noise(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
+    if config.algorithm.is_supervised:
+        return
+    for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
+        if options.values.get(name):
+            text = "only sft trains with noise; the ratio of new to old logprobs, and the clip, would measure it. Leave it out"
+            yield name, f"{shown(options.values[name])}, but {text}"
 
 
 def _pipeline(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:

@@ -12,6 +12,7 @@ GRAPHS = "packed rows have another length each time, and a CUDA graph has one"
 INFERENCE = "Megatron's inference engine is not used: rollout workers sample"
 ADAM = "only Adam is trained: the distributed optimizer and its checkpoints are made for it"
 INITIAL = "the weights come from model.hf_checkpoint"
+BY_ROW = "would depend on what else is in its row, and so on trainer.max_tokens_per_gpu"
 IGNORED = "Megatron itself ignores it"
 NO_METRIC = "nothing reads it: the metrics are those of docs/algorithms.md"
 
@@ -28,6 +29,10 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "enable_autocast": (False, "trainer.params_dtype decides the precision"),
     "fp16": (False, "set trainer.params_dtype: bfloat16; loss scaling is not tested, and published weights are bfloat16"),
     "test_mode": (False, IGNORED),
+    # routing
+    "moe_expert_capacity_factor": (None, f"what an expert drops, and so a token's logprob, {BY_ROW}"),
+    "moe_z_loss_coeff": (None, f"each packed row weighs the same, however long it is: the gradient {BY_ROW}"),
+    "moe_router_force_load_balancing": (False, "it routes at random, for benchmarks; every pass would have other logprobs"),
     # optimizer and gradients
     "use_distributed_optimizer": (True, "it always is distributed, so that a checkpoint loads into every layout"),
     "num_distributed_optimizer_instances": (1, "its shards span all data-parallel ranks, as its checkpoints do"),

@@ -28,6 +28,8 @@ WRONG = {
 WITH_ATTENTION_BIAS = ("glm4", "glm4_moe")
 """attention_bias may be true; it then means a bias on queries, keys and values. Qwen2 always has one, the others none."""
 ROPE_TYPES = {"llama": ("default", "llama3"), "deepseek_v3": ("default", "yarn")}
+PARTLY_ROTATED = ("glm4", "glm4_moe")
+"""partial_rotary_factor says which share of a head is turned; transformers turns all of it in the others, whatever their config says."""
 SIGMOID_ROUTED = ("glm4_moe", "deepseek_v3")
 
 
@@ -73,6 +75,8 @@ def unmapped_features(family: str, config: Mapping[str, Any]) -> Iterator[str]:
     yield from unmapped_rope(family, config)
     if family == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         yield "some of its layers are dense (mlp_only_layers, decoder_sparse_step), and only experts in every layer are mapped"
+    if family == "qwen3_moe" and config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
+        yield "it chooses one expert a token and normalises its weight, so its router has no effect (num_experts_per_tok, norm_topk_prob)"
     if family in SIGMOID_ROUTED:
         yield from unmapped_routing(config)
 
@@ -92,6 +96,9 @@ def unmapped_rope(family: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "its yarn scaling lacks factor, mscale or mscale_all_dim"
     elif kind == "yarn" and rope.get("attention_factor") is not None:
         yield "its yarn scaling has attention_factor, which is not mapped"
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and family not in PARTLY_ROTATED:
+        yield f"partial_rotary_factor is {share}, and only whole heads are mapped"
     if config.get("rope_interleave") is False:
         yield "rope_interleave is false, which is not mapped"
 

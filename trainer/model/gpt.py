@@ -1,5 +1,6 @@
 """The GPT that is trained: built and loaded from a Hugging Face directory, wrapped for data parallelism. One chunk a rank."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from trainer.model.hf_load import load_weights
 from trainer.model.hf_map import HfMap
 from trainer.model.megatron_fields import split_megatron_options
 from trainer.model.value_head import put_value_head
+
+log = logging.getLogger("trainer")
 
 Role = Literal["policy", "value"]
 
@@ -63,6 +66,7 @@ def build_model(config: RunConfig, folder: str, *, role: Role = "policy") -> Mod
     hf = hf_map(family, hf_config)
     fields = {**transformer_options(), **transformer_fields(family, hf_config)}
     settings = transformer_config(config.trainer, fields, options["TransformerConfig"])
+    warn_of_balancing(settings)
     gpt = make_gpt(settings, family, hf_config)
     module = Float16Module(settings, gpt) if settings.bf16 else gpt
     load_weights(gpt, hf, folder, settings.num_layers)  # after the wrapper, which would round the router's correction bias to bfloat16
@@ -96,6 +100,14 @@ def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: 
         **options,
     }
     return (MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig)(**chosen)
+
+
+def warn_of_balancing(settings: Any) -> None:
+    """Say what a balancing loss depends on, in one line of rank 0's log."""
+    coefficients = settings.moe_aux_loss_coeff if isinstance(settings.moe_aux_loss_coeff, list) else [settings.moe_aux_loss_coeff]
+    if parallel.is_main_rank() and settings.moe_router_load_balancing_type != "none" and any(coefficients):
+        text = "is taken of each packed row, and rows weigh the same: it depends on trainer.max_tokens_per_gpu and the number of ranks"
+        log.warning("megatron.moe_aux_loss_coeff: the balancing loss %s", text)
 
 
 def transformer_options() -> dict[str, Any]:

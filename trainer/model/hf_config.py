@@ -27,6 +27,9 @@ def read_hf_config(folder: str, treat_as: str = "") -> tuple[str, Any]:
     else:  # of another name, perhaps with code of its own: DeepSeek-V3's config has what Kimi K2's needs
         config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key not in ("model_type", "auto_map")})
     check_features(family, {**raw, **config.to_dict()})
+    if getattr(config, "attention_dropout", 0):
+        text = "it is trained without dropout, unless megatron.attention_dropout says otherwise (sft alone)"
+        log.info("%s: config.json has attention_dropout %s: %s", folder, config.attention_dropout, text)
     return family, config
 
 
@@ -63,7 +66,7 @@ def transformer_fields(family: str, config: Any) -> dict[str, Any]:
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_dim(config),
         "layernorm_epsilon": config.rms_norm_eps,
-        "attention_dropout": config.attention_dropout,
+        "attention_dropout": 0.0,  # see read_hf_config
         "hidden_dropout": 0.0,
         "activation_func": F.silu,
         "gated_linear_unit": True,

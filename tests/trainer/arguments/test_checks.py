@@ -8,7 +8,7 @@ import pytest
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved, RunConfig
 from slimebus.cli.config.file_checks import file_problems
-from slimebus.cli.config.schema import ModelConfig, TrainerConfig
+from slimebus.cli.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.layout import check_layout
 from trainer.model.megatron_fields import check_architecture, refusals_in_one_line
@@ -103,6 +103,10 @@ def test_a_contradiction_is_one_line(tmp_path: Path, megatron: dict, text: str) 
         ({"expert_model_parallel_size": 3}, {}, "3 does not divide the model's 4 experts"),
         ({"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}, "need trainer.sequence_parallel: true"),
         ({"moe_aux_loss_coeff": "0.1,0.2", "moe_router_load_balancing_type": "aux_loss,none"}, {}, ""),
+        ({"moe_expert_capacity_factor": 1.0}, {}, "1.0 is not possible: what an expert drops"),
+        ({"moe_z_loss_coeff": 1e-3}, {}, "0.001 is not possible: each packed row weighs the same"),
+        ({"moe_router_force_load_balancing": True}, {}, "true is not possible: it routes at random"),
+        ({"moe_input_jitter_eps": 0.1}, {}, "0.1, but only sft trains with noise"),
         ({"moe_router_load_balancing_type": "aux_loss,none"}, {}, "moe_aux_loss_coeff must be a list of the same length"),
         ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, ""),
         ({"num_layers_in_first_pipeline_stage": 1}, {"pipeline_model_parallel_size": 2}, ""),
@@ -113,6 +117,14 @@ def test_contradictions_of_a_model_with_experts(tmp_path: Path, megatron: dict, 
     found = problems(tmp_path, megatron, MOE, **trainer)
     assert len(found) == bool(text)
     assert all(text in one for one in found)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
+def test_dropout_is_for_supervised_training(tmp_path: Path, name: str) -> None:
+    (found,) = problems(tmp_path, {name: 0.1})
+    assert f"megatron.{name}: 0.1, but only sft trains with noise" in found
+    config = RunConfig(megatron={name: 0.1}, algorithm=AlgorithmConfig(advantage_estimator="sft"))
+    assert not megatron_problems(Resolved(config, {}, tmp_path))
 
 
 def test_ranks_that_do_not_divide_are_refused_in_one_line() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from trainer.arguments.checks import model_problems
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
 from trainer.batches.packing import pack
+from trainer.model import parallel
 from trainer.model.families import VERIFIED, check_features, family_of
+from trainer.model.gpt import warn_of_balancing
 from trainer.model.update import rank_layout
 
 LENGTHS = (90, 7, 41)
@@ -126,6 +129,12 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 1, "attention_factor": 2}},
         "attention_factor",
     ),
+    "a part of a head": (
+        "qwen3",
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5, and only whole heads",
+    ),
+    "one expert of all weight": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "chooses one expert a token"),
     "rope of halves": ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "dense"),
     "sparse steps": ("qwen3_moe", {"decoder_sparse_step": 2}, "dense"),
@@ -158,6 +167,24 @@ def test_a_refused_feature_is_found_in_a_real_config(tmp_path, build_policy):
         build_policy(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": False, "sliding_window": 64}))
     build_policy(tmp_path)
+
+
+def test_attention_dropout_of_the_model_folder_is_left_out_and_said(tmp_path, build_policy, caplog):
+    save_case(tmp_path, "qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    with caplog.at_level("INFO"):
+        assert build_policy(tmp_path).model.config.attention_dropout == 0.0
+    assert "config.json has attention_dropout 0.5: it is trained without dropout" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficient", "warns"), [("none", 0.1, 0), ("aux_loss", 0.0, 0), ("aux_loss", 0.1, 1), (["aux_loss"], [0.1], 1)]
+)
+def test_a_balancing_loss_says_what_it_depends_on(kind, coefficient, warns, caplog, monkeypatch):
+    monkeypatch.setattr(parallel, "is_main_rank", lambda: True)
+    warn_of_balancing(SimpleNamespace(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=coefficient))
+    assert caplog.text.count("it depends on trainer.max_tokens_per_gpu and the number of ranks") == warns
 
 
 def test_a_family_named_by_the_user_is_trained_as_it(tmp_path, build_policy, caplog):
