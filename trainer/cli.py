@@ -91,7 +91,7 @@ def trainer(
 
     Start it once per node: it starts --nproc-per-node ranks there. Several nodes meet by --nnodes, --node-rank and --master-addr, or by
     what srun or torchrun have set. It resumes from the newest checkpoint under the run directory. Any field of megatron-core's configs
-    is accepted as a flag (--help-megatron).
+    is accepted as a flag (--help-megatron), and so are the settings of algorithms and corrections (docs/algorithms.md).
     """
     resolved = from_context(ctx, run_yaml)
     profile = steps_of(profile_steps) if profile_steps else None

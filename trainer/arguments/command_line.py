@@ -1,21 +1,26 @@
 """Megatron's options as flags of `slimebus trainer`, and their help."""
 
+import contextlib
 import difflib
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import ForeignFlag
+from slimebus.cli.config.flags import SIMILAR, ForeignFlag, is_run_file
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
 from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, fields_of_other_sections
 from trainer.arguments.options import MODEL_OPTIONS, names, shown
+from trainer.arguments.other_names import OTHER_NAMES
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, kind_of, spellings
-from trainer.objective.plugin_settings import known_settings
+from trainer.objective.plugin_settings import known_settings, settings_of_file
 
+PLUGIN_FILE = re.compile(r"([\w./-]+\.py):\w+")
 PRECISION = ForeignFlag("trainer.params_dtype", alone="bfloat16", takes="nothing")
 
 
@@ -38,15 +43,31 @@ class TrainerFlags:
             return ForeignFlag(f"megatron.{positive}", alone="false", takes="nothing")
         return None
 
-    def nearest(self, name: str) -> list[str]:
-        """Options that are spelled like `name`, as flags."""
+    def nearest(self, name: str, words: Sequence[str]) -> list[str]:
+        """As flags: the name that slime's or verl's has here, a setting of an own plug-in that the RUN.yaml or the command line names, or
+        options that are spelled like it.
+        """
+        if name in OTHER_NAMES:
+            return [OTHER_NAMES[name]]
+        if name.replace("-", "_") in own_settings(words):
+            return [f"--algorithm-{name}"]
         known = [*known_settings(), *(names() if is_installed() else ())]
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=SIMILAR)
         return [f"--{word.replace('_', '-')}" for word in near]
 
     def problems(self, resolved: Resolved) -> Sequence[str]:
         """What is wrong with the model folder, and with Megatron's options in this config where Megatron is installed."""
         return [*model_problems(resolved), *(megatron_problems(resolved) if resolved.config.megatron and is_installed() else ())]
+
+
+def own_settings(words: Sequence[str]) -> set[str]:
+    """Settings of the plug-ins by path, `file.py:Class`, that these words or the RUN.yaml among them name, as far as it can be read."""
+    found, run_files = set[str](), [Path(word) for word in words if is_run_file(word)]
+    with contextlib.suppress(OSError, UnicodeDecodeError, SyntaxError):
+        text = "\n".join([*words, *(file.read_text() for file in run_files)])
+        for path in PLUGIN_FILE.findall(text):
+            found.update(settings_of_file((run_files[0].parent if run_files else Path()) / path))
+    return found
 
 
 def is_installed() -> bool:

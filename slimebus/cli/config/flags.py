@@ -1,5 +1,6 @@
 """Every config field as a flag of a command, shown by section in its help."""
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_origin
@@ -12,6 +13,8 @@ from slimebus.cli.config.load import Resolved, resolve
 from slimebus.cli.config.schema import paths
 
 META = "slimebus.flags"
+SIMILAR = 0.8
+"""Of two names, by difflib: below it nothing is suggested."""
 SWITCH_WORDS = ("true", "false", "True", "False")
 
 
@@ -33,8 +36,8 @@ class ForeignOptions(Protocol):
         """What `--name` sets; None where there is no such option."""
         ...
 
-    def nearest(self, name: str) -> list[str]:
-        """Names of options that `name` may have been meant for."""
+    def nearest(self, name: str, words: Sequence[str]) -> list[str]:
+        """What `--name` may have been meant for, as flags; words: the command line."""
         ...
 
     def problems(self, resolved: Resolved) -> Sequence[str]:
@@ -79,8 +82,11 @@ class ConfigCommand(click.Command):
             return super().parse_args(ctx, own)
         except click.NoSuchOption as bad:
             options = self.foreign()
-            near = options.nearest(bad.option_name.removeprefix("--")) if options and bad.option_name.startswith("--") else []
-            raise click.NoSuchOption(bad.option_name, possibilities=[*(bad.possibilities or []), *near], ctx=ctx) from None
+            near = options.nearest(bad.option_name.removeprefix("--"), args) if options and bad.option_name.startswith("--") else []
+            own_near = difflib.get_close_matches(bad.option_name, bad.possibilities or [], cutoff=SIMILAR)
+            meant = " or ".join(f"'{flag}'" for flag in dict.fromkeys([*near, *own_near]))
+            text = f"No such option '{bad.option_name}'.{f' Did you mean {meant}?' if meant else ''}"
+            raise click.NoSuchOption(bad.option_name, text, ctx=ctx) from None  # its own possibilities are only those spelled alike
 
     def foreign_flag(self, word: str) -> ForeignFlag | None:
         """The option of another project that this word of the command line is; None for any other word."""

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -12,11 +13,13 @@ import pytest
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config.flags import META
+from slimebus.cli.config.schema import paths
 from slimebus.cli.root import root
 from trainer.arguments.command_line import TrainerFlags, help_text
 from trainer.arguments.fields import class_of, megatron_fields
 from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS
 from trainer.arguments.options import read_options
+from trainer.arguments.other_names import OTHER_NAMES
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OWN_NAMES, kind_of, spellings
 from trainer.model.megatron_fields import split_megatron_options
 
@@ -203,6 +206,39 @@ def test_a_wrong_flag_is_told_with_the_nearest(words: str, text: str) -> None:
     with pytest.raises(click.UsageError) as bad:
         flags(*words.split())
     assert text in bad.value.format_message()
+
+
+@pytest.mark.parametrize("words", ["--use-tis", "--learning-rate 1e-6", "--ppo-epochs 2", "--use-kl-loss"])
+def test_a_flag_of_slime_or_verl_is_told_with_its_name_here(words: str) -> None:
+    with pytest.raises(click.NoSuchOption) as bad:
+        flags(*words.split())
+    assert bad.value.format_message().endswith(f"Did you mean '{OTHER_NAMES[words.split()[0][2:]]}'?")
+
+
+def test_what_is_suggested_for_other_names_exists_and_the_document_has_it() -> None:
+    fields = {name.rpartition(".")[2].replace("_", "-") for name in paths()}
+    for other, ours in OTHER_NAMES.items():
+        flag = ours.split()[0].removeprefix("--")
+        assert flag in fields or TrainerFlags().flag(flag) is not None
+        assert other not in fields
+        assert TrainerFlags().flag(other) is None
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    assert dict(re.findall(r"^\| `--([\w-]+)` \| `(--[\w -]+)` \|$", page, re.MULTILINE)) == dict(OTHER_NAMES)
+
+
+def test_a_setting_of_an_own_plug_in_is_told_with_its_prefix(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Own:\n    class Settings:\n        soft_cap: float = 1.0\n")
+    (tmp_path / "run.yaml").write_text("algorithm:\n  corrections: [own.py:Own]\n")
+    with pytest.raises(click.NoSuchOption) as bad:
+        flags("--soft-cap", "2", str(tmp_path / "run.yaml"))
+    assert bad.value.format_message() == "No such option '--soft-cap'. Did you mean '--algorithm-soft-cap'?"
+
+
+@pytest.mark.parametrize("word", ["--soft-cap", "--frobnicate", "--wandb-project"])
+def test_for_a_name_that_is_like_no_other_nothing_is_suggested(word: str) -> None:
+    with pytest.raises(click.NoSuchOption) as bad:
+        flags(word, "2", "run.yaml")
+    assert "mean" not in bad.value.format_message()
 
 
 def test_every_option_is_a_flag_and_is_in_the_help() -> None:
