@@ -75,6 +75,7 @@ def train(
                 with spans("commit", step=step):
                     source.commit(step, batch, saved, metrics | measured | times)
     checkpoints.close(policy)
+    stop.keep_deadline()
     if source:
         source.finish()
     publication.finish()

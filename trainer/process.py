@@ -99,10 +99,11 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
         _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:
         if debugging.replay is None:
-            log.warning(
-                "interrupted without saving; the run goes on from step %d, and trains again what came after",
-                saved_step(resolved.run_dir / "checkpoints") or 0,
-            )
+            saved = saved_step(resolved.run_dir / "checkpoints") or 0
+            if saved >= resolved.config.rollout.num_rollout:
+                log.warning("interrupted after the last step was saved, before the broker said that the run is finished")
+            else:
+                log.warning("interrupted without saving; the run goes on from step %d, and trains again what came after", saved)
     finally:
         if source is not None:
             source.close()

@@ -40,6 +40,11 @@ class StopRequest:
             self._is_deferred = False
             signal.alarm(0)
 
+    def keep_deadline(self) -> None:
+        """Let the deadline of a signal that came within `deferred` hold for what follows it, too."""
+        if self.is_made:
+            signal.alarm(LOOK_S)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGALRM:

@@ -86,8 +86,11 @@ class NoStop:
 
     @staticmethod
     def deferred():
-
         return contextlib.nullcontext()
+
+    @staticmethod
+    def keep_deadline():
+        pass
 
 
 def replay(run, policy, caplog) -> tuple[list[dict], str]:

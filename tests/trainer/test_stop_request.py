@@ -57,6 +57,20 @@ def test_a_step_that_outlasts_the_deadline_is_interrupted(stop: StopRequest, mon
             send(signal.SIGALRM)
 
 
+def test_the_deadline_holds_after_the_last_step_too(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stop.deferred():
+        pass
+    stop.keep_deadline()
+    assert signal.alarm(0) == 0, "no signal came"
+    with stop.deferred():
+        send(signal.SIGTERM)
+    stop.keep_deadline()
+    assert signal.alarm(0) > 0
+    monkeypatch.setattr(stop_request.time, "monotonic", lambda: stop._deadline)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGALRM)
+
+
 def test_a_broker_that_does_not_answer_holds_up_no_stop(stop: StopRequest) -> None:
     stop.is_broker_silent = lambda: True
     with stop.deferred():
