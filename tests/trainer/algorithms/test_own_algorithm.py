@@ -97,7 +97,7 @@ def test_an_algorithm_in_one_file_is_checked_and_trains(tmp_path: Path, tied_mod
 
 def test_the_algorithm_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?class Brief.*?)```", page, re.DOTALL)
+    (source,) = re.findall(r"```python\n([^`]*?class Brief.*?)```", page, re.DOTALL)
     (tmp_path / "brief.py").write_text(source)
     flags = {"algorithm.advantage_estimator": "brief.py:Brief", "algorithm.settings.token_price": 0.01, "algorithm.settings.eps_clip": 0.1}
     config, batch = resolve(None, flags, environ={}).config, make_batch()
@@ -110,6 +110,20 @@ def test_the_algorithm_of_the_document_trains(tmp_path: Path, tied_model: Path, 
     first = batch[0].samples
     rewards = np.array([s.reward - 0.01 * s.loss_mask.sum() for s in first])
     assert advantages[len(first[0].tokens) - 1] == pytest.approx(rewards[0] - rewards.mean(), rel=1e-5)
+
+
+def test_the_correction_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    (source,) = re.findall(r"```python\n([^`]*?class SoftCap.*?)```", page, re.DOTALL)
+    (tmp_path / "soft.py").write_text(source)
+    flags = {"algorithm.corrections": "soft.py:SoftCap", "algorithm.settings.soft_cap": 1e-9}
+    policy = Policy.build(resolve(None, flags, environ={}).config, str(tied_model), tmp_path)
+    try:
+        metrics = policy.train(make_batch())
+    finally:
+        policy.close()
+    assert metrics["soft_capped"] == 1.0
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
 ODD = """
