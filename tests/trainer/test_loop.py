@@ -31,6 +31,7 @@ class Session:
 class Stop:
     is_made = False
     deferred = staticmethod(nullcontext)
+    keep_deadline = staticmethod(lambda: None)
 
 
 @pytest.fixture
