@@ -73,7 +73,7 @@ def test_a_run_whose_disk_fills_up_goes_on_when_there_is_room(tmp_path: Path, di
         cast = Cast(broker)
         begin(cast.trainer)
         for _ in range(6):
-            assert cast.put_one()
+            wait_until("put", cast.put_one, 60)
         hog = fill(disk)
         blocked = threading.Thread(target=cast.put_one)
 

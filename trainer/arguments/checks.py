@@ -1,4 +1,4 @@
-"""What is wrong with a run's Megatron options and layout, found before any rank starts: without torch, in milliseconds."""
+"""What is wrong with a run's Megatron options and layout, found before any rank starts. Only Megatron's own checks need torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,7 +48,7 @@ def megatron_problems(resolved: Resolved) -> list[str]:
         for name, text in look(options, config, shape):
             options.problems.setdefault(options.places.get(name, name), text)
     found = [f"{_place(resolved, key)}: megatron.{key}: {text}" for key, text in options.problems.items()]
-    if not found and shape and options.values and (refusal := megatron_refusal(config, options.values, shape)):
+    if not found and shape and options.values and (refusal := megatron_refusal(config, shape)):
         found.append(f"megatron: {refusal} (Megatron's own check of {', '.join(sorted(options.places.values()))} in this layout)")
     return found
 

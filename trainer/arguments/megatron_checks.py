@@ -1,112 +1,84 @@
-"""Megatron's own checks of its configs (`__post_init__`), run from their source before any rank starts.
+"""Megatron's own checks of its configs (`__post_init__`), asked of a process of their own before any rank starts.
 
-Importing them takes three seconds of torch; their bodies alone, compiled with stand-ins for what they import, take milliseconds. What a
-stand-in cannot answer (an import of Transformer Engine, a CUDA version) ends the check without a verdict: the ranks make it again, in full.
+python -m trainer.arguments.megatron_checks  < Asked   writes why Megatron refuses them, or nothing
+
+Importing Megatron takes seconds and most of a gigabyte, which whoever checks a config or starts ranks does not need. What only a rank can
+answer (an import of Transformer Engine, a CUDA version) ends the check without a verdict: the ranks make it again, in full.
 """
 
-import ast
-import builtins
-import enum
-import os
+import subprocess
+import sys
 from collections.abc import Mapping
-from functools import cache
-from types import SimpleNamespace
+from dataclasses import fields
 from typing import Any
 
-from slimebus.cli.config import RunConfig
-from trainer.arguments.fields import class_of, enum_members, megatron_fields
+import msgspec
 
-CHAIN = ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig")
+from slimebus.cli.config import RunConfig
+
 SECTION = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
-BRIDGE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
+ALWAYS = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False, "overlap_p2p_comm": False}
 """What trainer/model/gpt.py sets for every model."""
 
 
-def megatron_refusal(config: RunConfig, values: Mapping[str, Any], shape: Mapping[str, Any]) -> str | None:
-    """Why Megatron would refuse these options with this model and layout, in its own words; None where it would not, or cannot be asked."""
-    if config.trainer.params_dtype == "auto":  # which it is only a rank knows: refused is what neither would take
-        refusals = [_refusal(config, values, shape, Name(dtype)) for dtype in ("bfloat16", "float32")]
-        return refusals[0] if all(refusals) else None
-    return _refusal(config, values, shape, Name(config.trainer.params_dtype))
+class Asked(msgspec.Struct):
+    """given: the `megatron` section. layout: of the trainer section, and what config.json says. dtypes: one of them must be taken."""
+
+    given: dict[str, Any]
+    layout: dict[str, Any]
+    dtypes: list[str]
 
 
-def _refusal(config: RunConfig, values: Mapping[str, Any], shape: Mapping[str, Any], dtype: "Name") -> str | None:
-    given = {name: shape[name] for name in shape if name in megatron_fields()}
-    given |= {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == "bfloat16", "expert_tensor_parallel_size": 1}
-    given |= {name: getattr(config.trainer, name) for name in SECTION} | BRIDGE | {"activation_func": Name("silu")} | dict(values)
-    is_latent = "kv_lora_rank" in shape
-    for cls in ("MLATransformerConfig" if is_latent else "TransformerConfig", "DistributedDataParallelConfig"):
-        try:
-            made = classes()[cls]()
-            made.__dict__ |= {name: _default(name) for name, field in megatron_fields().items() if _has(cls, field.owners)}
-            made.__dict__ |= {name: _converted(name, value) for name, value in given.items() if _has(cls, megatron_fields()[name].owners)}
-            made.__post_init__()
-        except (ValueError, AssertionError, NotImplementedError) as refused:
-            return " ".join(str(refused).split()) or None
-        except Exception:  # noqa: BLE001  # a stand-in that does not answer: left to the ranks
-            return None
-    return None
+def megatron_refusal(config: RunConfig, shape: Mapping[str, Any]) -> str | None:
+    """Why Megatron would refuse the options with this model and layout, in its own words; None where it would not, or cannot be asked."""
+    dtype = config.trainer.params_dtype  # auto: which it is only a rank knows, so refused is what neither would take
+    asked = Asked(
+        given=dict(config.megatron),
+        layout={**shape, **{name: getattr(config.trainer, name) for name in SECTION}},
+        dtypes=["bfloat16", "float32"] if dtype == "auto" else [dtype],
+    )
+    return refusal_elsewhere(asked) or None
 
 
-class Name(str):
-    """A stand-in for what Megatron only compares: torch.float32, F.silu."""
-
-    __slots__ = ()
-
-
-class Names:
-    """A stand-in for a module: each attribute is its own name; called, it does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda *args, **kwargs: None) if name == "warn" else Name(name)
+def refusal_elsewhere(asked: Asked) -> str:
+    """`refusal`, from a process that imports Megatron and ends."""
+    command = [sys.executable, "-P", "-m", "trainer.arguments.megatron_checks"]
+    done = subprocess.run(command, input=msgspec.json.encode(asked), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    return done.stdout.decode()
 
 
-def _import_only_os(name: str, *args: Any, **kwargs: Any) -> Any:
-    if name != "os":
-        raise ImportError(f"{name}: not before the ranks start")
-    return os
+def refusal(asked: Asked) -> str:
+    """Megatron's words; empty where it takes one of the dtypes, or gives no verdict."""
+    refusals = [_refusal(asked, dtype) for dtype in asked.dtypes]
+    return refusals[0] if all(refusals) else ""
 
 
-@cache
-def classes() -> Mapping[str, Any]:
-    """Classes that have nothing but the `__post_init__` of Megatron's, by name."""
-    scope: dict[str, Any] = {
-        "__builtins__": vars(builtins) | {"__import__": _import_only_os},
-        "__name__": __name__,
-        **{name: enum.Enum(name, list(members)) for name, members in enum_members().items() if members},
-        **dict.fromkeys(("torch", "F", "warnings", "Fp8Recipe", "Fp4Recipe"), Names()),
-        **dict.fromkeys(("is_te_min_version", "is_torch_min_version"), lambda *args: True),
-        **dict.fromkeys(("init_method_normal", "scaled_init_method_normal"), lambda *args, **kwargs: None),
-        "quick_gelu": Name("quick_gelu"),
-        "HAVE_PACKAGING": True,
-        "get_te_version": lambda: "",
-    }
-    for name in (*CHAIN, "DistributedDataParallelConfig"):
-        tree = class_of(name)
-        check: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__post_init__"]
-        bases = [base for base in tree.bases if ast.unparse(base) in CHAIN]
-        bare = ast.ClassDef(name=name, bases=bases, keywords=[], body=check or [ast.Pass()], decorator_list=[])
-        exec(compile(ast.fix_missing_locations(ast.Module([bare], [])), f"megatron's {name}", "exec"), scope)
-    return SimpleNamespace(**scope).__dict__
+def _refusal(asked: Asked, dtype: str) -> str:
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    from trainer.compat.cpu_compat import library_warnings_ignored
+    from trainer.model.gpt import transformer_options
+    from trainer.model.megatron_fields import split_megatron_options
 
-def _has(cls: str, owners: tuple[str, ...]) -> bool:
-    wanted = CHAIN[: CHAIN.index(cls) + 1] if cls in CHAIN else (cls,)
-    return not set(owners).isdisjoint(wanted)
-
-
-def _default(name: str) -> Any:
-    text = megatron_fields()[name].default
+    made, options = getattr(torch, dtype), split_megatron_options(asked.given)
+    model: Any = MLATransformerConfig if "kv_lora_rank" in asked.layout else TransformerConfig
+    known = {field.name for field in fields(model)}
+    shape = {name: value for name, value in asked.layout.items() if name in known}
+    dtypes = {"params_dtype": made, "pipeline_dtype": made, "bf16": made is torch.bfloat16}
+    chosen = {**transformer_options(), **shape, **dtypes, "expert_tensor_parallel_size": 1, **ALWAYS, **options["TransformerConfig"]}
     try:
-        return ast.literal_eval(text) if text else None
-    except ValueError:
-        last = text.rpartition(".")[2]
-        return _converted(name, last)
+        with library_warnings_ignored():
+            model(**chosen)
+            DistributedDataParallelConfig(**options["DistributedDataParallelConfig"])
+    except (ValueError, AssertionError, NotImplementedError) as refused:
+        return " ".join(str(refused).split())
+    return ""
 
 
-def _converted(name: str, value: Any) -> Any:
-    """Enums as members, dtypes as their names."""
-    for word, members in enum_members().items():
-        if word in megatron_fields()[name].annotation and value in members:
-            return classes()[word][value]
-    return Name(value) if "dtype" in megatron_fields()[name].annotation and isinstance(value, str) else value
+if __name__ == "__main__":
+    from trainer.compat.cpu_compat import import_megatron
+
+    import_megatron()
+    sys.stdout.write(refusal(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)))

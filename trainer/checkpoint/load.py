@@ -83,7 +83,9 @@ def _agreed_names(folder: Path) -> list[str]:
 def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
     """Set what is damaged aside, and let `latest` name the one that is whole, on every node that has it."""
     for name, problem in problems.items():
-        lost = f"steps {step_of(Path(whole))} to {step_of(Path(name)) - 1} are trained again, on their samples where the broker has them"
+        first, last = step_of(Path(whole)), step_of(Path(name)) - 1
+        steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        lost = f"{steps} trained again, on their samples where the broker has them"
         log.error("checkpoint %s is damaged: %s; going on from %s: %s", name, problem, whole, lost)
         if is_first_of_node():
             set_aside(folder / name)

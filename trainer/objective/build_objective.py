@@ -54,10 +54,15 @@ def _load_plugin_class(kind: str, name: str, of: type[P], base: Path | None, pro
     try:
         if ":" in name:
             found: Any = hooks.load(name, base=base)
-            if inspect.isclass(found) and issubclass(found, of):
-                return found
-            problems.append(f"{KINDS[kind]}: {name} is no class that derives from {of.__module__}.{of.__name__}")
-            return None
+            if not (inspect.isclass(found) and issubclass(found, of)):
+                problems.append(f"{KINDS[kind]}: {name} is no class that derives from {of.__module__}.{of.__name__}")
+                return None
+            if not (inspect.isclass(found.Settings) and issubclass(found.Settings, Plugin.Settings)):
+                problems.append(
+                    f"{KINDS[kind]}: the Settings of {name} derive from no Settings: class Settings({of.__name__}.Settings, frozen=True)"
+                )
+                return None
+            return found
     except HookError as bad:
         problems.append(f"{KINDS[kind]}: {bad.text}")
         return None

@@ -9,8 +9,10 @@ from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved, RunConfig
 from slimebus.cli.config.file_checks import file_problems
 from slimebus.cli.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
+from trainer.arguments import megatron_checks
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.layout import check_layout
+from trainer.compat.cpu_compat import import_megatron
 from trainer.model.megatron_fields import check_architecture, refusals_in_one_line
 
 DENSE = {
@@ -27,6 +29,14 @@ DENSE = {
     "tie_word_embeddings": True,
 }
 MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.fixture(autouse=True)
+def megatron_is_asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a process of its own, which takes seconds, except where that is the point."""
+    if "in_its_own_process" not in request.node.name:
+        import_megatron()
+        monkeypatch.setattr(megatron_checks, "refusal_elsewhere", megatron_checks.refusal)
 
 
 def problems(folder: Path, megatron: dict, model: dict = DENSE, **trainer: object) -> list[str]:
@@ -65,6 +75,11 @@ SCRIPT = {
 def test_the_model_arguments_of_a_script_may_stay(tmp_path: Path) -> None:
     assert not problems(tmp_path, SCRIPT)
     assert not problems(tmp_path, SCRIPT, tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
+
+
+def test_megatron_is_asked_in_its_own_process(tmp_path: Path) -> None:
+    [refused] = problems(tmp_path, {"recompute_granularity": "full"})
+    assert 'recompute_method must be "block" or "uniform"' in refused
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,11 @@ def test_config_check_finds_what_the_algorithm_refuses(tmp_path: Path) -> None:
     assert isinstance(refused.exception, ConfigError)
     assert f"{file}:2: algorithm.settings.eps_clp: no setting of grpo; did you mean 'eps_clip'?" in refused.exception.text
     assert "a group of one has advantage 0" in refused.exception.text
+
+
+def test_settings_that_are_no_struct_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from trainer.objective.plugin import Correction\n\n\nclass Own(Correction):\n    class Settings:\n        cap = 1.0\n"
+    )
+    found = problems({"algorithm.corrections": "own.py:Own"}, tmp_path)
+    assert "the Settings of own.py:Own derive from no Settings: class Settings(Correction.Settings, frozen=True)" in found
