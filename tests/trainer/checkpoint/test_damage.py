@@ -75,7 +75,7 @@ def test_a_damaged_latest_falls_back_to_the_one_before(kind, two_checkpoints, ti
     lines = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
     assert len(lines) == 1
     assert re.search(f"step_00000002 is damaged: .*{said}", lines[0]), lines[0]
-    assert "going on from step_00000001: steps 1 to 1 are trained again" in lines[0]
+    assert "going on from step_00000001: step 1 is trained again" in lines[0]
     assert saved_step(folder) == 1
     save_checkpoint(folder, resumed, 2)
     assert [path.name for path in loadable_checkpoints(folder)] == ["step_00000002", "step_00000001"]
