@@ -6,6 +6,7 @@ Importing Megatron takes seconds and most of a gigabyte, which whoever checks a 
 answer (an import of Transformer Engine, a CUDA version) ends the check without a verdict: the ranks make it again, in full.
 """
 
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,10 @@ import msgspec
 
 from slimebus.cli.config import RunConfig
 
+log = logging.getLogger("trainer")
+
+ASK_S = 120.0
+"""As long as a busy machine may take to import Megatron."""
 SECTION = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
 ALWAYS = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False, "overlap_p2p_comm": False}
 """What trainer/model/gpt.py sets for every model."""
@@ -41,9 +46,15 @@ def megatron_refusal(config: RunConfig, shape: Mapping[str, Any]) -> str | None:
 
 
 def refusal_elsewhere(asked: Asked) -> str:
-    """`refusal`, from a process that imports Megatron and ends."""
+    """`refusal`, from a process that imports Megatron and ends; empty, with a warning, where that fails or takes longer than ASK_S."""
     command = [sys.executable, "-P", "-m", "trainer.arguments.megatron_checks"]
-    done = subprocess.run(command, input=msgspec.json.encode(asked), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    try:
+        done = subprocess.run(command, input=msgspec.json.encode(asked), capture_output=True, timeout=ASK_S, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as bad:
+        lines = (bad.stderr or b"").decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else str(bad)
+        log.warning("Megatron's own checks of its options could not be made before the ranks start, which make them again: %s", why)
+        return ""
     return done.stdout.decode()
 
 

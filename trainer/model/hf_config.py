@@ -89,6 +89,7 @@ def qwen3_moe_fields(config: Any) -> dict[str, Any]:
 
 
 def glm4_moe_fields(config: Any) -> dict[str, Any]:
+    """GLM-4.5: experts routed by sigmoid, and normalised queries and keys where the config says so."""
     return {"qk_layernorm": config.use_qk_norm, **sigmoid_routed_fields(config)}
 
 

@@ -82,6 +82,14 @@ def test_megatron_is_asked_in_its_own_process(tmp_path: Path) -> None:
     assert 'recompute_method must be "block" or "uniform"' in refused
 
 
+def test_what_cannot_be_asked_in_its_own_process_is_left_to_the_ranks_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(megatron_checks.sys, "executable", "/bin/false")
+    assert not problems(tmp_path, {"recompute_granularity": "full"})
+    assert "could not be made before the ranks start" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("megatron", "text"),
     [
