@@ -20,7 +20,7 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.launch import Child, Fleet, free_port
 from slimebus.client.connect import visit
 from slimebus.view import report
-from slimebus.view.live_panel import LivePanel
+from slimebus.view.live_panel import LivePanel, main_dataset
 from slimebus.view.result_table import result_table
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ class LocalRun:
     ) -> None:
         self.resolved, self.arguments, self.workers, self.critic, self.quiet = resolved, arguments, workers, critic, quiet
         self.console = Console(highlight=False)
-        datasets = resolved.config.eval.datasets
-        self.dataset = "heldout" if "heldout" in datasets else next(iter(datasets), "")
-        self.panel = LivePanel(title or resolved.config.name, resolved.config, self.dataset)
+        self.dataset = main_dataset(resolved.config.eval.datasets)
+        self.panel = LivePanel(title or resolved.config.name, is_supervised=resolved.config.algorithm.is_supervised)
         self.failed: Child | None = None
         self._restarts: Counter[str] = Counter()
         self._asked_at = self._shown_at = 0.0

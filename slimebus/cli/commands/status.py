@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import click
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Status, StatusReply
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.cli.formatting import columns, size
+from slimebus.cli.formatting import columns, count, size
 from slimebus.client.connect import broker_address, is_listening, visit
+from slimebus.view.live_panel import LivePanel, tokens_per_s
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -20,9 +22,11 @@ EXIT_STALLED = 3
 EXIT_UNREACHABLE = 4
 LAST = "status.json"
 SHOWN_ROWS = 12
+WATCH_EVERY_S, PLAIN_EVERY_S = 1.0, 5.0
 IN_HEADLINE = ("run", "state", "step", "num_steps", "version", "stalled")
 FIRST = ("waiting", "clients", "groups", "evaluations", "steps", "lag", "waste")
 """What a person looks at first, in this order."""
+OF_WORKER = ("name", "state", "lag", "groups", "tokens/s", "last heard")
 COLUMNS = {
     "evaluations": ("dataset", "version", "done", "mean_reward", "low", "high", "num_samples", "num_failed", "reason"),
     "steps": ("step", "version", "reward", "loss", "lag_mean", "lag_max", "samples", "tokens", "wait_s", "train_s"),
@@ -41,11 +45,17 @@ def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
 @click.command(cls=ConfigCommand)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--all", "is_whole", is_flag=True, help="Print everything that the broker knows, in tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option(
+    "--watch", is_flag=True, help="Show the run as it goes, until it is over or Ctrl-C; where there is no terminal, a line each 5 s."
+)
 @click.option("--timeout-s", default=5.0, show_default=True, help="[seconds] How long to wait for the broker.")
 @click.pass_context
-def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, timeout_s: float) -> None:
-    """Show the step, the queues, every process and who waits for whom.
+def status(
+    ctx: click.Context, run_yaml: Path | None, broker: str | None, is_whole: bool, as_json: bool, watch: bool, timeout_s: float
+) -> None:
+    """Show the step, reward and lag, every worker and who waits for whom.
 
     Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
     4 when no broker answers. Of a run whose broker has ended, the last status in its run directory is shown.
@@ -56,6 +66,8 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
         if last is None or is_listening(broker_address(resolved, None)):
             with visit(resolved, broker, what="status", role="viewer") as client:
                 found = ask_status(client, timeout_s)
+                if watch:
+                    found = _watch(client, found, timeout_s, is_supervised=resolved.config.algorithm.is_supervised)
     except SlimebusError as bad:
         if isinstance(bad, Unreachable):
             click.echo(f"slimebus: {bad.text}", err=True)
@@ -67,7 +79,8 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
     is_over = shown.get("state") == "finished"
     what = "the run is over" if is_over else "no broker runs; started again with the same run directory it goes on"
     lines = [] if found else [f"{what}. Its last status ({resolved.run_dir / LAST}):"]
-    click.echo(json.dumps(shown, indent=2) if as_json else "\n".join([*lines, *summary(shown)]))
+    text = summary(shown) if is_whole else brief(shown, is_supervised=resolved.config.algorithm.is_supervised)
+    click.echo(json.dumps(shown, indent=2) if as_json else "\n".join([*lines, *text]))
     if not found and not is_over:
         sys.exit(EXIT_UNREACHABLE)
     if found and found.get("stalled"):
@@ -83,12 +96,77 @@ def last_status(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def summary(found: dict[str, Any]) -> list[str]:
-    """The status in lines for a person: what the run does, who waits for whom, who takes part, then all the rest that is not empty."""
+def _watch(client: "Client", found: dict[str, Any], timeout_s: float, *, is_supervised: bool) -> dict[str, Any]:
+    """Show the run until it is over; the last status."""
+    from rich.console import Console
+    from rich.live import Live
+
+    panel, console = LivePanel(str(found["run"]), is_supervised=is_supervised), Console(highlight=False)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            panel.take(found)
+            if console.is_terminal:
+                live.update(panel.render(), refresh=True)
+            else:
+                console.print(panel.line(), soft_wrap=True, markup=False)
+            if found["state"] == "finished":
+                return found
+            time.sleep(WATCH_EVERY_S if console.is_terminal else PLAIN_EVERY_S)
+            found = ask_status(client, timeout_s)
+
+
+def brief(found: dict[str, Any], *, is_supervised: bool = False) -> list[str]:
+    """The status in lines that a person reads in five seconds: what the run does, the workers, who waits, what went wrong."""
+    panel = LivePanel("", is_supervised=is_supervised)
+    panel.take(found)
+    texts = panel.texts() | {"waiting": ""} | _troubles(found)
+    if found["state"] == "finished":
+        del texts["groups"]  # none is on its way any more
+    lines = [*_headline(found), *(f"  {label:<10} {text}" for label, text in texts.items() if text)]
+    workers = [client_row(c, found["version"]) for c in found["clients"] if c["role"] == "rollout"]
+    if workers:
+        lines += [f"  {line}" for line in columns([[text_of(row[name]) for name in OF_WORKER] for row in workers[:SHOWN_ROWS]], OF_WORKER)]
+    hidden = len(workers) - SHOWN_ROWS
+    return [*lines, *([f"  and {hidden} more workers (--all)"] if hidden > 0 else []), *(f"  {sentence}" for sentence in found["waiting"])]
+
+
+def client_row(client: dict[str, Any], newest: int) -> dict[str, Any]:
+    """What is shown of one process. newest: the run's version."""
+    version, metrics = client["version"], client["metrics"]
+    return {
+        "name": client["name"],
+        "role": client["role"],
+        "state": client["state"],
+        "version": version,
+        "lag": None if version is None or version < 0 else newest - version,
+        "groups": client["leases"],
+        "tokens/s": count(tokens_per_s(metrics)) if "tokens" in metrics else None,
+        "last heard": f"{client['silent_s']:.0f} s ago",
+    }
+
+
+def _troubles(found: dict[str, Any]) -> dict[str, str]:
+    """What somebody should know of that is not as it should be; label -> text, empty when there is nothing."""
+    waste = (f"{one['groups']} groups {reason} ({count(one['tokens'])} tokens)" for reason, one in found["waste"].items() if one["groups"])
+    dead, skipped = found["groups"].get("dead"), found.get("skipped_prompts")
+    return {
+        "waste": ", ".join(waste),
+        "dead": f"{dead} groups (slimebus buffer ls --state dead)" if dead else "",
+        "skipped": f"{skipped} bad prompts" if skipped else "",
+        "security": found.get("security", {}).get("problem") or "",
+    }
+
+
+def _headline(found: dict[str, Any]) -> list[str]:
     stalled, steps = found.get("stalled"), found.get("num_steps") or "?"
     lines = [f"stalled for {stalled['since_s']:.0f} s (limit {stalled['limit_s']:.0f} s): {stalled['reason']}"] if stalled else []
     of_version = f", version {found['version']}" if found.get("version", -1) >= 0 else ""
-    lines.append(f"run {found.get('run')}: {found.get('state')}, step {found.get('step')} of {steps}{of_version}")
+    return [*lines, f"run {found.get('run')}: {found.get('state')}, step {found.get('step')} of {steps}{of_version}"]
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """The whole status in lines: what the run does, who waits for whom, who takes part, then all the rest that is not empty."""
+    lines = _headline(found)
     for key in [*FIRST, *(key for key in found if key not in FIRST)]:
         value = found.get(key)
         if key not in IN_HEADLINE and value not in (None, "", [], {}):
@@ -100,21 +178,22 @@ def _section(title: str, value: Any) -> list[str]:
     if isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
         value = [{"name": name} | one for name, one in value.items()]
     if not isinstance(value, list):
-        return [f"{title:<18}{_short(value)}"]
+        return [f"{title:<18}{text_of(value)}"]
     if not isinstance(value[0], dict):
-        return [f"{title:<18}{_short(one)}" for one in value]
+        return [f"{title:<18}{text_of(one)}" for one in value]
     rows = [row | row["metrics"] if title == "steps" else row for row in value[-SHOWN_ROWS:]]
     names = [name for name in COLUMNS.get(title, rows[-1]) if name in rows[-1] and not isinstance(rows[-1][name], dict)]
-    return [f"{title}:", *(f"  {line}" for line in columns([[_short(row.get(name)) for name in names] for row in rows], names))]
+    return [f"{title}:", *(f"  {line}" for line in columns([[text_of(row.get(name)) for name in names] for row in rows], names))]
 
 
 def _named(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{name.removesuffix('_bytes')} {size(value)}"
-    return f"{name} {_short(value)}"
+    return f"{name} {text_of(value)}"
 
 
-def _short(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value of the status in few characters."""
     if isinstance(value, dict):
         return "  ".join(_named(name, one) for name, one in value.items() if one not in (None, "", {}))
     if isinstance(value, float):

@@ -3,17 +3,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slimebus.cli.config import resolve
 from slimebus.view import live_panel
 from slimebus.view.live_panel import LivePanel, sparkline, time_left
 
-STEP = {"reward": 0.625, "lag_mean": 1.98, "lag_max": 2, "num_tokens": 13_876, "train_s": 0.75, "wait_s": 0.25}
+STEP = {"reward": 0.625, "lag_mean": 1.98, "lag_max": 2, "num_tokens": 13_876, "train_s": 0.75, "wait_s": 0.25, "elapsed_s": 10.0}
 
 
 def status(**changes: Any) -> dict[str, Any]:
     """What the broker says of a run whose worker has made 141,000 tokens."""
     return {
         "step": 60,
+        "num_steps": 120,
+        "settings": {"max_staleness": 2.0},
+        "pace": {"step_s": 0.5},
         "steps": [{"step": 58, "metrics": {**STEP, "reward": 0.25}}, {"step": 59, "metrics": STEP}],
         "evaluations": [
             {"dataset": "held", "done": True, "version": version, "mean_reward": score} for version, score in ((0, 0.43), (50, 0.912))
@@ -30,8 +32,7 @@ def panel(monkeypatch: pytest.MonkeyPatch) -> LivePanel:
     """Ten seconds old at its first look."""
     now = [0.0]
     monkeypatch.setattr(live_panel.time, "monotonic", lambda: now[0])
-    config = resolve(None, {"rollout.num_rollout": 120, "broker.max_staleness": 2}, {}).config
-    made = LivePanel("RL", config, "held")
+    made = LivePanel("RL")
     now[0] = 10.0
     return made
 
@@ -48,7 +49,7 @@ def test_screen_shows_every_part_of_the_status(panel: LivePanel) -> None:
     text = "\n".join(screen(panel, status()))
     for part in (
         "60/120",
-        "10 s, 10 s left",
+        "10 s, 30 s left",
         "▁█",
         "0.625",
         "0.912 (0.430 before)",
@@ -75,7 +76,7 @@ def test_a_reason_in_brackets_is_shown_as_it_is(panel: LivePanel) -> None:
 def test_line_is_one_plain_line(panel: LivePanel) -> None:
     panel.take(status())
     assert panel.line() == (
-        "RL step 60/120  10 s, 10 s left | reward 0.625 | accuracy 0.912 (0.430 before) | lag mean 1.98, largest 2, bound 2"
+        "RL step 60/120  10 s, 30 s left | reward 0.625 | accuracy 0.912 (0.430 before) | lag mean 1.98, largest 2, bound 2"
         " | tokens/s trainer 13.9 k, 1 worker 14.1 k | trainer waits for a batch: 12 of 32 groups are ready"
     )
 
@@ -93,10 +94,21 @@ def test_sparkline_spans_the_values_it_shows() -> None:
     assert sparkline([]) == ""
 
 
-def test_time_left_follows_the_pace_so_far() -> None:
-    assert time_left(38, 60, 120) == "38 s, 38 s left"
-    assert time_left(38, 0, 120) == "38 s"
-    assert time_left(38, 120, 120) == "38 s"
+def test_time_left_follows_the_pace_of_the_last_steps() -> None:
+    assert time_left(38, 60, 0.5) == "38 s, 30 s left"
+    assert time_left(38, 60, 0.0) == "38 s"
+    assert time_left(38, 0, 0.5) == "38 s"
+
+
+def test_an_unbounded_staleness_is_named(panel: LivePanel) -> None:
+    panel.take(status(settings={"max_staleness": "unbounded"}))
+    assert "bound unbounded" in panel.line()
+
+
+def test_a_single_look_shows_the_mean_pace_of_workers() -> None:
+    single = LivePanel("RL")
+    single.take(status(clients=[{"role": "rollout", "state": "serving", "metrics": {"tokens": 5000.0, "serving_s": 10.0}}]))
+    assert "1 worker 500" in single.line()
 
 
 def test_labels_stay_whole_beside_a_long_wait(panel: LivePanel) -> None:

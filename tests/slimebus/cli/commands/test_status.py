@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from made_status import WHOLE
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.commands import status
-from slimebus.cli.commands.status import EXIT_UNREACHABLE, summary
+from slimebus.cli.commands.status import EXIT_UNREACHABLE, brief, summary
 from slimebus.cli.root import exit_code, root
 
 
@@ -27,7 +28,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(run_dir: Path, state: str) -> None:
-    (run_dir / "status.json").write_text(json.dumps({"run": "mine", "state": state, "step": 6}))
+    (run_dir / "status.json").write_text(json.dumps({**WHOLE, "state": state, "step": 6}))
 
 
 def test_a_run_that_is_over_says_so_at_once_from_its_file(run_dir: Path) -> None:
@@ -37,7 +38,7 @@ def test_a_run_that_is_over_says_so_at_once_from_its_file(run_dir: Path) -> None
     assert time.monotonic() - started < 2
     assert done.exit_code == 0
     assert done.output.startswith("the run is over. Its last status (runs/mine/status.json):")
-    assert "run mine: finished, step 6 of ?" in done.output
+    assert "run mine: finished, step 6 of 8" in done.output
     as_json = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--json"])
     assert json.loads(as_json.output)["step"] == 6
 
@@ -64,47 +65,43 @@ def test_an_address_that_is_given_is_asked_whatever_the_file_says(run_dir: Path)
     assert "the run is over" not in done.output
 
 
-WHOLE = {
-    "run": "mine",
-    "lineage": "",
-    "version": -1,
-    "step": 3,
-    "oldest_checkpoint": 2,
-    "num_steps": 8,
-    "state": "running",
-    "groups": {"queued": 4, "leased": 0, "committed_bytes": 1_572_864},
-    "moves": {},
-    "clients": [{"name": "w1", "role": "rollout", "state": "starting: its engine", "version": None, "metrics": {"tokens": 3.0}}],
-    "steps": [{"step": 2, "metrics": {"reward": 0.25, "loss": 0.1}}],
-    "waste": {"stale": {"groups": 3, "tokens": 9}},
-    "waiting": ["trainer waits for batch 3"],
-    "stalled": None,
-    "security": {"transport": "plain", "problem": ""},
-}
-
-
-def test_the_text_begins_with_what_the_run_does_and_who_waits() -> None:
-    assert summary(WHOLE) == [
-        "run mine: running, step 3 of 8",
-        "waiting           trainer waits for batch 3",
-        "clients:",
-        "  name  role     state                 version",
-        "  w1    rollout  starting: its engine  -",
-        "groups            queued 4  leased 0  committed 1.5 MiB",
-        "steps:",
-        "  step  reward  loss",
-        "  2     0.25    0.1",
-        "waste:",
-        "  name   groups  tokens",
-        "  stale  3       9",
-        "oldest checkpoint 2",
-        "security          transport plain",
+def test_a_person_sees_the_run_its_workers_and_who_waits_at_a_glance() -> None:
+    assert brief(WHOLE) == [
+        "run mine: running, step 3 of 8, version 3",
+        "  step       3/8  4 s, 8 s left",
+        "  reward     0.250",
+        "  accuracy   0.500 (0.500 before)",
+        "  lag        mean 1.50, largest 2, bound 2",
+        "  tokens/s   trainer 0, 2 workers 1.2 k",
+        "  groups     4 queued, 0 leased, 1 ready, 0 assigned",
+        "  waste      3 groups stale (9 tokens)",
+        "  dead       2 groups (slimebus buffer ls --state dead)",
+        "  name  state                 lag  groups  tokens/s  last heard",
+        "  w1    starting: its engine  -    0       -         0 s ago",
+        "  w2    serving               1    8       1.2 k     1 s ago",
+        "  trainer waits for batch 3",
     ]
 
 
+def test_of_a_thousand_workers_a_dozen_are_named_and_the_others_counted() -> None:
+    crowd = [{**WHOLE["clients"][1], "name": f"w{i}"} for i in range(1000)]
+    lines = brief({**WHOLE, "clients": crowd})
+    assert len(lines) < 30
+    assert "  and 988 more workers (--all)" in lines
+
+
+def test_the_whole_text_has_what_the_brief_one_leaves_out() -> None:
+    lines = summary(WHOLE)
+    assert lines[:2] == ["run mine: running, step 3 of 8, version 3", "waiting           trainer waits for batch 3"]
+    assert "oldest checkpoint 2" in lines
+    assert "security          transport plain" in lines
+    assert "groups            queued 4  leased 0  ready 1  assigned 0  dead 2  committed 1.5 MiB" in lines
+
+
 def test_a_stalled_run_says_so_first() -> None:
-    stalled = {"since_s": 40.0, "limit_s": 30.0, "reason": "trainer t has been silent for 41 s"}
-    assert summary({**WHOLE, "stalled": stalled})[0] == "stalled for 40 s (limit 30 s): trainer t has been silent for 41 s"
+    stalled = {**WHOLE, "stalled": {"since_s": 40.0, "limit_s": 30.0, "reason": "trainer t has been silent for 41 s"}}
+    first = "stalled for 40 s (limit 30 s): trainer t has been silent for 41 s"
+    assert (brief(stalled)[0], summary(stalled)[0]) == (first, first)
 
 
 def test_a_broker_of_another_run_does_not_stand_for_the_one_that_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
