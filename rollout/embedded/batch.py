@@ -25,22 +25,27 @@ class RunningBatch:
         self.stop_ids = torch.zeros(max_rows, 0, dtype=torch.int64)
         self.temperature = torch.ones(max_rows)
         self.greedy = torch.zeros(max_rows, dtype=torch.bool)
+        self.pages = torch.zeros(max_rows, 0, dtype=torch.int64)  # of the cache; 0 after the last
         self.tokens = torch.zeros(max_rows, 0, dtype=torch.int64)
         self.logprobs = torch.zeros(max_rows, 0)
 
-    def _widen(self, max_new: int, num_stops: int) -> None:
-        """Room for so many generated tokens and stop ids a row; contents are kept."""
+    def _widen(self, max_new: int, num_stops: int, num_pages: int) -> None:
+        """Room for so many generated tokens, stop ids and pages a row; contents are kept."""
         if (missing := max_new - self.tokens.shape[1]) > 0:
             grown = max(missing, self.tokens.shape[1])
             self.tokens, self.logprobs = pad(self.tokens, (0, grown)), pad(self.logprobs, (0, grown))
         if (missing := num_stops - self.stop_ids.shape[1]) > 0:
             self.stop_ids = pad(self.stop_ids, (0, missing), value=NO_TOKEN)
+        if (missing := num_pages - self.pages.shape[1]) > 0:
+            self.pages = pad(self.pages, (0, missing))
 
     def add(self, sequences: list[Sequence]) -> None:
         """Append a row for each sequence, with the tokens it already has."""
-        self._widen(max(s.limit for s in sequences), max(len(s.stop_ids) for s in sequences))
+        self._widen(max(s.limit for s in sequences), max(len(s.stop_ids) for s in sequences), max(len(s.pages) for s in sequences))
         rows, width = slice(self.num_rows, self.num_rows + len(sequences)), self.stop_ids.shape[1]
+        self.last_token[rows] = torch.tensor([(s.output_ids or s.prompt)[-1] for s in sequences])
         self.position[rows] = torch.tensor([len(s.prompt) + len(s.output_ids) - 1 for s in sequences])
+        self.pages[rows] = torch.tensor([[*s.pages, *[0] * (self.pages.shape[1] - len(s.pages))] for s in sequences])
         self.generated[rows] = torch.tensor([len(s.output_ids) for s in sequences])
         self.limit[rows] = torch.tensor([s.limit for s in sequences])
         self.stop_ids[rows] = torch.tensor([[*s.stop_ids, *[NO_TOKEN] * (width - len(s.stop_ids))] for s in sequences])

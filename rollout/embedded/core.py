@@ -55,8 +55,8 @@ class EngineCore:
         """Generate at most one decode token a row; sequences that finished, and streaming ones that grew."""
         reported = self._prefill_admitted()
         if self.scheduler.running:
-            rows = slice(0, self._batch.num_rows)
-            reported += self._sample(0, self.model.decode(self._batch.last_token[rows], self._batch.position[rows], self.cache))
+            batch, rows = self._batch, slice(0, self._batch.num_rows)
+            reported += self._sample(0, self.model.decode(batch.last_token[rows], batch.position[rows], batch.pages[rows], self.cache))
         return list(dict.fromkeys(reported))
 
     # -- control -------------------------------------------------------------------------------------------------
@@ -73,52 +73,55 @@ class EngineCore:
 
     @torch.inference_mode()
     def retract(self) -> None:
-        """Send every running sequence back to the queue; its tokens stay, its keys and values are computed again."""
+        """Send every running sequence back to the queue; its tokens stay, its keys and values as long as there is room."""
         self._batch.save(list(range(self._batch.num_rows)), self.scheduler.running)
+        for sequence in self.scheduler.running:
+            self.cache.release(sequence)
         self.scheduler.retract_all()
         self._batch.num_rows = 0
 
     def swap_weights(self, weights: ModelWeights, version: str | None) -> None:
-        """Serve `weights` from the next step on, as `version` (None: keep the name). Cached keys and values stay."""
+        """Serve `weights` from the next step on, as `version` (None: keep the name). Who runs keeps its keys and values, for itself."""
         weights.take_over()
         self.model.weights = weights
         self._batch.save(list(range(self._batch.num_rows)), self.scheduler.running)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             sequence.change_weights(self.version)
+        self.cache.flush()
         self.version = self.version if version is None else version
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _prefill_admitted(self) -> list[Sequence]:
-        first = self._batch.num_rows
-        admitted = self.scheduler.admit()
-        if not admitted:
+        known, new = self.scheduler.admit()
+        first = self._batch.num_rows + len(known)
+        for sequence in known + new:
+            sequence.num_cached_tokens = sequence.num_cached_tokens if sequence.output_ids else sequence.num_known
+        self.cache.copy_begun()
+        if known or new:
+            self._batch.add(known + new)
+        if not new:
             return []
-        self.cache.reserve(first + len(admitted), max(s.max_tokens for s in self.scheduler.running), rows_in_use=first)
-        self._batch.add(admitted)
-        logits_BV = self._prefill(first, admitted)
-        reported = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(admitted) if sequence.limit == 0})
+        logits_BV = self._prefill(first, new)
+        reported = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(new) if sequence.limit == 0})
         if reported:  # rare: requests for zero tokens have left, and others have moved into their rows
-            logits_BV = logits_BV[[admitted.index(sequence) for sequence in self.scheduler.running[first:]]]
+            logits_BV = logits_BV[[new.index(sequence) for sequence in self.scheduler.running[first:]]]
         if len(logits_BV):
             reported += self._sample(first, logits_BV)
         return reported
 
-    def _prefill(self, first: int, admitted: list[Sequence]) -> torch.Tensor:
-        """Fill the cache rows of the admitted; logits [B, V] of the token after each."""
-        token_lists = [tuple(sequence.prompt + sequence.output_ids) for sequence in admitted]
-        distinct = {tokens: index for index, tokens in enumerate(dict.fromkeys(token_lists))}
-        source = torch.tensor([distinct[tokens] for tokens in token_lists])
-        longest = max(map(len, distinct))
-        tokens_BP = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in distinct])
-        hidden = self.model.prefill(tokens_BP, self.cache, (first, source))
-        for index, sequence in enumerate(admitted):
-            # What shared another's prefill counts as cached, as it would in a prefix cache.
-            sequence.num_cached_tokens = len(sequence.prompt) - 1 if token_lists[index] in token_lists[:index] else 0
-            if sequence.logprob_start is not None and not sequence.output_ids:
-                self._score_prompt(sequence, hidden[source[index]])
-        last = torch.tensor([len(tokens) - 1 for tokens in distinct])
-        return self.model.logits(hidden[torch.arange(len(distinct)), last])[source]
+    def _prefill(self, first: int, new: list[Sequence]) -> torch.Tensor:
+        """Fill the pages of these, in rows from `first` on; logits [B, V] of the token after each."""
+        token_lists = [sequence.tokens[sequence.num_known :] for sequence in new]
+        longest = max(map(len, token_lists))
+        tokens_BP = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in token_lists])
+        lengths, starts = torch.tensor([len(tokens) for tokens in token_lists]), torch.tensor([sequence.num_known for sequence in new])
+        hidden = self.model.prefill(tokens_BP, lengths, starts, self._batch.pages[first : self._batch.num_rows], self.cache)
+        for sequence, hidden_PC in zip(new, hidden, strict=True):
+            self.cache.remember(sequence, len(sequence.tokens))
+            if sequence.is_scored:
+                self._score_prompt(sequence, hidden_PC)
+        return self.model.logits(hidden[torch.arange(len(new)), lengths - 1])
 
     def _score_prompt(self, sequence: Sequence, hidden_PC: torch.Tensor) -> None:
         """Logprobs of the prompt's own tokens from `logprob_start` on, at temperature 1; the first has none."""
@@ -126,7 +129,9 @@ class EngineCore:
         targets = torch.tensor(sequence.prompt[start + 1 :], dtype=torch.int64)
         if not len(targets):
             return
-        logprobs_PV = self.model.logits(hidden_PC[start : len(sequence.prompt) - 1]).log_softmax(-1)
+        logprobs_PV = self.model.logits(hidden_PC[start - sequence.num_known : len(sequence.prompt) - 1 - sequence.num_known]).log_softmax(
+            -1
+        )
         sequence.input_logprobs = logprobs_PV.gather(1, targets[:, None]).squeeze(1).tolist()
 
     def _sample(self, first: int, logits_BV: torch.Tensor) -> list[Sequence]:
@@ -189,8 +194,7 @@ class EngineCore:
         ended = [self.scheduler.running[row] for row in rows]
         self._batch.save(rows, ended)
         sources, targets = self.scheduler.remove_running(rows)
-        if sources:
-            source, target = torch.tensor(sources), torch.tensor(targets)
-            self.cache.move_rows(source, target, int(self._batch.position[source].max()) + 1)
+        for sequence in ended:
+            self.cache.release(sequence)
         self._batch.move_rows(sources, targets, len(self.scheduler.running))
         return ended

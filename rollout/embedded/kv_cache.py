@@ -1,57 +1,156 @@
-"""Keys and values of the running rows: one rectangle, sized to the rows and the longest sequence that run.
+"""Keys and values in pages; sequences that begin alike share the pages of what they have in common.
 
-Legend: L layers, N rows, K key-value heads, T tokens, D head size.
+Legend: L layers, G pages, K key-value heads, P tokens a page, D head size; B rows, S new tokens of a row, n pages of a row, T = n * P.
 
-    storage  [L, 2, N, K, T, D]      row r, position t holds the key (0) and value (1) of token t of the sequence in row r
+    storage  [L, 2, G * K, P * D]     page g, head k: the keys (0) and values (1) of P consecutive tokens. Page 0 stands for no page
+
+A page belongs to the sequences that run on it, to the tree of known prefixes, or to both; else it is free. Only the sequence that took
+a page writes into it, behind what the tree knows of it.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from rollout.embedded.model_config import ModelConfig
-
-MIN_TOKENS = 64
+from rollout.embedded.prefix_tree import PAGE_TOKENS, PrefixTree
+from rollout.embedded.sequence import Sequence
 
 
 class KVCache:
-    """Grows on `reserve`, within `budget_bytes`; rows 0..n-1 are in use and stay together."""
+    """Pages within `budget_bytes`; memory is used from the first time that a page is."""
 
     def __init__(self, config: ModelConfig, budget_bytes: int, dtype: torch.dtype) -> None:
-        self._config, self._dtype = config, dtype
-        self.bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-        self.budget_tokens = budget_bytes // self.bytes_per_token
-        self.num_rows, self.num_tokens = 0, 0
-        self.storage = torch.empty(self._shape(0, 0), dtype=dtype)
+        self.num_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.bytes_per_token = 2 * config.num_layers * self.num_heads * self.head_dim * dtype.itemsize
+        self.num_pages = budget_bytes // (self.bytes_per_token * PAGE_TOKENS)
+        self.budget_tokens = self.num_pages * PAGE_TOKENS
+        shape = (config.num_layers, 2, (self.num_pages + 1) * self.num_heads, PAGE_TOKENS * self.head_dim)
+        # Zeros, for a masked position must hold a finite value (0 * nan is nan); numpy's take no memory before they are written.
+        self.storage = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        self.scratch = torch.empty(0, PAGE_TOKENS * self.head_dim, dtype=dtype)
+        self.tree = PrefixTree()
+        self._has_nan = False  # weights that made no numbers were served since the last flush
+        self._flushes = 0
+        self._free = list(range(self.num_pages, 0, -1))
+        self._num_users = [0] * (self.num_pages + 1)
+        self._num_pinned = 0
+        self._copies: list[tuple[int, int]] = []
 
-    def _shape(self, num_rows: int, num_tokens: int) -> tuple[int, ...]:
-        config = self._config
-        return (config.num_layers, 2, num_rows, config.num_kv_heads, num_tokens, config.head_dim)
+    def place(self, sequence: Sequence, most_new: int) -> bool:
+        """Give it pages for all tokens that it may come to hold; what is known of its tokens is in them.
 
-    def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether `num_rows` rows of up to `num_tokens` tokens each stay within the budget."""
-        return num_rows * num_tokens <= self.budget_tokens
+        False when there is no room now, or when more than `most_new` of its tokens are unknown.
+        """
+        tokens = sequence.tokens
+        most = len(tokens) - 1  # the last one's logits are wanted
+        if sequence.is_scored:
+            most = min(most, sequence.logprob_start or 0)
+        known, num_known = self.tree.match(sequence.cache_key, tokens[:most])
+        shared, begun = (known[:-1], known[-1:]) if num_known % PAGE_TOKENS else (known, [])
+        if len(tokens) - num_known > most_new:
+            return False
+        self._pin(shared)
+        count = -(-sequence.max_tokens // PAGE_TOKENS) - len(shared)
+        if count > self.num_pages - self._num_pinned:
+            self._unpin(shared)
+            return False
+        while len(self._free) < count:
+            self._reclaim([self.tree.evict()])
+        own = [self._free.pop() for _ in range(count)]
+        self._pin(own)
+        self._copies += zip(begun, own, strict=False)
+        sequence.pages, sequence.num_known, sequence.placed_after = shared + own, num_known, self._flushes
+        return True
 
-    def reserve(self, num_rows: int, num_tokens: int, *, rows_in_use: int) -> None:
-        """Make room for `num_rows` rows of `num_tokens` tokens, keeping the first `rows_in_use` rows."""
-        if num_rows <= self.num_rows and num_tokens <= self.num_tokens:
-            return
-        grown = self._rounded(num_rows, num_tokens)
-        # Zeros, not empty: a masked position must hold a finite value, for 0 * nan is nan.
-        storage = torch.zeros(self._shape(*grown), dtype=self._dtype)
-        kept = min(self.num_tokens, grown[1])
-        if rows_in_use:
-            storage[:, :, :rows_in_use, :, :kept] = self.storage[:, :, :rows_in_use, :, :kept]
-        self.storage = storage
-        self.num_rows, self.num_tokens = grown
+    def copy_begun(self) -> None:
+        """Copy the pages of which new sequences know the first tokens, before anything is written."""
+        if self._copies:
+            source, target = self._rows(torch.tensor(self._copies).T).flatten(1)
+            self.storage[:, :, target] = self.storage[:, :, source]
+            self._copies = []
 
-    def _rounded(self, num_rows: int, num_tokens: int) -> tuple[int, int]:
-        """Powers of two, so that growth is rare; the exact need where the budget is tight."""
-        rows = max(1 << (num_rows - 1).bit_length(), self.num_rows)
-        tokens = max(1 << (num_tokens - 1).bit_length(), self.num_tokens, MIN_TOKENS)
-        return (rows, tokens) if self.fits(rows, tokens) else (num_rows, num_tokens)
+    def remember(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others share the first `num_tokens` tokens of it, unless they were computed before a flush."""
+        if sequence.placed_after == self._flushes:
+            self._reclaim(self.tree.insert(sequence.cache_key, sequence.tokens[:num_tokens], sequence.pages))
 
-    def move_rows(self, source: torch.Tensor, target: torch.Tensor, num_tokens: int) -> None:
-        """Copy the first `num_tokens` of each row in `source` over the row in `target` (both int64 [n])."""
-        used = self.storage[:, :, :, :, :num_tokens]
-        used[:, :, target] = used[:, :, source]
+    def release(self, sequence: Sequence) -> None:
+        """Take its pages back; what they hold is remembered, if it is numbers."""
+        is_broken = any(map(math.isnan, [*sequence.input_logprobs[-1:], *sequence.output_logprobs[-1:]]))
+        if not is_broken:
+            self.remember(sequence, len(sequence.tokens) - 1)
+        num_free = len(self._free)
+        self._unpin(sequence.pages)
+        sequence.pages = []
+        if is_broken:
+            self._has_nan = True
+            self._clean(self._free[num_free:])
+
+    def flush(self) -> None:
+        """Forget every prefix. Who runs keeps its pages, and none of theirs is remembered later."""
+        known = list(self.tree.pages)
+        self.tree.clear()
+        self._reclaim(known)
+        self._flushes += 1
+        if self._has_nan:
+            self._clean(self._free)
+            self._has_nan = False
+
+    def _clean(self, pages: list[int]) -> None:
+        """A recycled page is read to its end, masked: whatever is behind its tokens must be finite."""
+        self.storage[:, :, self._rows(torch.tensor(pages, dtype=torch.int64)).flatten()] = 0
+
+    def _rows(self, pages: torch.Tensor) -> torch.Tensor:
+        """[..., K] of pages [...]: their rows in one layer's keys."""
+        return pages[..., None] * self.num_heads + torch.arange(self.num_heads)
+
+    def _pin(self, pages: list[int]) -> None:
+        for page in pages:
+            self._num_pinned += not self._num_users[page]
+            self._num_users[page] += 1
+
+    def _unpin(self, pages: list[int]) -> None:
+        for page in pages:
+            self._num_users[page] -= 1
+            self._num_pinned -= not self._num_users[page]
+        self._reclaim(pages)
+
+    def _reclaim(self, pages: list[int]) -> None:
+        """Free those that nobody has any more."""
+        self._free += [page for page in pages if not self._num_users[page] and page not in self.tree.pages]
+
+
+class PageView:
+    """One forward pass's way to its rows' pages: new tokens are written, then all are read."""
+
+    def __init__(self, cache: KVCache, pages_BG: torch.Tensor, positions_BS: torch.Tensor, is_token_BS: torch.Tensor | None = None) -> None:
+        """positions_BS: of the new tokens; is_token_BS: False for padding, which is not written."""
+        self._cache, self._is_token = cache, is_token_BS
+        heads = torch.arange(cache.num_heads)
+        page, offset = pages_BG.gather(1, positions_BS // PAGE_TOKENS), positions_BS % PAGE_TOKENS
+        slots_BSK = (page[..., None] * cache.num_heads + heads) * PAGE_TOKENS + offset[..., None]
+        self._slots = (slots_BSK if is_token_BS is None else slots_BSK[is_token_BS]).flatten()
+        num_pages = int(positions_BS.max()) // PAGE_TOKENS + 1
+        rows = (pages_BG[:, None, :num_pages] * cache.num_heads + heads[:, None]).flatten()
+        self._rows = torch.cat([rows, rows + cache.storage.shape[2]])
+        self.num_tokens = num_pages * PAGE_TOKENS
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the new tokens' keys and values [B, S, K, D]."""
+        head_dim = self._cache.head_dim
+        for kind, new in enumerate((key, value)):
+            tokens = new if self._is_token is None else new[self._is_token]
+            self._cache.storage[layer, kind].view(-1, head_dim).index_copy_(0, self._slots, tokens.reshape(-1, head_dim))
+
+    def read(self, layer: int) -> torch.Tensor:
+        """Keys and values [2, B * K, T, D] of all tokens, until the next read."""
+        cache = self._cache
+        if len(cache.scratch) < len(self._rows):
+            cache.scratch = cache.scratch.new_empty(2 * len(self._rows), cache.scratch.shape[1])
+        found = cache.scratch[: len(self._rows)]
+        torch.index_select(cache.storage[layer].flatten(0, 1), 0, self._rows, out=found)
+        return found.view(2, -1, self.num_tokens, cache.head_dim)

@@ -14,7 +14,7 @@ from rollout.embedded.sequence import Sequence
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`/generate` as SGLang takes it; what is not listed here is refused. `extra_key` has no effect, for there is no prefix cache."""
+    """`/generate` as SGLang takes it; what is not listed here is refused. Requests of one `extra_key` share keys and values."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -43,6 +43,7 @@ class RequestExpander:
         rids = iter(_rids(body.rid, count, copies))
         logprobs = _per_prompt(body.return_logprob, count, False)
         starts = _per_prompt(body.logprob_start_len, count, -1)
+        keys = _per_prompt(body.extra_key, count, "")
         sequences = [
             self._sequence(
                 next(rids),
@@ -51,8 +52,9 @@ class RequestExpander:
                 return_logprob=has_logprobs,
                 logprob_start=start if has_logprobs and 0 <= start < len(prompt) else None,
                 stream=body.stream,
+                cache_key=key,
             )
-            for prompt, sampling, has_logprobs, start in zip(prompts, samplings, logprobs, starts, strict=True)
+            for prompt, sampling, has_logprobs, start, key in zip(prompts, samplings, logprobs, starts, keys, strict=True)
             for _ in range(copies)
         ]
         return sequences, is_single and copies == 1

@@ -9,15 +9,16 @@ from rollout.embedded.sequence import Sequence
 
 FULL_BATCH_SHARE = 16  # rows that must be free before a full batch admits again: 1 of so many
 
-Fits = Callable[[int, int], bool]  # (rows, tokens a row) -> whether the cache holds them
+Place = Callable[[Sequence, int], bool]
+"""Finds a sequence room in the cache, and what that knows of its tokens; False: there is no room, or more than so many are unknown."""
 
 
 class Scheduler:
-    """Waiting queue and running sequences, one a row; `fits` says what the cache can hold. Whoever adds bounds the queue."""
+    """Waiting queue and running sequences, one a row; `place` gives it its part of the cache. Whoever adds bounds the queue."""
 
-    def __init__(self, *, max_running: int, max_prefill_tokens: int, fits: Fits) -> None:
+    def __init__(self, *, max_running: int, max_prefill_tokens: int, place: Place) -> None:
         self.max_running, self.max_prefill_tokens = max_running, max_prefill_tokens
-        self._fits = fits
+        self._place = place
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -25,28 +26,37 @@ class Scheduler:
         """Append to the queue, in order."""
         self.waiting.extend(sequences)
 
-    def admit(self) -> list[Sequence]:
-        """Move the next sequences from waiting to running: as many as rows, cache and one prefill batch allow.
+    def admit(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Move the next sequences from waiting to running: (those that only decode, those to prefill), in the order of their rows.
 
-        While the rows are full and the queue is deep, it waits for several free rows, for a prefill of few costs almost
-        as much as one of many.
+        As many as rows, cache and one prefill batch allow. One whose tokens are all known but the last needs no prefill; one that equals
+        another of this prefill waits for the next step, when it is such. While the rows are full and the queue is deep, it waits for
+        several free rows, for a prefill of few costs almost as much as one of many.
         """
-        admitted: list[Sequence] = []
+        known: list[Sequence] = []
+        new: dict[object, Sequence] = {}
+        equal: list[Sequence] = []
+        longest = 0
         num_free = self.max_running - len(self.running)
         if num_free < min(len(self.waiting), self.max_running // FULL_BATCH_SHARE):
-            return admitted
-        longest_prompt = 0
-        longest = max((sequence.max_tokens for sequence in self.running), default=0)
-        while self.waiting and len(self.running) < self.max_running:
+            return [], []
+        while self.waiting and len(known) + len(new) < num_free:
             sequence = self.waiting[0]
-            longest_prompt = max(longest_prompt, len(sequence.prompt) + len(sequence.output_ids))
-            longest = max(longest, sequence.max_tokens)
-            is_too_much = admitted and longest_prompt * (len(admitted) + 1) > self.max_prefill_tokens
-            if is_too_much or not self._fits(len(self.running) + 1, longest):
+            name = sequence if sequence.is_scored else (sequence.cache_key, *sequence.tokens)
+            if name in new:
+                equal.append(self.waiting.popleft())
+                continue
+            most_new = self.max_prefill_tokens // (len(new) + 1) if new else len(sequence.tokens)
+            if not self._place(sequence, most_new if longest <= most_new else 1):
                 break
-            admitted.append(self.waiting.popleft())
-            self.running.append(sequence)
-        return admitted
+            longest = max(longest, num_new := len(sequence.tokens) - sequence.num_known)
+            if num_new == 1 and sequence.limit:
+                known.append(self.waiting.popleft())
+                continue
+            new[name] = self.waiting.popleft()
+        self.waiting.extendleft(reversed(equal))
+        self.running += [*known, *new.values()]
+        return known, list(new.values())
 
     def remove_running(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Drop the sequences in `rows`; the last ones move into the holes. (source rows, target rows) of the moves."""

@@ -14,7 +14,8 @@ class Sequence:
     """A prompt being continued. Output fields are filled when it finishes, is retracted, or is watched step by step.
 
     `limit` is the most tokens it may generate, `stop_ids` end it (and are kept), `weight_changes` lists
-    (version until then, tokens generated until then).
+    (version until then, tokens generated until then). `pages` hold its keys and values while it runs, the first `num_known` tokens' from
+    before; sequences of one `cache_key` share pages.
     """
 
     rid: str
@@ -26,6 +27,7 @@ class Sequence:
     return_logprob: bool = False
     logprob_start: int | None = None
     stream: bool = False
+    cache_key: str = ""
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -34,6 +36,9 @@ class Sequence:
     weight_changes: list[tuple[str, int]] = field(default_factory=list)
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)
     is_special: bool = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    num_known: int = 0
+    placed_after: int = 0  # how many flushes of the cache
     num_cached_tokens: int = 0
     num_retractions: int = 0
     created_s: float = field(default_factory=time.monotonic)
@@ -48,6 +53,16 @@ class Sequence:
     def is_watched(self) -> bool:
         """Whether its tokens must be looked at after every step, not only at its end."""
         return self.stream or bool(self.sampling.stop) or self.sampling.is_penalised
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and saved output."""
+        return self.prompt + self.output_ids
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether logprobs of its prompt are still to be computed."""
+        return self.logprob_start is not None and not self.output_ids
 
     @property
     def max_tokens(self) -> int:

@@ -40,7 +40,7 @@ def load_engine(settings: Settings) -> EngineCore:
     max_tokens = min(config.context_length, cache.budget_tokens)
     if max_tokens < 2:
         raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
-    scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, fits=cache.fits)
+    scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, place=cache.place)
     model = Model(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
     return EngineCore(model, cache, scheduler, seed=settings.seed, tokenizer=_read_tokenizer(settings.model_path / "tokenizer.json"))
 

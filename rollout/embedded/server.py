@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class UpdateWeights(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /update_weights_from_disk; `flush_cache` is taken and has no effect, for there is no prefix cache."""
+    """Body of /update_weights_from_disk; known prefixes are forgotten whatever `flush_cache` says."""
 
     model_path: str
     weight_version: str | None = None
@@ -77,6 +77,7 @@ class EngineServer:
                 web.post("/pause_generation", self.pause_generation),
                 web.post("/continue_generation", self.continue_generation),
                 web.post("/update_weights_from_disk", self.update_weights_from_disk),
+                web.post("/flush_cache", self.flush_cache),
                 web.get("/ready", self.ready),
                 web.get("/ping", self.ping),
                 web.get("/health", self.health),
@@ -200,6 +201,17 @@ class EngineServer:
             self._model_path = Path(body.model_path)
         num_paused = len(self._core.scheduler.running) if self._core.is_paused else 0
         return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": num_paused})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        """POST /flush_cache: forget known prefixes; 400 while a sequence runs or waits, as SGLang."""
+
+        def flush(core: EngineCore) -> None:
+            if core.scheduler.running or core.scheduler.waiting:
+                raise ValueError("Cache not flushed because there are pending requests.")
+            core.cache.flush()
+
+        await self._on_core(flush)
+        return web.Response(text="Cache flushed.")
 
     def _read_weights(self, path: Path) -> ModelWeights:
         served = self._core.model.weights

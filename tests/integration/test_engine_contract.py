@@ -54,6 +54,13 @@ class Engine:
 
         return asyncio.run(send())
 
+    def post_text(self, path: str) -> tuple[int, str]:
+        async def send() -> tuple[int, str]:
+            async with aiohttp.ClientSession() as session, session.post(self.process.url + path) as response:
+                return response.status, await response.text()
+
+        return asyncio.run(send())
+
     def get_status(self, path: str) -> int:
         async def send() -> int:
             async with aiohttp.ClientSession() as session, session.get(self.process.url + path) as response:
@@ -201,6 +208,26 @@ def test_input_logprobs_score_the_prompt_and_the_first_is_null(engine: Engine):
     assert [entry[1] for entry in scored] == PROMPTS[1]
     assert scored[0][0] is None
     assert all(entry[0] < 0 for entry in scored[1:])
+
+
+def test_a_turn_computes_only_what_the_turn_before_did_not_until_the_cache_is_flushed(engine: Engine):
+    def ask(prompt: list[int], key: str = "turns") -> tuple[list[int], list[float], int]:
+        body = {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True, "extra_key": key}
+        status, answer = engine.post("/generate", body)
+        assert status == 200
+        logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        return answer["output_ids"], logprobs, answer["meta_info"]["cached_tokens"]
+
+    first = [*PROMPTS[1], *ask(PROMPTS[1])[0]]
+    second = [*first, 7, 8, 9]
+    ids, logprobs, num_cached = ask(second)
+    assert num_cached == len(first) - 1  # the last token's keys and values were not needed yet
+    assert ask(second, "another")[2] == 0
+    assert ask(second)[2] == len(second) - 1
+    assert engine.post_text("/flush_cache")[0] == 200
+    again, computed, num_cached = ask(second)
+    assert (again, num_cached) == (ids, 0)
+    np.testing.assert_allclose(logprobs, computed, atol=1e-5, rtol=0)
 
 
 def test_a_stream_is_cumulative_and_ends_with_done(engine: Engine):

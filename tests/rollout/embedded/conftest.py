@@ -34,7 +34,7 @@ def core_of() -> Callable[..., Any]:
         config = ModelConfig.read(path)
         cache = KVCache(config, kv_bytes, torch.float32)
         model = Model(config, ModelWeights(path, config, torch.float32), config.context_length)
-        scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, fits=cache.fits)
+        scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, place=cache.place)
         return EngineCore(model, cache, scheduler, seed=seed, **options)
 
     return build
@@ -48,7 +48,7 @@ def sequence_of() -> Callable[..., Any]:
         from rollout.embedded.sampling_params import SamplingParams
         from rollout.embedded.sequence import Sequence
 
-        asked = {name: params.pop(name) for name in ("stream", "logprob_start") if name in params}
+        asked = {name: params.pop(name) for name in ("stream", "logprob_start", "cache_key") if name in params}
         sampling = SamplingParams.read({"temperature": 0.0, "max_new_tokens": 8, **params}, SHAPE["vocab_size"])
         return Sequence(rid, prompt, sampling, sampling.token_limit or 0, stop_ids, return_logprob=True, **asked)
 

@@ -1,0 +1,15 @@
+"""`bin/bench rollout`: how fast samples are made, and what a worker adds to its engine. Each function of ROWS measures one thing."""
+
+from collections.abc import Callable
+from itertools import chain
+
+import bench_engine
+from bench_row import Row
+
+ROWS: list[Callable[[bool], list[Row]]] = [bench_engine.against_transformers, bench_engine.against_sglang, bench_engine.prefill_reuse]
+"""Each takes `quick`, whether less work will do."""
+
+
+def rows(quick: bool) -> list[Row]:
+    """All rows, in order."""
+    return list(chain.from_iterable(measure(quick) for measure in ROWS))
