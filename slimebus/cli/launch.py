@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -23,10 +23,13 @@ PR_SET_PDEATHSIG = 1
 class Child:
     """A running `slimebus ARGUMENTS`, which dies with this process, whatever ends it; a thread relays its output to a file and a sink."""
 
-    def __init__(self, role: str, arguments: Sequence[str], log_file: Path, sink: LineSink | None) -> None:
+    def __init__(
+        self, role: str, arguments: Sequence[str], log_file: Path, sink: LineSink | None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.role, self.arguments, self.log_file, self.ended_at = role, arguments, log_file, 0.0
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "slimebus", *arguments],
+            env=os.environ | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -45,6 +48,12 @@ class Child:
                 out.write(line)
                 if sink is not None and line.strip():
                     sink(self.role, line.rstrip("\n"))
+
+    def kill(self) -> None:
+        """SIGKILL to whatever is left of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.finish()
 
     def finish(self) -> None:
         """Reap the ended process and let the last lines through."""
@@ -65,9 +74,9 @@ class Fleet:
         self.children: list[Child] = []
         log_dir.mkdir(parents=True, exist_ok=True)
 
-    def start(self, role: str, arguments: Sequence[str]) -> Child:
-        """Start `slimebus ARGUMENTS`."""
-        self.children.append(Child(role, arguments, self.log_dir / f"{role}.log", self.sink))
+    def start(self, role: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+        """Start `slimebus ARGUMENTS`, with these variables besides its parent's."""
+        self.children.append(Child(role, arguments, self.log_dir / f"{role}.log", self.sink, environment))
         return self.children[-1]
 
     def start_again(self, child: Child) -> None:
@@ -95,9 +104,15 @@ class Fleet:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.process.wait(max(0.0, until - time.monotonic()))
         for child in self.children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.process.pid, signal.SIGKILL)
-            child.finish()
+            child.kill()
+
+    def stop_one(self, child: Child, grace_s: float = STOP_S) -> None:
+        """The same for one, which then is no longer of the fleet."""
+        child.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(grace_s)
+        child.kill()
+        self.children.remove(child)
 
     def __enter__(self) -> "Fleet":
         return self

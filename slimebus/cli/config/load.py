@@ -81,7 +81,7 @@ def read(
     Raises ConfigError for a file that cannot be read as a map.
     """
     problems: list[str] = []
-    tree, origin = _read(file, problems) if file else ({}, {})
+    tree, origin = read_map(file, problems) if file else ({}, {})
     environ = os.environ if environ is None else environ
     for name in paths():
         variable = "SLIMEBUS_" + name.replace(".", "_").upper()
@@ -108,15 +108,17 @@ def raise_all(problems: Sequence[str]) -> None:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n".join(lines))
 
 
-def _read(file: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The map of the file, and the place of each of its values by dotted name."""
+def read_map(file: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The map of a YAML file, and the place of each of its values by dotted name; keys given twice are added to `problems`.
+
+    Raises ConfigError for a file that cannot be read as a map."""
     origin: dict[str, str] = {}
     try:
         text = file.read_text()
         node, tree = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
         _note_places(node, "", str(file), origin, problems)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; `slimebus init` writes a commented one") from None
+        raise ConfigError(f"{file}: no such file; `slimebus init` writes a commented run.yaml") from None
     except (OSError, UnicodeDecodeError) as bad:
         raise ConfigError(f"{file}: cannot be read: {bad}") from None
     except RecursionError:

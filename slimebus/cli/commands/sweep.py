@@ -1,0 +1,31 @@
+"""`slimebus sweep`: many runs that answer one question."""
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("sweep_yaml", type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Check the config of every trial and list them; start nothing.")
+@click.option("--retry-failed", is_flag=True, help="Run trials again that failed or were refused.")
+@click.option("--json", "as_json", is_flag=True, help="With --check: one JSON object, trial to its mistakes.")
+def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, as_json: bool) -> None:
+    """Run every trial of SWEEP.yaml that is not over yet, then compare them (docs/sweep.md).
+
+    Each trial is a `slimebus up` in a run directory of its own. Started again after whatever ended it, the sweep goes on where it was. A
+    trial that fails is a line of the table with its reason; an option that does not exist is refused before anything starts.
+    """
+    from slimebus.cli.launch import interrupt_on_sigterm
+    from slimebus.sweep import plan
+    from slimebus.sweep.runner import Runner
+
+    found = plan.load(sweep_yaml)
+    if check:
+        problems = plan.refusals(found)
+        lines = [f"{trial.name}: {'; '.join(problems.get(trial.name, ['ok']))}" for trial in found.trials]
+        click.echo(json.dumps(problems) if as_json else "\n".join(lines))
+        return
+    interrupt_on_sigterm()
+    Runner(found, click.echo).run(retry_failed=retry_failed)

@@ -1,0 +1,234 @@
+"""Trials started, watched and recorded: each is a `slimebus up` of its own, in a normal run directory. What is done stays done.
+
+FOLDER/trials/NAME/            the run directory
+FOLDER/trials/NAME/trial.json  its options and what became of it
+FOLDER/logs/NAME.log           all that its processes wrote
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slimebus.atomic_file import replacing
+from slimebus.bus.errors import ConfigError, DataError, SlimebusError, UsageError
+from slimebus.cli.commands.up import arguments_of
+from slimebus.cli.launch import Child, Fleet
+from slimebus.sweep.plan import EarlyStop, Sweep, Trial
+from slimebus.view import report
+from slimebus.view.live_panel import main_dataset
+from slimebus.weights.host.file_lock import FileLock
+
+POLL_S, LOOK_S = 0.5, 5.0
+STOP_S = 15.0
+"""For a run to end in order."""
+MIN_OTHERS = 3
+"""Finished trials that it takes to call another one hopeless."""
+NAME_MISTAKE = "did you mean"
+"""In a problem that another trial could not be without: the sweep is refused, and not the trial alone."""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """trial.json. starts: above 1 for a trial that was begun, killed and gone on with; seconds: of all of them."""
+
+    condition: dict[str, str]
+    options: dict[str, Any]
+    seed: int
+    state: Literal["new", "running", "done", "failed", "refused", "stopped"] = "new"
+    reason: str = ""
+    starts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("new", "running")
+
+
+def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
+    """What became of it so far. Raises UsageError when it was begun with other options."""
+    file = sweep.run_dir(trial) / "trial.json"
+    if not file.is_file():
+        return Outcome(condition=trial.condition, options=trial.options, seed=trial.seed)
+    found = msgspec.json.decode(file.read_bytes(), type=Outcome)
+    if found.options != trial.options:
+        changed = sorted(n for n in found.options.keys() | trial.options if found.options.get(n) != trial.options.get(n))
+        raise UsageError(f"{file.parent} was begun with another {', '.join(changed)}; give another sweep_dir, or remove it")
+    return found
+
+
+def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
+    """Replace trial.json in one move."""
+    sweep.run_dir(trial).mkdir(parents=True, exist_ok=True)
+    with replacing(sweep.run_dir(trial) / "trial.json") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(outcome), indent=1))
+
+
+class Running:
+    """A trial under way, on one of the `parallel` shares of the machine."""
+
+    def __init__(self, trial: Trial, outcome: Outcome, child: Child, share: int) -> None:
+        self.trial, self.outcome, self.child, self.share = trial, outcome, child, share
+        self.begun_at, self.earlier_s = time.monotonic(), outcome.seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.earlier_s + time.monotonic() - self.begun_at
+
+
+class Runner:
+    """Runs what is not over yet. say: told a line for each trial that begins or ends."""
+
+    def __init__(self, sweep: Sweep, say: Callable[[str], None]) -> None:
+        self.sweep, self.say = sweep, say
+        self.outcomes = {trial.name: read_outcome(sweep, trial) for trial in sweep.trials}
+        self.running: list[Running] = []
+        self._looked_at = 0.0
+
+    def run(self, *, retry_failed: bool = False) -> None:
+        """Until every trial is over. Raises ConfigError before any starts when an option is no option or no trial could run.
+
+        Raises UsageError while another process runs this sweep.
+        """
+        self.sweep.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.sweep.folder / "lock")
+        if not lock.acquire():
+            raise UsageError(f"{self.sweep.folder}: {lock.owner()} runs this sweep")
+        waiting = [t for t in self.sweep.trials if not self.outcomes[t.name].is_over or (retry_failed and self._is_failed(t))]
+        try:
+            waiting = self._without_refused(waiting) if waiting else []
+            with Fleet(self.sweep.folder / "logs") as fleet:
+                while waiting or self.running:
+                    while waiting and len(self.running) < self.sweep.plan.parallel:
+                        self._start(fleet, waiting.pop(0))
+                    for running in list(self.running):
+                        self._look(fleet, running)
+                    time.sleep(POLL_S)
+        finally:
+            lock.release()
+
+    def _is_failed(self, trial: Trial) -> bool:
+        return self.outcomes[trial.name].state in ("failed", "refused")
+
+    def _without_refused(self, waiting: list[Trial]) -> list[Trial]:
+        problems = asked_refusals(self.sweep)
+        mistakes = list(dict.fromkeys(p for found in problems.values() for p in found if NAME_MISTAKE in p))
+        if mistakes or len(problems) == len(self.sweep.trials):
+            raise ConfigError("\n".join(mistakes or dict.fromkeys(p for found in problems.values() for p in found)))
+        for trial in waiting:
+            if trial.name in problems:
+                self._end(trial, "refused", "; ".join(problems[trial.name]))
+        return [trial for trial in waiting if trial.name not in problems]
+
+    def _start(self, fleet: Fleet, trial: Trial) -> None:
+        plan, outcome = self.sweep.plan, self.outcomes[trial.name]
+        outcome.state, outcome.reason, outcome.starts = "running", "", outcome.starts + 1
+        write_outcome(self.sweep, trial, outcome)
+        wait_until_left(self.sweep.run_dir(trial))
+        share = min(set(range(plan.parallel)) - {running.share for running in self.running})
+        gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
+        arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
+        child = fleet.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(child.process.pid, cpus)  # before it has started anything
+        self.running.append(Running(trial, outcome, child, share))
+        self.say(f"{self._place(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
+
+    def _look(self, fleet: Fleet, running: Running) -> None:
+        """End it, or have it ended, where there is a reason."""
+        code, limit_s = running.child.process.poll(), self.sweep.plan.trial_timeout_s
+        if code is not None:
+            self._take_out(fleet, running)
+            self._end(running.trial, "failed" if code else "done", reason_in(running.child.log_file, code) if code else "")
+        elif limit_s and running.seconds > limit_s:
+            self._take_out(fleet, running)
+            self._end(running.trial, "failed", f"took longer than trial_timeout_s {limit_s:g}")
+        elif self.sweep.plan.early_stop and time.monotonic() - self._looked_at > LOOK_S:
+            self._looked_at = time.monotonic()
+            others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
+            if why := hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
+                self._take_out(fleet, running)
+                self._end(running.trial, "stopped", why)
+
+    def scores(self, trial: Trial) -> report.Rows:
+        """Its evaluations so far."""
+        with contextlib.suppress(DataError):
+            found = report.read(self.sweep.run_dir(trial))
+            return found.evaluations(self.sweep.plan.score or main_dataset(row["dataset"] for row in found.evals))
+        return []
+
+    def _take_out(self, fleet: Fleet, running: Running) -> None:
+        fleet.stop_one(running.child, STOP_S)
+        running.outcome.seconds = round(running.seconds, 1)
+        self.running.remove(running)
+
+    def _end(self, trial: Trial, state: Any, reason: str) -> None:
+        outcome = self.outcomes[trial.name]
+        outcome.state, outcome.reason = state, reason
+        write_outcome(self.sweep, trial, outcome)
+        rows = self.scores(trial)
+        what = reason or (f"{rows[-1]['dataset']} {rows[-1]['mean_reward']:.3f}" if rows else "")
+        self.say(f"{self._place(trial)} {state} after {outcome.seconds:.0f} s" + (f": {what}" if what else ""))
+
+    def _place(self, trial: Trial) -> str:
+        return f"[{self.sweep.trials.index(trial) + 1}/{len(self.sweep.trials)}] {trial.name}:"
+
+
+def asked_refusals(sweep: Sweep) -> dict[str, list[str]]:
+    """plan.py:refusals, from a process of its own. Raises SlimebusError when that fails."""
+    command = [sys.executable, "-P", "-m", "slimebus", "sweep", str(sweep.file), "--check", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SlimebusError(f"the trials' configs could not be checked:\n{done.stderr[-2000:]}")
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
+    """The ids that one of `parallel` trials gets."""
+    size = len(ids) // parallel
+    return ids[share * size : (share + 1) * size]
+
+
+def wait_until_left(run_dir: Path, timeout_s: float = 2 * STOP_S) -> None:
+    """Until no broker has this run directory: a sweep that was killed may have left one that is on its way out."""
+    file, until = run_dir / "broker" / "owner.lock", time.monotonic() + timeout_s
+    while file.is_file() and time.monotonic() < until:
+        with file.open("a") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(POLL_S)
+
+
+def hopeless(rows: report.Rows, others: Sequence[report.Rows], rule: EarlyStop) -> str:
+    """Why a trial with these evaluations need not go on; empty when it may.
+
+    The median stopping rule (Golovin et al., "Google Vizier", 2017, section 3.2.1) with a margin: its best score so far, at the upper end
+    of its 95% interval, is below the median of what the others, finished ones, had reached by the same version.
+    """
+    if not rows or rows[-1]["version"] < rule.after:
+        return ""
+    version, best = rows[-1]["version"], max(row["high"] for row in rows)
+    if best < rule.below:
+        return f"hopeless at version {version}: at best {best:.3f}, below {rule.below:g}"
+    reached = [max(scores) for other in others if (scores := [row["mean_reward"] for row in other if row["version"] <= version])]
+    if len(reached) >= MIN_OTHERS and best < statistics.median(reached):
+        return f"hopeless at version {version}: at best {best:.3f}, median of {len(reached)} others {statistics.median(reached):.3f}"
+    return ""
+
+
+def reason_in(log: Path, code: int) -> str:
+    """The last words of the process that ended a run, from the output of `slimebus up`."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-100:] if line.strip()]
+    ended = next((i for i, line in enumerate(lines) if line.endswith("; ending the others")), len(lines))
+    role = lines[ended].removeprefix("slimebus: ").partition(" ")[0] if ended < len(lines) else ""
+    own = [line for line in lines[:ended] if line.startswith(f"{role} |") or not role]
+    return (own or lines or [""])[-1].partition(" | ")[2] or (own or lines or [f"exit code {code}"])[-1]

@@ -1,0 +1,214 @@
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.sweep import runner
+from slimebus.sweep.plan import EarlyStop, Sweep, load
+from slimebus.sweep.runner import Runner, dealt, hopeless, reason_in
+
+
+class Process:
+    pid = os.getpid()
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class FakeFleet:
+    """Trials that end at once with the code that `codes` has for them; None: they never end. Each writes its evaluations."""
+
+    codes: dict[str, int | None] = {}
+    scores: dict[str, float] = {}
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.started: list[tuple[str, Sequence[str], Any]] = []
+        FakeFleet.last = self  # type: ignore[attr-defined]
+
+    def __enter__(self) -> "FakeFleet":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def start(self, role: str, arguments: Sequence[str], environment: Any) -> Any:
+        self.started.append((role, arguments, environment))
+        log = self.folder / f"{role}.log"
+        lines = ["trainer | 1", "trainer | it broke: no such thing", "broker | bye"]
+        log.write_text("\n".join([*lines, "slimebus: trainer ended with code 1 (log: x); ending the others", ""]))
+        write_records(self.folder.parent / "trials" / role, [self.scores.get(role, 0.5)])
+        child = type("Child", (), {"process": Process(self.codes.get(role, 0)), "log_file": log})
+        return child()
+
+    def stop_one(self, child: Any, grace_s: float) -> None:
+        child.process.code = child.process.code or 143
+
+
+def write_records(run_dir: Path, scores: Sequence[float]) -> None:
+    metrics = run_dir / "metrics"
+    metrics.mkdir(parents=True, exist_ok=True)
+    (metrics / "trainer.jsonl").write_text(json.dumps({"step": 0, "elapsed_s": 1.0}) + "\n")
+    rows = [evaluation(10 * i, score) for i, score in enumerate(scores)]
+    (metrics / "broker.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def evaluation(version: int, score: float) -> dict[str, Any]:
+    return {"evaluation": "k", "dataset": "heldout", "version": version, "mean_reward": score, "low": score - 0.05, "high": score + 0.05}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    return sweep_of(tmp_path, monkeypatch)
+
+
+def sweep_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, codes: dict[str, int | None] | None = None, **tree: Any) -> Sweep:
+    (tmp_path / "run.yaml").write_text("name: base\n")
+    usual = {"run": "run.yaml", "sweep_dir": str(tmp_path / "out"), "grid": {"broker.max_staleness": [0, 1, 2]}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(usual | tree))
+    monkeypatch.setattr(runner, "Fleet", FakeFleet)
+    monkeypatch.setattr(runner, "POLL_S", 0.0)
+    monkeypatch.setattr(runner, "LOOK_S", -1.0)
+    monkeypatch.setattr(runner, "asked_refusals", lambda sweep: {})
+    monkeypatch.setattr(FakeFleet, "codes", codes or {})
+    return load(tmp_path / "s.yaml")
+
+
+def states(sweep: Sweep) -> list[tuple[str, int]]:
+    outcomes = [runner.read_outcome(sweep, trial) for trial in sweep.trials]
+    return [(outcome.state, outcome.starts) for outcome in outcomes]
+
+
+def names(sweep: Sweep) -> list[str]:
+    return [trial.name for trial in sweep.trials]
+
+
+def test_every_trial_is_run_once_however_often_the_sweep_is_started(sweep: Sweep) -> None:
+    Runner(sweep, print).run()
+    assert states(sweep) == [("done", 1)] * 3
+    assert [role for role, _, _ in FakeFleet.last.started] == names(sweep)  # type: ignore[attr-defined]
+    Runner(sweep, print).run()
+    assert states(sweep) == [("done", 1)] * 3
+
+
+def test_a_trial_that_was_running_when_the_sweep_was_killed_is_gone_on_with(sweep: Sweep) -> None:
+    first = Runner(sweep, print)
+    first.outcomes[names(sweep)[0]].state = "running"
+    first.outcomes[names(sweep)[0]].starts = 1
+    runner.write_outcome(sweep, sweep.trials[0], first.outcomes[names(sweep)[0]])
+    lines: list[str] = []
+    Runner(sweep, lines.append).run()
+    assert states(sweep) == [("done", 2), ("done", 1), ("done", 1)]
+    assert lines[0] == "[1/3] max_staleness=0,seed=0: begins, start 2"
+
+
+def test_a_trial_that_fails_is_a_line_with_its_reason_and_the_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_of(tmp_path, monkeypatch, codes={"max_staleness=1,seed=0": 1})
+    lines: list[str] = []
+    Runner(sweep, lines.append).run()
+    assert [state for state, _ in states(sweep)] == ["done", "failed", "done"]
+    assert any("max_staleness=1,seed=0: failed after 0 s: it broke: no such thing" in line for line in lines)
+    Runner(sweep, print).run()
+    assert states(sweep)[1] == ("failed", 1), "not run again unless it is asked for"
+    monkeypatch.setattr(FakeFleet, "codes", {})
+    Runner(sweep, print).run(retry_failed=True)
+    assert states(sweep)[1] == ("done", 2)
+
+
+def test_a_refused_config_is_a_line_and_is_never_started(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "asked_refusals", lambda sweep: {names(sweep)[1]: ["a contradicts b"]})
+    Runner(sweep, print).run()
+    assert states(sweep) == [("done", 1), ("refused", 0), ("done", 1)]
+    assert runner.read_outcome(sweep, sweep.trials[1]).reason == "a contradicts b"
+
+
+@pytest.mark.parametrize("problems", [["no 'tiss'; did you mean 'tis'?"], None])
+def test_a_wrong_name_or_a_sweep_of_which_nothing_can_run_is_refused(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, problems: Any) -> None:
+    found = {names(sweep)[0]: problems} if problems else {name: ["no model"] for name in names(sweep)}
+    monkeypatch.setattr(runner, "asked_refusals", lambda sweep: found)
+    with pytest.raises(ConfigError, match="did you mean 'tis'" if problems else "^no model$"):
+        Runner(sweep, print).run()
+    assert states(sweep) == [("new", 0)] * 3
+
+
+def test_a_trial_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_of(tmp_path, monkeypatch, codes={"max_staleness=0,seed=0": None}, trial_timeout_s=1e-6)
+    Runner(sweep, print).run()
+    assert runner.read_outcome(sweep, sweep.trials[0]).reason == "took longer than trial_timeout_s 1e-06"
+    assert states(sweep)[0][0] == "failed"
+
+
+def test_parallel_trials_get_their_share_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_of(tmp_path, monkeypatch, parallel=3, gpus=[0, 1, 2, 3, 4, 5], workers=2)
+    Runner(sweep, print).run()
+    started = FakeFleet.last.started  # type: ignore[attr-defined]
+    assert [environment for _, _, environment in started] == [{"CUDA_VISIBLE_DEVICES": ids} for ids in ("0,1", "2,3", "4,5")]
+    assert all(arguments[-2:] == ["--workers", "2"] for _, arguments, _ in started)
+
+
+def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeFleet, "scores", {"max_staleness=3,seed=0": 0.1})
+    sweep = sweep_of(
+        tmp_path,
+        monkeypatch,
+        codes={"max_staleness=3,seed=0": None},
+        grid={"broker.max_staleness": [0, 1, 2, 3]},
+        early_stop={"after": 1},
+        trial_timeout_s=60.0,
+    )
+    assert hopeless([evaluation(0, 0.1)], [[evaluation(0, 0.5)]] * 3, EarlyStop()) == "", "not before it may be"
+    monkeypatch.setattr(
+        runner, "hopeless", lambda rows, others, rule: "hopeless" if len(others) == 3 and rows[-1]["mean_reward"] == 0.1 else ""
+    )
+    Runner(sweep, print).run()
+    assert [state for state, _ in states(sweep)] == ["done"] * 3 + ["stopped"]
+
+
+def test_hopeless_is_surely_below_the_median_of_what_others_had_reached() -> None:
+    others = [[evaluation(10, best), evaluation(20, 0.9)] for best in (0.2, 0.5, 0.8)]
+    rule = EarlyStop(after=10)
+    assert "median of 3 others 0.500" in hopeless([evaluation(10, 0.44)], others, rule)
+    assert hopeless([evaluation(10, 0.46)], others, rule) == "", "0.46 may be 0.51"
+    assert hopeless([evaluation(5, 0.1)], others, rule) == ""
+    assert hopeless([evaluation(10, 0.1)], others[:2], rule) == "", "two are too few"
+    assert hopeless([evaluation(10, 0.6), evaluation(20, 0.1)], others, rule) != "", "by then they had 0.9"
+    assert "below 0.3" in hopeless([evaluation(10, 0.2)], [], EarlyStop(after=10, below=0.3))
+    assert hopeless([], others, rule) == ""
+
+
+def test_the_reason_is_the_last_words_of_the_process_that_failed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("slimebus: broker.bind: in use\n")
+    assert reason_in(log, 2) == "slimebus: broker.bind: in use"
+    log.write_text("")
+    assert reason_in(log, 3) == "exit code 3"
+
+
+def test_other_options_under_the_same_name_are_refused(sweep: Sweep, tmp_path: Path) -> None:
+    Runner(sweep, print).run()
+    file = tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"set": {"optimizer.lr": 3.0}}))
+    with pytest.raises(UsageError, match=r"begun with another optimizer\.lr"):
+        Runner(load(file), print)
+
+
+def test_one_process_at_a_time_runs_a_sweep(sweep: Sweep) -> None:
+    sweep.folder.mkdir()
+    lock = runner.FileLock(sweep.folder / "lock")
+    assert lock.acquire()
+    with pytest.raises(UsageError, match=f"process {os.getpid()} runs this sweep"):
+        Runner(sweep, print).run()
+    lock.release()
+
+
+def test_ids_are_dealt_evenly() -> None:
+    assert [list(dealt([4, 5, 6, 7], 2, share)) for share in (0, 1)] == [[4, 5], [6, 7]]
