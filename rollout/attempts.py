@@ -53,6 +53,7 @@ class Attempt:
     leased: LeasedGroup
     task: "asyncio.Task[None]"
     is_being_put: bool = False
+    recall: "asyncio.Task[None] | None" = None
 
 
 class Attempts:
@@ -105,6 +106,16 @@ class Attempts:
             log.log(level, "lease %d %s", lease, why)
             attempt.task.cancel()
 
+    def recall(self, lease: int) -> None:
+        """Hand back a group that the broker wants now, with what there is of it: it is continued under a later version."""
+        attempt = self.running.get(lease)
+        if attempt is None or attempt.is_being_put or attempt.recall is not None:
+            return
+        if self.maker.continues(attempt.leased):
+            attempt.recall = asyncio.create_task(self.maker.recall(attempt.leased.group))
+        else:
+            self.abort(lease, logging.INFO, "is recalled; what a hook began is begun anew")
+
     async def hand_over(self) -> None:
         """Cut off what is being sampled, so that another worker continues it; what takes too long goes on here."""
         open_ = [attempt.task for attempt in self.running.values() if self.maker.continues(attempt.leased)]
@@ -130,8 +141,11 @@ class Attempts:
 
     async def _run(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         try:
-            with self.spans("sample", group=leased.group, kind=leased.kind):
-                samples = await self.maker.make(leased, record, partial)
+            try:
+                with self.spans("sample", group=leased.group, kind=leased.kind):
+                    samples = await self.maker.make(leased, record, partial)
+            finally:
+                self.engines.forget(leased.group)  # before anyone can lease it again
             frames = encode_group(samples)
             check_group(frames, num_samples=leased.num_samples, max_bytes=self.max_group_bytes)
         except partials.Unfinished as unfinished:
@@ -192,9 +206,15 @@ class Attempts:
     async def _give_back_unfinished(self, leased: LeasedGroup, unfinished: partials.Unfinished) -> None:
         # What a hook does around its samples cannot be continued, nor an evaluation: that one starts again.
         kept = unfinished.responses if self.maker.continues(leased) else []
-        back, frames = partials.give_back(leased, self.engines.lineage, kept)
+        reason = "recalled" if self.running[leased.lease].recall is not None else "worker left"
+        if unfinished.num_new is not None:
+            reason = f"no end within generate_timeout_s = {self.config.generate_timeout_s:g} s"
+            if not unfinished.num_new:
+                self.counts.failed += 1
+                return await self._give_back(leased, "fail", f"{reason}, and no token")
+        back, frames = partials.give_back(leased, self.engines.lineage, kept, reason)
         if 0 < self.max_group_bytes < sum(map(len, frames)):
-            back, frames = partials.give_back(leased, self.engines.lineage, [])
+            back, frames = partials.give_back(leased, self.engines.lineage, [], reason)
         await self._send_back(back, frames, timeout_s=self.config.drain_timeout_s)
 
     async def _give_back(

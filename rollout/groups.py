@@ -1,6 +1,7 @@
 """One leased group, from its prompt to its samples: generate, reward, filter."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ import msgspec
 
 from rollout import partials
 from rollout.engines.pool import Engines
+from rollout.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response, Task, normalise, to_sample
 from rollout.rewards import registry, scoring
+from rollout.session import Session, generate_together
 from rollout.tokenizer import Tokenizer
-from slimebus.bus.errors import HookError, ProtocolError, SlimebusError
+from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.cli.config.schema import RunConfig
@@ -23,7 +26,8 @@ from slimebus.cli.hooks import text_of
 
 log = logging.getLogger("rollout")
 
-HOOK_ARGUMENTS = ("task", "engines", "tokenizer")
+RECALL_S = 10.0
+"""How long an engine may take to end what it makes of a group."""
 
 
 class Dropped(Exception):
@@ -34,29 +38,22 @@ class Dropped(Exception):
         self.num_tokens, self.rewards = num_tokens, rewards
 
 
-class HookEngines:
-    """The engines as one call of a hook sees them. errors: theirs that came through it, which are not the hook's own."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
-        self.errors: list[BaseException] = []
-
-    async def sample(self, tasks: list[Task]) -> list[Response]:
-        """One response to each task, its own prompt_ids and temperature with it. Raises SlimebusError, of which a hook need catch none."""
-        try:
-            return await self._engines.sample(tasks)
-        except (SlimebusError, partials.Unfinished) as error:
-            if getattr(error, "retryable", True):
-                self.errors.append(error)
-            raise
-
-
 class GroupMaker:
     """Makes the samples of groups as the config says; hooks and rewards are loaded, and so checked, at construction."""
 
-    def __init__(self, config: RunConfig, base: Path, tokenizer: Tokenizer, engines: Engines | None, vocab_size: int | None = None) -> None:
-        """vocab_size: the model's; token ids of hooks are below it."""
+    def __init__(
+        self,
+        config: RunConfig,
+        base: Path,
+        tokenizer: Tokenizer,
+        engines: Engines | None,
+        *,
+        vocab_size: int | None = None,
+        max_context_len: int = 0,
+    ) -> None:
+        """vocab_size, max_context_len: the model's; token ids of hooks are below the one, samples at most as long as the other (0: any)."""
         self.config, self.tokenizer, self.engines, self.vocab_size = config, tokenizer, engines, vocab_size
+        self.max_context_len = config.rollout.rollout_max_context_len or max_context_len
         r = config.rollout
         self.reward = registry.find(r.rm_type, r.custom_rm_path, base)
         self.eval_rewards = {
@@ -64,32 +61,53 @@ class GroupMaker:
             for name, d in config.eval.datasets.items()
         }
         path = r.custom_generate_function_path
-        self.hook = Plugin.load("generate hook", path, base) if path else None
-        self.hook_arguments = _arguments_of(self.hook) if self.hook else ()
+        self.hook = GenerateHook(path, base) if path else None
         path = r.dynamic_sampling_filter_path
         self.keep = Plugin.load("dynamic filter", path, base, ["samples"]) if path and not is_reward_spread(path) else None
+
+    async def setup(self) -> None:
+        """Before the first group. Raises PluginError when the generate hook's `setup` fails."""
+        if self.hook is not None:
+            await self.hook.setup()
+
+    async def teardown(self) -> None:
+        """After the last; what goes wrong in the generate hook's `teardown` is logged."""
+        try:
+            if self.hook is not None:
+                await self.hook.teardown()
+        except (PluginError, TimeoutError) as bad:
+            log.warning("%s", getattr(bad, "text", f"the generate hook's teardown took longer than {TEARDOWN_S:g} s"))
 
     async def make(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = ()) -> list[Sample]:
         """The group's samples, continuing the frames of `partial`.
 
-        Raises Dropped when the filter refuses them, Unfinished when the worker leaves, TimeoutError when sampling takes longer than
-        generate_timeout_s, SlimebusError when it cannot be made: PluginError for whatever a plug-in or the chat template did.
+        Raises Dropped when the filter refuses them; Unfinished when the worker leaves, the group is recalled, or sampling takes longer
+        than generate_timeout_s; TimeoutError instead of the last where samples cannot be continued; SlimebusError when it cannot be
+        made: PluginError for whatever a plug-in or the chat template did.
         """
         tasks = self._tasks(leased, record)
-        async with asyncio.timeout(self.config.rollout.generate_timeout_s):
-            responses = await self._generate(tasks, self._begun(tasks, partial), is_eval=leased.kind == "eval")
-        self._fill_text(responses)
+        self._check_length(leased, len(tasks[0].prompt_ids))
+        made = await self._generate(tasks, self._begun(tasks, partial), is_eval=leased.kind == "eval")
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
-        problems = await scoring.score(reward, responses, self.config.rollout.reward_timeout_s)
+        problems = await scoring.score(reward, [responses[-1] for responses in made], self.config.rollout.reward_timeout_s)
         for problem in {p.alike: p for p in problems if p is not None}.values():
             log.warning("group %s: %s", leased.group, problem.text)
         if problems[0] is not None and all(problems) and leased.kind == "train":
             raise problems[0]
-        self._check(reward.name, responses)
-        samples = [to_sample(r, failed=p is not None) for r, p in zip(responses, problems, strict=True)]
+        samples = []
+        for responses, unrewarded in zip(made, problems, strict=True):
+            for response in responses:
+                response.reward = responses[-1].reward  # what a session began is worth what came of it
+            self._check(reward.name, responses)
+            samples += [to_sample(response, failed=unrewarded is not None) for response in responses]
         if leased.kind == "train" and not await self._is_kept(samples):
             raise Dropped("filtered", sum(len(sample.tokens) for sample in samples), [sample.reward for sample in samples])
         return samples
+
+    def _check_length(self, leased: LeasedGroup, num_tokens: int) -> None:
+        most = self.config.rollout.rollout_max_prompt_len
+        if 0 < most < num_tokens and leased.kind == "train":
+            raise Dropped(f"a prompt of {num_tokens} tokens, above rollout_max_prompt_len", 0, [])
 
     async def _is_kept(self, samples: list[Sample]) -> bool:
         if self.keep is None:
@@ -145,28 +163,52 @@ class GroupMaker:
             log.warning("%s; sampling it from its prompt", bad.text)
             return None
 
-    async def _generate(self, tasks: list[Task], begun: list[Response] | None, *, is_eval: bool) -> list[Response]:
-        if self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.is_supervised):
-            assert self.engines is not None  # config/field_rules.py: without an engine there is a hook
-            return await self.engines.sample(tasks, begun)
-        calls = [asyncio.ensure_future(self._call_hook(self.hook, task)) for task in tasks]
+    async def _generate(self, tasks: list[Task], begun: list[Response] | None, *, is_eval: bool) -> list[list[Response]]:
+        """The samples of each session, in time."""
+        sessions = [Session(task, self.engines, self.tokenizer, max_context_len=self.max_context_len) for task in tasks]
+        is_plain = self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.is_supervised)
+        work = asyncio.ensure_future(self._turn(sessions, begun) if is_plain else self._call_hook(sessions))
+        limit_s = self.config.rollout.generate_timeout_s
         try:
-            return [response for made in await asyncio.gather(*calls) for response in made]
+            await asyncio.wait({work}, timeout=limit_s)
+            if is_late := not work.done() and is_plain and not is_eval:
+                await self.recall(tasks[0].group)
+                await asyncio.wait({work}, timeout=RECALL_S)
+            if not work.done():
+                raise TimeoutError(f"no result within generate_timeout_s = {limit_s:g} s")
+            return await work
+        except partials.Unfinished as unfinished:
+            if is_late:
+                unfinished.num_new = unfinished.num_tokens - sum(len(response.token_ids) for response in begun or [])
+            raise
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def recall(self, group: str) -> None:
+        """End the sampling of a group whose samples can be continued: `make` raises Unfinished with what there is."""
+        assert self.engines is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RECALL_S):
+                await self.engines.recall(group)
+
+    async def _turn(self, sessions: list[Session], begun: list[Response] | None) -> list[list[Response]]:
+        assert self.engines is not None  # config/field_rules.py: without an engine there is a hook
+        await generate_together(sessions, self.engines, begun)
+        return [session.responses() for session in sessions]
+
+    async def _call_hook(self, sessions: list[Session]) -> list[list[Response]]:
+        assert self.hook is not None
+        calls = [asyncio.ensure_future(self.hook(session)) for session in sessions]
+        try:
+            made = [responses for of_session in await asyncio.gather(*calls) for responses in of_session]
         finally:  # one failed, and the group with it, or the group was cancelled: the others stop sampling
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _call_hook(self, hook: Plugin, task: Task) -> list[Response]:
-        engines = HookEngines(self.engines) if self.engines is not None else None
-        offered = {"task": task, "engines": engines, "tokenizer": self.tokenizer}
-        wanted = {name: offered[name] for name in self.hook_arguments}
-        made = await hook(named=wanted, passes=engines.errors if engines else ())
-        made = [made] if isinstance(made, Response) else made
-        if not isinstance(made, list | tuple) or not made or not all(isinstance(r, Response) for r in made):
-            raise PluginError(f"{hook.name} gave {type(made).__name__}", "expected a Response or a list of them")
-        self._check(hook.name, made)
-        return list(made)
+        for responses in made:
+            self._check(self.hook.plugin.name, responses)
+        return made
 
     def _check(self, name: str, responses: Sequence[Response]) -> None:
         """Every field is what it should be, or what `name` names made it so."""
@@ -175,30 +217,3 @@ class GroupMaker:
                 normalise(response, self.vocab_size)
             except Exception as bad:  # an attribute of a plug-in's own class may raise anything
                 raise PluginError(f"{name} gave a Response that cannot be used", text_of(bad)) from bad
-
-    def _fill_text(self, responses: list[Response]) -> None:
-        blank = [r for r in responses if not r.text]
-        if not blank:
-            return
-        for response, text in zip(blank, self.tokenizer.decode_batch([r.token_ids for r in blank]), strict=True):
-            response.text = _without_stop(text, response)
-
-
-def _without_stop(text: str, response: Response) -> str:
-    """As SGLang's own text: without the stop string that ended it, and what follows that."""
-    stop = response.task.sampling.get("stop") or []
-    found = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop)] if response.finish_reason == "stop" else []
-    return text[: min((at for at in found if at >= 0), default=len(text))]
-
-
-def _arguments_of(hook: Plugin) -> tuple[str, ...]:
-    """Those of HOOK_ARGUMENTS that it takes. Raises HookError when it cannot be called with them by name."""
-    signature = hook.signature()
-    if signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        return HOOK_ARGUMENTS
-    for name, parameter in signature.parameters.items():
-        if name not in HOOK_ARGUMENTS:
-            raise HookError(f"{hook.name}: unknown argument {name!r}; it may take {', '.join(HOOK_ARGUMENTS)}")
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise HookError(f"{hook.name}: {name!r} can only be given by position; arguments are given by name")
-    return tuple(signature.parameters)

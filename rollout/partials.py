@@ -1,6 +1,6 @@
-"""Samples cut off in the middle: handed over when a worker leaves, and continued token by token, never by re-tokenising.
+"""Samples cut off in the middle (the worker leaves, the broker recalls the group, its time is out), and continued token by token.
 
-stop asked --> engine aborts --> Unfinished(responses) --> give_back "partial" --> broker --> lease of another worker --> begun
+engine aborts --> Unfinished(responses) --> give_back "partial" --> broker --> lease of any worker --> begun
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,20 @@ FINISH_REASON = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 class Unfinished(Exception):
-    """The worker is leaving; `responses` is what there is of a group, those with finish_reason `abort` to be continued."""
+    """A group was cut off; `responses` is what there is of it, those with finish_reason `abort` to be continued.
+
+    num_new: where it was out of time, the tokens made since it was leased.
+    """
 
     def __init__(self, responses: list[Response]) -> None:
         super().__init__(f"{sum(r.finish_reason == 'abort' for r in responses)} of {len(responses)} samples are unfinished")
         self.responses = responses
+        self.num_new: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses."""
+        return sum(len(response.token_ids) for response in self.responses)
 
 
 def empty(task: Task) -> Response:
@@ -38,12 +47,13 @@ def continued(begun: Response, more: Completion, versions: Sequence[tuple[int, i
         begun,
         token_ids=np.concatenate([begun.token_ids, more.output_ids]),
         logprobs=np.concatenate([begun.logprobs, more.logprobs]),
-        versions=_joined(begun.versions, versions),
+        versions=joined(begun.versions, versions),
         finish_reason=more.finish_reason,
     )
 
 
-def _joined(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The runs (version, length) of two pieces, one behind the other."""
     runs: list[tuple[int, int]] = []
     for version, length in (*first, *second):
         if runs and runs[-1][0] == version:
@@ -67,11 +77,11 @@ def sampling_of(begun: Response) -> dict[str, Any]:
     return sampling
 
 
-def give_back(leased: LeasedGroup, lineage: str, responses: list[Response]) -> tuple[GiveBack, list[bytes]]:
+def give_back(leased: LeasedGroup, lineage: str, responses: list[Response], reason: str = "worker left") -> tuple[GiveBack, list[bytes]]:
     """The message that hands a group over with what there is of it; without samples when nothing was made yet."""
     if not any(len(r.token_ids) for r in responses):
-        return GiveBack(group=leased.group, lease=leased.lease, outcome="requeue", reason="worker left"), []
-    message = GiveBack(group=leased.group, lease=leased.lease, outcome="partial", reason="worker left", lineage=lineage)
+        return GiveBack(group=leased.group, lease=leased.lease, outcome="requeue", reason=reason), []
+    message = GiveBack(group=leased.group, lease=leased.lease, outcome="partial", reason=reason, lineage=lineage)
     return message, encode_group([to_sample(r) for r in responses])
 
 

@@ -34,7 +34,9 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
         welcome = connect.join(client, "rollout", resolved.config.broker.connect_timeout_s)
         connect.say_starting(client, welcome, "loads its tokenizer")
-        tokenizer = Tokenizer(resolved.model_dir, apply_chat_template=resolved.config.data.apply_chat_template)
+        data = resolved.config.data
+        kwargs = data.apply_chat_template_kwargs
+        tokenizer = Tokenizer(resolved.model_dir, apply_chat_template=data.apply_chat_template, template_kwargs=kwargs)
         uvloop.run(_run(resolved, client, welcome, tokenizer))
     except KeyboardInterrupt:
         log.info("interrupted")

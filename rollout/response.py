@@ -1,7 +1,7 @@
-"""What hooks see: a task to sample, and the responses made for it.
+"""What a sample is made from and what rewards see: a task, and the response made for it.
 
-A generate hook turns a Task into one or more Responses; a reward scores a Response. P prompt tokens and R response tokens
-become one sample of T = P + R tokens.
+A session turns a Task into Responses (rollout/session.py); a reward scores a Response. P prompt tokens and R response tokens become one
+sample of T = P + R tokens.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,7 +21,10 @@ MAX_TEXT_CHARS = 4096
 
 
 class Task(msgspec.Struct, kw_only=True):
-    """One sample to make. prompt: text or chat messages, as in the data; index: which of the group's n samples this is."""
+    """One sample to make. prompt: text or chat messages, as in the data; index: which of the group's n samples this is.
+
+    session: requests with the same one go on from each other, so they are best served by one engine.
+    """
 
     prompt: str | list[dict[str, Any]]
     prompt_ids: np.ndarray
@@ -31,14 +34,15 @@ class Task(msgspec.Struct, kw_only=True):
     group: str = ""
     dataset: str = ""
     index: int = 0
+    session: str = ""
 
 
 class Response(msgspec.Struct, kw_only=True):
     """One response to a task.
 
     token_ids int32 [R], logprobs float32 [R] under the policy that made them, versions: runs (version, length) over R
-    (NO_VERSION for tokens no policy made), loss_mask uint8 [R] (None: all 1), text without the end token, finish_reason:
-    stop | length | abort. A hook may set `reward` itself; then no reward function is called.
+    (NO_VERSION for tokens no policy made), loss_mask uint8 [R] (None: all 1), text: of the last turn, without the end token,
+    finish_reason: stop | length | abort. messages: the conversation, where it is one. `reward` is what a hook gave, if it gave one.
 
     prompt_ids int32 [P] and temperature are the task's when the response is made, copied: what becomes of the task does not change them.
     """
@@ -55,6 +59,7 @@ class Response(msgspec.Struct, kw_only=True):
     reward: float | None = None
     turn: int = 0
     session: str = ""
+    messages: list[dict[str, Any]] = []
     metadata: dict[str, Scalar] = {}
     extras: dict[str, np.ndarray] = {}
 
@@ -125,8 +130,8 @@ def normalise(response: Response, vocab_size: int | None) -> None:
     """Bring every field to its declared type. Raises an Exception that names one that cannot be brought there."""
     if not isinstance(response.task, Task) or not isinstance(response.task.index, int):
         raise ValueError(f"task is a {type(response.task).__name__}; expected the Task that the hook was given")
-    response.prompt_ids = _token_ids("prompt_ids", response.prompt_ids, vocab_size)
-    response.token_ids = _token_ids("token_ids", response.token_ids, vocab_size)
+    response.prompt_ids = token_ids("prompt_ids", response.prompt_ids, vocab_size)
+    response.token_ids = token_ids("token_ids", response.token_ids, vocab_size)
     num_tokens = len(response.token_ids)
     if num_tokens + len(response.prompt_ids) == 0:
         raise ValueError("prompt_ids and token_ids are both empty")
@@ -178,7 +183,8 @@ def _array(name: str, value: Any, kinds: str, length: int | None = None) -> np.n
     return array
 
 
-def _token_ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:
+def token_ids(name: str, value: Any, vocab_size: int | None = None) -> np.ndarray:
+    """int32 [T] from ids of any kind. Raises ValueError for what is no array of them, or not of the vocabulary."""
     ids = _array(name, value, "iu")
     limit = vocab_size or 1 << 31
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limit:

@@ -25,6 +25,7 @@ from slimebus.bus.transport.client import Client
 from slimebus.cli.config import Resolved
 from slimebus.cli.metrics import MetricsWriter
 from slimebus.cli.spans import Spans
+from slimebus.model_folder import context_length
 from slimebus.weights.threads import num_threads
 
 log = logging.getLogger("rollout")
@@ -58,7 +59,14 @@ class Worker:
         """Serve until the broker says the run is finished, or stop() is called. Raises what made it fail."""
         contain_exits(self._loop)
         offered = self.engines if self.has_engines else None
-        maker = GroupMaker(self.config, self.resolved.base, tokenizer, offered, self.engines.vocab_size)
+        maker = GroupMaker(
+            self.config,
+            self.resolved.base,
+            tokenizer,
+            offered,
+            vocab_size=self.engines.vocab_size,
+            max_context_len=context_length(self.resolved.model_dir),
+        )
         self.attempts = Attempts(
             self.config.rollout,
             self.client,
@@ -79,9 +87,11 @@ class Worker:
                 background.append(asyncio.create_task(self.sync.run()))
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
+            await self._until_stopped(maker.setup, background)
             await self._until_stopped(self._lease_forever, background)
         finally:
             await self._leave(background)
+            await maker.teardown()
         if self._failure is not None:
             raise self._failure
 

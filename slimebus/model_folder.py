@@ -26,8 +26,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def vocab_size(folder: Path) -> int | None:
     """Rows of the model's embedding; None where its config does not say."""
+    return _number(folder, "vocab_size")
+
+
+def context_length(folder: Path) -> int:
+    """Most tokens of a sequence (max_position_embeddings); 0 where its config does not say."""
+    return _number(folder, "max_position_embeddings") or 0
+
+
+def _number(folder: Path, name: str) -> int | None:
     config = read_config(folder)
-    found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    found = config.get(name) or config.get("text_config", {}).get(name)
     return int(found) if found else None
 
 

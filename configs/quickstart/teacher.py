@@ -14,11 +14,10 @@ import numpy as np
 TEACHER = Path(__file__).parents[2] / "runs" / "quickstart" / "rl" / "hf"
 
 
-async def generate(task: Any, engines: Any) -> Any:
-    """One response, with the field teacher_logprobs: [T] f32 over prompt and response, at temperature 1."""
-    (response,) = await engines.sample([task])
-    response.extras = {"teacher_logprobs": scores(np.concatenate([response.prompt_ids, response.token_ids]))}
-    return response
+async def generate(session: Any) -> None:
+    """One turn, with the field teacher_logprobs: [T] f32 over prompt and response, at temperature 1."""
+    await session.generate()
+    session.extras["teacher_logprobs"] = scores(session.token_ids)
 
 
 def scores(tokens: np.ndarray) -> np.ndarray:

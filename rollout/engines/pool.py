@@ -60,7 +60,8 @@ class Engines:
         self._watching: list[asyncio.Task[None]] = []
         self._claims: list[socket.socket] = []
         self._ids = itertools.count()
-        self._running: dict[str, Engine] = {}
+        self._running: dict[str, tuple[str, Engine]] = {}
+        self._recalled: set[str] = set()
         self.is_leaving = False
         self.on_lost: Callable[[], None] = lambda: None
         """Called when no engine has its weights any more, or one that was started here ended."""
@@ -192,7 +193,7 @@ class Engines:
         if engine.weights.is_out_of_service:
             self.on_lost()  # again, should it have been lost just when its last update was done
         rids = [f"{self.name}-{next(self._ids):012d}" for _ in begun]  # equal length: SGLang aborts by prefix
-        self._running |= dict.fromkeys(rids, engine)
+        self._running |= dict.fromkeys(rids, (begun[0].task.group, engine))
         prompts, samplings = [partials.prompt_of(one).tolist() for one in begun], [partials.sampling_of(one) for one in begun]
         try:
             completions = await engine.generate(prompts, samplings, rids)
@@ -234,22 +235,34 @@ class Engines:
     async def leave(self) -> None:
         """End every sample being made by `sample`, whose callers get Unfinished with what there is; nothing new is begun."""
         self.is_leaving = True
+        await self._abort(None)
+
+    async def recall(self, group: str) -> None:
+        """End what is being sampled of this group: its callers get what there is, and nothing new is begun until `forget`."""
+        self._recalled.add(group)
+        await self._abort(group)
+
+    def forget(self, group: str) -> None:
+        """The group may be sampled again."""
+        self._recalled.discard(group)
+
+    async def _abort(self, group: str | None) -> None:
         # A request that arrives at the engine while this goes out is ended by another round.
-        while self._running:
+        while running := [(rid, engine) for rid, (of, engine) in self._running.items() if group in (None, of)]:
             # One engine that cannot be reached keeps no other from handing over.
-            await asyncio.gather(*(engine.client.abort(rid) for rid, engine in list(self._running.items())), return_exceptions=True)
+            await asyncio.gather(*(engine.client.abort(rid) for rid, engine in running), return_exceptions=True)
             await asyncio.sleep(LEAVE_POLL_S)
 
     async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
         """One response to each task of a group, continuing those in `begun`. `text` is left to the caller.
 
         What an engine ended early (a weight update with pause mode `abort`) is continued by token id. Raises Unfinished once
-        `leave` was called.
+        the group is recalled or `leave` was called.
         """
         made = begun or [partials.empty(task) for task in tasks]
         idle_rounds = 0
         while open_ := [i for i, response in enumerate(made) if response.finish_reason == "abort"]:
-            if self.is_leaving:
+            if self.is_leaving or tasks[0].group in self._recalled:
                 raise partials.Unfinished(made)
             completions = await self._generate([made[i] for i in open_])
             for i, completion in zip(open_, completions, strict=True):

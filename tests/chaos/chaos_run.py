@@ -57,11 +57,11 @@ import asyncio
 import random
 
 
-async def generate(task, engines):
-    if int(task.label) % 41 == 0:
+async def generate(session):
+    if int(session.task.label) % 41 == 0:
         raise RuntimeError("this prompt always fails")
     await asyncio.sleep(random.uniform(0.02, 0.5))
-    return await engines.sample([task])
+    await session.generate()
 
 
 def keep(samples):

@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +20,10 @@ def test_each_token_has_its_logprob_given_those_before_and_the_first_has_none(mo
     spec.loader.exec_module(module)
     odds = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8], [0.6, 0.2, 0.2]])  # of the next token, by the one before
     monkeypatch.setattr(module, "teacher", lambda: lambda ids: SimpleNamespace(logits=odds.log()[ids]))
-    response = SimpleNamespace(prompt_ids=np.array([2, 0], np.int32), token_ids=np.array([1, 2], np.int32), extras=None)
+    session = SimpleNamespace(token_ids=np.array([2, 0, 1, 2], np.int32), extras={})
 
-    class Engines:
-        async def sample(self, tasks: list[Any]) -> list[Any]:
-            return [response]
+    async def generate() -> None: ...
 
-    done = asyncio.run(module.generate(None, Engines()))
-    assert done.extras["teacher_logprobs"] == pytest.approx(np.log([1, 0.6, 0.25, 0.8]), abs=1e-6)
+    session.generate = generate
+    asyncio.run(module.generate(session))
+    assert session.extras["teacher_logprobs"] == pytest.approx(np.log([1, 0.6, 0.25, 0.8]), abs=1e-6)

@@ -43,14 +43,21 @@ class Scripted:
         return Response(task=task, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), versions=[(3, len(ids))], text="")
 
 
-def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: int) -> list[Sample]:
-    """One group of the prompt `2+2=`, label 4, with the example as the hook of this field."""
+def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: int, record: Any = None) -> list[Sample]:
+    """One group of the record, else of the prompt `2+2=`, label 4, with the example as the hook of this field."""
     (tmp_path / "hook.py").write_text(EXAMPLES[example])
     flag = {f"rollout.{field}": f"hook.py:{example}", "engine.engine": "cpu"}
     resolved = resolve(None, flag, {})
     maker = GroupMaker(resolved.config, tmp_path, Letters(end=None), engines)  # type: ignore[arg-type]
     leased = LeasedGroup(group="0/1", lease=1, num_samples=num_samples, deadline_s=60.0)
-    return asyncio.run(maker.make(leased, msgspec.msgpack.encode({"prompt": "2+2=", "label": "4"})))
+
+    async def run() -> list[Sample]:
+        await maker.setup()
+        samples = await maker.make(leased, msgspec.msgpack.encode(record or {"prompt": "2+2=", "label": "4"}))
+        await maker.teardown()
+        return samples
+
+    return asyncio.run(run())
 
 
 def test_the_reward_scores_right_wrong_long_and_cut_off(tmp_path: Path) -> None:
@@ -58,12 +65,21 @@ def test_the_reward_scores_right_wrong_long_and_cut_off(tmp_path: Path) -> None:
     assert [sample.reward for sample in samples] == [1.0, 0.0, pytest.approx(0.8)]
 
 
-def test_the_generate_hook_tries_again_and_trains_its_last_try(tmp_path: Path) -> None:
+def test_the_generate_hook_tries_again_and_trains_both_turns_but_not_the_hint(tmp_path: Path) -> None:
     engines = Scripted("5", "4")
     (sample,) = make(tmp_path, "custom_generate_function_path", "generate", engines, 1)
     assert engines.asked == ["2+2=", "2+2=5 That is wrong. Again: "]
-    assert (sample.reward, sample.turn, int(sample.loss_mask.sum())) == (1.0, 1, 1)
     assert Letters(end=None).decode(sample.tokens) == "2+2=5 That is wrong. Again: 4"
+    assert (sample.reward, sample.turn, np.flatnonzero(sample.loss_mask).tolist()) == (1.0, 1, [4, 28])
+    assert sample.versions == [(-1, 4), (3, 1), (-1, 23), (3, 1)]
+
+
+def test_the_agent_on_the_page_calls_its_tool_and_ends_when_it_is_done(tmp_path: Path) -> None:
+    record = {"prompt": [{"role": "user", "content": "2+2"}], "label": "4"}
+    engines = Scripted("2+2=", "4")
+    (sample,) = make(tmp_path, "custom_generate_function_path", "Agent", engines, 1, record=record)
+    assert engines.asked == ["user:2+2;assistant:", "user:2+2;assistant:2+2=;tool:4;assistant:"]
+    assert (sample.reward, sample.metadata, int(sample.loss_mask.sum())) == (1.0, {"calls": 1}, 5)
 
 
 def test_the_filter_keeps_mixed_groups_only(tmp_path: Path) -> None:
@@ -142,7 +158,7 @@ def test_the_algorithm_clips_rewards_and_leaves_out_what_was_cut_off(tmp_path: P
 def test_every_hook_of_the_config_has_its_section_and_example() -> None:
     hooks = {doc.name.rpartition(".")[2] for _, _, docs in sections() for doc in docs if doc.unit == "hook"}
     assert hooks == set(re.findall(r"^## (\w+_path)$", PAGE, re.MULTILINE))
-    assert len(EXAMPLES) == len(hooks) + 1  # and one of the trainer's side
+    assert len(EXAMPLES) == len(hooks) + 2  # and an agent, and one of the trainer's side
 
 
 def test_built_in_rewards_are_listed() -> None:

@@ -15,11 +15,11 @@ import asyncio, itertools, os
 
 calls = itertools.count()
 
-async def generate(task, engines):
+async def generate(session):
     if os.path.exists({flag!r}) and next(calls) < 32:  # 4 samples a group: 8 groups fail; 16 in a row would end the worker
         raise ValueError("the tool is down")
     await asyncio.sleep(0.3)
-    return await engines.sample([task])
+    await session.generate()
 """
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from parrot import make, maker
+from parrot import Parrot, make, maker
 
 from rollout.groups import Dropped
 from slimebus.bus.errors import HookError
@@ -32,7 +32,7 @@ def test_a_failed_reward_makes_a_failed_sample_not_a_zero(tmp_path: Path) -> Non
 
 
 def test_the_time_for_sampling_does_not_cover_rewards(tmp_path: Path) -> None:
-    plug = "import asyncio, time\ndef r(response):\n    time.sleep(0.3)\n    return 1\nasync def g(task): await asyncio.sleep(30)\n"
+    plug = "import asyncio, time\ndef r(response):\n    time.sleep(0.3)\n    return 1\nasync def g(session): await asyncio.sleep(30)\n"
     samples = make(maker(tmp_path, plug, custom_rm_path="plug.py:r", generate_timeout_s="0.2"), n=1)
     assert [(s.status, s.reward) for s in samples] == [("completed", 1.0)]
     with pytest.raises(TimeoutError):
@@ -48,8 +48,8 @@ def test_a_filter_drops_training_groups_only(tmp_path: Path) -> None:
     assert len(make(made, label="nothing like it", kind="eval")) == 3
 
 
-def test_a_generate_hook_may_fan_out_and_ask_for_what_it_needs(tmp_path: Path) -> None:
-    plug = "async def two(task, engines):\n    made = await engines.sample([task])\n    return made + await engines.sample([task])\n"
+def test_a_generate_hook_may_fan_out(tmp_path: Path) -> None:
+    plug = "async def two(session):\n    await session.generate()\n    await session.branch().generate()\n"
     samples = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:two"), n=2)
     assert [s.trajectory for s in samples] == [0, 0, 1, 1]
 
@@ -57,9 +57,9 @@ def test_a_generate_hook_may_fan_out_and_ask_for_what_it_needs(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("plug", "message"),
     [
-        ("def g(task): return 5", "plug.py:g gave int: expected a Response or a list of them"),
-        ("def g(task): return []", "plug.py:g gave list"),
-        ("def g(task): 1/0", r"plug.py:g failed at .*/plug.py:1: ZeroDivisionError: division by zero"),
+        ("def g(session): return 5", "plug.py:g gave int: expected None, its session, or a list of its branches"),
+        ("def g(session): return []", "plug.py:g made no sample"),
+        ("def g(session): 1/0", r"plug.py:g failed at .*/plug.py:1: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_generate_hook_that_misbehaves_is_named(tmp_path: Path, plug: str, message: str) -> None:
@@ -67,9 +67,54 @@ def test_a_generate_hook_that_misbehaves_is_named(tmp_path: Path, plug: str, mes
         make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g"))
 
 
-def test_a_hook_with_an_unknown_argument_is_refused_at_start(tmp_path: Path) -> None:
-    with pytest.raises(HookError, match="unknown argument 'model'; it may take task, engines, tokenizer"):
-        maker(tmp_path, "def g(task, model): pass", custom_generate_function_path="plug.py:g")
+@pytest.mark.parametrize(
+    ("plug", "message"),
+    [
+        ("def g(task, model): pass", "missing a required argument: 'model'; it is called with"),
+        ("def g(): pass", "too many positional arguments"),
+        ("class g: pass", r"the class has no method generate\(session\)"),
+        ("class g:\n    def __init__(self, x): pass", "could not be made without arguments: TypeError"),
+        ("class g:\n    def generate(self): pass", "too many positional arguments"),
+    ],
+)
+def test_a_hook_that_takes_no_session_is_refused_at_start(tmp_path: Path, plug: str, message: str) -> None:
+    with pytest.raises(HookError, match=message):
+        maker(tmp_path, plug, custom_generate_function_path="plug.py:g")
+
+
+def test_a_class_is_set_up_once_and_torn_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plug = (
+        "class G:\n    def setup(self): self.calls = []\n"
+        "    async def generate(self, session):\n        self.calls.append(1)\n        await session.generate()\n"
+        "    async def teardown(self): raise OSError(f'{len(self.calls)} calls')\n"
+    )
+    made = maker(tmp_path, plug, custom_generate_function_path="plug.py:G")
+
+    async def run() -> None:
+        await made.setup()
+        for _ in range(2):
+            await made.make(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60), msgspec.msgpack.encode({"prompt": "ab"}))
+        await made.teardown()
+
+    asyncio.run(run())
+    assert "plug.py:G.teardown failed" in caplog.text
+    assert "OSError: 4 calls" in caplog.text
+
+
+def test_a_prompt_that_is_too_long_is_dropped_in_training_only(tmp_path: Path) -> None:
+    made = maker(tmp_path, rollout_max_prompt_len="1")
+    with pytest.raises(Dropped, match="a prompt of 2 tokens, above rollout_max_prompt_len"):
+        make(made)
+    assert len(make(made, kind="eval")) == 3
+
+
+def test_a_sample_has_no_more_tokens_than_the_context(tmp_path: Path) -> None:
+    engine = Parrot()
+    make(maker(tmp_path, engine=engine, rollout_max_context_len="7"))
+    assert [task.sampling["max_new_tokens"] for task in engine.asked] == [5, 5, 5]
+    samples = make(maker(tmp_path, engine=engine, rollout_max_context_len="2"))
+    assert len(engine.asked) == 3
+    assert [(s.tokens.tolist(), s.status, s.loss_mask.sum()) for s in samples] == [([97, 98], "truncated", 0)] * 3
 
 
 def test_a_demonstration_is_the_label_and_the_end_and_is_never_stale(tmp_path: Path) -> None:
@@ -80,7 +125,10 @@ def test_a_demonstration_is_the_label_and_the_end_and_is_never_stale(tmp_path: P
     assert {version for version, _ in sample.versions} == {NO_VERSION}
 
 
-@pytest.mark.parametrize(("tools", "encoded"), [([{"n": 1}], "hi[{'n': 1}]"), ([], "hi"), ("mine", "hi"), (None, "hi")])
+CHAT = "user:hi;assistant:"
+
+
+@pytest.mark.parametrize(("tools", "encoded"), [([{"n": 1}], f"[{{'n': 1}}]{CHAT}"), ([], CHAT), ("mine", CHAT), (None, CHAT)])
 def test_tools_in_the_metadata_go_to_the_chat_template(tmp_path: Path, tools: Any, encoded: str) -> None:
     record = msgspec.msgpack.encode({"prompt": [{"role": "user", "content": "hi"}], "label": "x0", "metadata": {"tools": tools}})
     leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60)

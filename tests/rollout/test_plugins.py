@@ -45,7 +45,7 @@ HOOK = "import asyncio\n\n\n{head} plug({argument}):\n    {body}\n"
 @pytest.mark.parametrize("head", ["def", "async def"])
 @pytest.mark.parametrize(
     ("field", "argument"),
-    [("custom_generate_function_path", "task"), ("custom_rm_path", "response"), ("dynamic_sampling_filter_path", "samples")],
+    [("custom_generate_function_path", "session"), ("custom_rm_path", "response"), ("dynamic_sampling_filter_path", "samples")],
 )
 def test_whatever_a_plugin_raises_is_an_error_of_its_group_with_its_path_and_the_users_line(
     tmp_path: Path, body: str, head: str, field: str, argument: str
@@ -58,7 +58,7 @@ def test_whatever_a_plugin_raises_is_an_error_of_its_group_with_its_path_and_the
 
 
 def test_an_exit_in_a_task_that_a_hook_began_ends_that_task_alone(tmp_path: Path) -> None:
-    plug = "import asyncio, sys\nasync def tool(): sys.exit(1)\nasync def g(task): await asyncio.gather(tool(), tool())\n"
+    plug = "import asyncio, sys\nasync def tool(): sys.exit(1)\nasync def g(session): await asyncio.gather(tool(), tool())\n"
     made = maker(tmp_path, plug, custom_generate_function_path="plug.py:g")
 
     async def run() -> None:
@@ -88,8 +88,7 @@ def test_an_error_of_a_chat_template_names_its_line(tmp_path: Path) -> None:
         make(made)
 
 
-GOOD = "Response(task=task, token_ids=[1, 2], logprobs=[-1.0, -2.0], versions=[(7, 2)], text='x', {})"
-IMPORTS = "import numpy as np, torch\nfrom fractions import Fraction\nfrom rollout.response import Response\n"
+IMPORTS = "import numpy as np, torch\nfrom fractions import Fraction\n"
 MALFORMED = """
 token_ids=None ; token_ids='ab' ; token_ids=[[1, 2]] ; token_ids=[1.5, 2.5] ; token_ids=[1, -1] ; token_ids=[1, 99999] ;
 token_ids=[1] ; token_ids=[1, 2, 3] ; token_ids=[1, None] ; token_ids=np.array(3) ; token_ids=5 ; token_ids=[2**70, 1] ;
@@ -108,28 +107,52 @@ extras={'a': ['x']} ; prompt_ids=[-4] ; prompt_ids='ab' ; task=None
 @pytest.mark.parametrize("field", [field.strip() for field in MALFORMED.split(";")])
 def test_a_malformed_response_is_an_error_of_its_group(tmp_path: Path, field: str) -> None:
     name, _, value = field.partition("=")
-    plug = f"{IMPORTS}def g(task):\n    made = {GOOD.format('')}\n    made.{name} = {value}\n    return made\n"
+    plug = (
+        f"{IMPORTS}def r(response):\n    response.token_ids, response.logprobs = [1, 2], [-1.0, -2.0]\n    response.versions = [(7, 2)]\n"
+    )
+    plug += f"    response.{name} = {value}\n    return 1\n"
+    made = maker(tmp_path, plug, custom_rm_path="plug.py:r")
+    made.vocab_size = 1000
+    with pytest.raises((PluginError, ProtocolError)):
+        encode_group(make(made))
+
+
+@pytest.mark.parametrize("given", ["'text'", "{}", "[]", "[None]", "5", "[[1]]", "object()", "(x for x in [])", "[session, 1]"])
+def test_what_is_no_session_is_an_error_of_its_group(tmp_path: Path, given: str) -> None:
+    with pytest.raises(PluginError, match=r"plug.py:g (gave .*expected None, its session|made no sample)"):
+        make(maker(tmp_path, f"def g(session): return {given}\n", custom_generate_function_path="plug.py:g"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "session.reward = 'good'",
+        "session.reward = float('nan')",
+        "session.metadata = {'a': [1]}",
+        "session.metadata['a'] = object()",
+        "session.extras['tokens'] = np.ones(2)",
+        "session.extras['a'] = object()",
+        "session.observe([99999])",
+        "session.observe([-1])",
+        "session.observe([1.5])",
+        "session.observe('ab', is_trained=2)",
+    ],
+)
+def test_what_a_hook_sets_on_its_session_is_checked(tmp_path: Path, line: str) -> None:
+    plug = f"{IMPORTS}async def g(session):\n    await session.generate()\n    {line}\n"
     made = maker(tmp_path, plug, custom_generate_function_path="plug.py:g")
     made.vocab_size = 1000
     with pytest.raises((PluginError, ProtocolError)):
         encode_group(make(made))
 
 
-@pytest.mark.parametrize("given", ["None", "'text'", "{}", "[]", "[None]", "5", "[[1]]", "object()", "(x for x in [])"])
-def test_what_is_no_response_is_an_error_of_its_group(tmp_path: Path, given: str) -> None:
-    with pytest.raises(PluginError, match=r"plug.py:g gave .*expected a Response or a list of them"):
-        make(maker(tmp_path, f"def g(task): return {given}\n", custom_generate_function_path="plug.py:g"))
-
-
 def test_numbers_of_numpy_and_torch_are_sent_as_pythons(tmp_path: Path) -> None:
-    given = "reward=np.float64(1), turn=np.int64(2), temperature=np.float32(0.5), "
-    given += "metadata={'a': np.float32(0.5), 'b': np.bool_(True), 'c': torch.tensor(3)}"
     plug = (
-        f"{IMPORTS}def g(task):\n    made = {GOOD.format(given)}\n    made.versions = [(np.int64(7), torch.tensor(2))]\n    return made\n"
+        f"{IMPORTS}async def g(session):\n    await session.generate()\n    session.reward = np.float64(1)\n"
+        "    session.metadata = {'a': np.float32(0.5), 'b': np.bool_(True), 'c': torch.tensor(3)}\n"
     )
-    samples = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g"), n=1)
-    (sample,) = decode_group(encode_group(samples))
-    assert (sample.reward, sample.turn, sample.temperature) == (1.0, 2, 0.5)
+    (sample,) = decode_group(encode_group(make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g"), n=1)))
+    assert sample.reward == 1.0
     assert sample.metadata == {"a": 0.5, "b": True, "c": 3}
 
 
@@ -165,31 +188,14 @@ def test_a_filter_may_be_a_coroutine_function(tmp_path: Path) -> None:
         make(maker(tmp_path, "async def keep(samples): return False\n", dynamic_sampling_filter_path="plug.py:keep"))
 
 
-def test_each_response_of_a_hook_keeps_the_prompt_that_it_was_sampled_from(tmp_path: Path) -> None:
-    plug = (
-        "import numpy as np\n"
-        "async def g(task, engines):\n"
-        "    (first,) = await engines.sample([task])\n"
-        "    task.prompt_ids = np.concatenate([task.prompt_ids, first.token_ids, [33]])\n"
-        "    task.sampling['temperature'] = 0.5\n"
-        "    (second,) = await engines.sample([task])\n"
-        "    task.prompt_ids[:] = 0\n"
-        "    return [first, second]\n"
-    )
-    first, second, *_ = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g"))
-    assert first.tokens.tolist() == [97, 98, 120, 48, 0]
-    assert second.tokens.tolist() == [97, 98, 120, 48, 0, 33, 120, 48, 0]
-    assert [int(s.loss_mask.sum()) for s in (first, second)] == [3, 3]
-    assert [s.temperature for s in (first, second)] == [1.0, 0.5]
-
-
 def test_a_task_is_no_other_samples_task(tmp_path: Path) -> None:
     plug = (
-        "async def g(task, engines):\n    task.metadata['mine'] = 1\n    task.prompt_ids[0] = 65 + task.index\n"
-        "    assert list(task.metadata) == ['k', 'mine']\n    task.metadata.clear()\n    return await engines.sample([task])\n"
+        "async def g(session):\n    session.task.metadata['mine'] = 1\n"
+        "    assert list(session.task.metadata) == ['k', 'mine']\n    session.task.metadata.clear()\n"
+        "    session.task.prompt_ids[:] = 0\n    await session.generate()\n"
     )
     samples = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g"))
-    assert [int(s.tokens[0]) for s in samples] == [65, 66, 67]
+    assert [s.tokens.tolist()[:2] for s in samples] == [[97, 98]] * 3
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,7 @@ def test_when_one_hook_of_a_group_fails_the_others_stop_sampling(tmp_path: Path)
             finally:
                 Slow.ended += 1
 
-    plug = "async def g(task, engines):\n    if task.index == 1: 1/0\n    return await engines.sample([task])\n"
+    plug = "async def g(session):\n    if session.task.index == 1: 1/0\n    await session.generate()\n"
     with pytest.raises(PluginError, match="ZeroDivisionError"):
         make(maker(tmp_path, plug, Slow(), custom_generate_function_path="plug.py:g"))
     assert Slow.ended == 2
@@ -256,7 +262,7 @@ def test_what_an_engine_could_not_do_is_no_fault_of_the_hook_that_asked_it(tmp_p
         async def sample(self, tasks: Any, begun: Any = None) -> Any:
             raise error
 
-    plug = "async def g(task, engines):\n    return await engines.sample([task])\n"
+    plug = "async def g(session):\n    await session.generate()\n"
     with pytest.raises(kind, match=str(error)) as caught:
         make(maker(tmp_path, plug, Broken(), custom_generate_function_path="plug.py:g"))
     assert caught.value.retryable == error.retryable
@@ -316,10 +322,13 @@ def serve(tmp_path: Path, plug: str, enough: int, run: Callable[[Any], Any] = as
     return broker.answers
 
 
-ODD = f"{IMPORTS}import sys\ndef g(task):\n    if int(task.group[2:]) % 2: BODY\n    return {GOOD.format('reward=1.0')}\n"
+ODD = (
+    f"{IMPORTS}import sys\ndef g(session):\n    if int(session.task.group[2:]) % 2: BODY\n"
+    "    session.observe([1, 2], is_trained=True)\n    session.reward = 1.0\n"
+)
 
 
-@pytest.mark.parametrize("body", ["sys.exit(1)", "raise KeyboardInterrupt", "return None", "task.prompt_ids = 5; 1 / 0"])
+@pytest.mark.parametrize("body", ["sys.exit(1)", "raise KeyboardInterrupt", "return 5", "session.task.prompt_ids = 5; 1 / 0"])
 def test_a_worker_goes_on_after_a_poisonous_group_and_counts_it_as_a_failed_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
@@ -335,10 +344,8 @@ def test_a_group_larger_than_the_broker_takes_is_not_sent_and_counts_as_a_failed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    long = (
-        f"{IMPORTS}def g(task):\n    response = {GOOD.format('reward=1.0')}\n    if int(task.group[2:]) % 2: LARGER\n    return response\n"
-    )
-    answers = serve(tmp_path, long.replace("LARGER", "response.metadata['text'] = 'x' * 4096"), 40, max_message_bytes=1024)
+    long = ODD.replace("BODY", "session.metadata['text'] = 'x' * 4096")
+    answers = serve(tmp_path, long, 40, max_message_bytes=1024)
     failed = [a for a in answers if isinstance(a, GiveBack) and a.outcome == "fail"]
     assert len(failed) >= 15
     assert all("at most 1024 can be fetched (broker.max_message_mib)" in a.reason for a in failed)
@@ -348,4 +355,4 @@ def test_a_group_larger_than_the_broker_takes_is_not_sent_and_counts_as_a_failed
 def test_a_plugin_that_always_fails_ends_the_worker_with_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HookError, match=r"16 groups in a row failed alike .* failed at .*/plug.py:2: ZeroDivisionError"):
-        serve(tmp_path, "def g(task):\n    1/0\n", 1000)
+        serve(tmp_path, "def g(session):\n    1/0\n", 1000)

@@ -10,8 +10,14 @@ from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config.load import Resolved
 from slimebus.model_folder import TOKENIZER, read_config
 
-SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "stop", "stop_token_ids")
-REWARD = ("rollout.rm_type", "rollout.custom_rm_path", "rollout.custom_generate_function_path", "data.apply_chat_template")
+SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "max_prompt_len", "max_context_len", "stop", "stop_token_ids")
+REWARD = (
+    "rollout.rm_type",
+    "rollout.custom_rm_path",
+    "rollout.custom_generate_function_path",
+    "data.apply_chat_template",
+    "data.apply_chat_template_kwargs",
+)
 MODEL = "model.hf_checkpoint"
 COMPARED = {
     "rollout": ("name", "rollout.n_samples_per_prompt", *(f"rollout.rollout_{name}" for name in SAMPLING), *REWARD),

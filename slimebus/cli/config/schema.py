@@ -92,6 +92,8 @@ class DataConfig(Section, frozen=True):
     """[epochs] Passes over the data; 0: as many as num_rollout needs."""
     apply_chat_template: bool = True
     """[switch] Prompts that are lists of messages go through the tokenizer's chat template."""
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """[map] What the chat template gets besides messages and tools, such as `enable_thinking: false`."""
     wait_for_push: bool = False
     """[switch] The run does not end when no prompt is left: it waits for prompts to be pushed. prompt_data may then be empty."""
     skip_bad_prompts: bool = False
@@ -125,7 +127,12 @@ class RolloutConfig(Section, frozen=True):
     rollout_top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
     """[tokens] Sample among the k most likely, at least 1; -1: all."""
     rollout_max_response_len: Tokens = 1024
-    """[tokens] Most new tokens of a sample."""
+    """[tokens] Most new tokens of a turn; without a generate hook, of a sample."""
+    rollout_max_prompt_len: Natural = 0
+    """[tokens] A training prompt that is longer is dropped; 0: any that fits the context."""
+    rollout_max_context_len: Natural = 0
+    """[tokens] Most tokens of a sample, prompt and turns together; the turn that reaches it is cut off. 0: the model's
+    max_position_embeddings."""
     rollout_stop: list[str] = []
     """[strings] Generation ends at any of these."""
     rollout_stop_token_ids: list[TokenId] = []
@@ -147,7 +154,8 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout_s: Seconds = 60.0
     """[seconds] A reward that takes longer marks its sample failed."""
     generate_timeout_s: Seconds = 600.0
-    """[seconds] A group whose sampling takes longer, rewards aside, is a failed attempt."""
+    """[seconds] A group whose sampling takes longer, rewards aside, is given back with what there is of it, and continued; it is a failed
+    attempt where nothing was made, or a hook makes it."""
     drain_timeout_s: Seconds = 2.0
     """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
     max_running_groups: Processes = 64

@@ -1,0 +1,316 @@
+"""A session: the one way to make a sample. It records what the policy sampled and what it was shown, token by token.
+
+    the record    prompt | turn     | observed | turn     |        generate() samples a turn, observe() adds what no policy said
+    loss_mask     0 0 0    1 1 1 1    0 0        1 1 1
+    versions      -1       7 7 8 8    -1         8 8 8
+
+What the engine is given is the record itself, and what it makes is kept as it came: nothing that was sampled is tokenised again. Chat
+messages are turned into tokens only where they are new, behind what is there (rollout/tokenizer.py:encode_turn).
+
+One session is one trajectory: one of a group's n attempts. It is one sample, unless it is branched, or goes on with a context that does
+not begin with the record (compacted, or with another system prompt): then the record so far is a sample, and another one begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
+
+import msgspec
+import numpy as np
+
+from rollout.engines.pool import Engines
+from rollout.partials import Unfinished, joined
+from rollout.response import Response, Task, logprob_temperature, token_ids
+from rollout.tokenizer import Messages, Tokenizer
+from slimebus.bus.errors import HookError, SlimebusError, UsageError
+from slimebus.bus.messages import NO_VERSION, Scalar
+
+Context = Messages | Sequence[int] | np.ndarray
+NONE = np.zeros(0, np.int32)
+
+
+@dataclass
+class _Record:
+    """One sample in the making: [P] prompt tokens and [R] after them. messages: what they say, the first num_rendered of them in tokens.
+
+    reply_at: where in [R] the reply begins that is being made; end: its last token, where it ended by itself. is_made: some token is
+    trained, or a turn was asked for. num_turns: of the trajectory.
+    """
+
+    prompt_ids: np.ndarray
+    messages: Messages
+    num_rendered: int = 0
+    token_ids: np.ndarray = field(default_factory=lambda: NONE)
+    logprobs: np.ndarray = field(default_factory=lambda: NONE.astype(np.float32))
+    loss_mask: np.ndarray = field(default_factory=lambda: NONE.astype(np.uint8))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    reply_at: int = 0
+    has_reply: bool = False
+    end: int | None = None
+    is_made: bool = False
+    num_turns: int = 0
+    text: str = ""
+    finish_reason: str = "stop"
+    temperature: float | None = None
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def append(self, ids: np.ndarray, logprobs: np.ndarray, versions: Sequence[tuple[int, int]], *, is_trained: bool) -> None:
+        """Add tokens behind the last."""
+        self.token_ids = np.concatenate([self.token_ids, ids]).astype(np.int32)
+        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
+        self.loss_mask = np.concatenate([self.loss_mask, np.full(len(ids), is_trained, np.uint8)])
+        self.versions = joined(self.versions, versions)
+        self.is_made, self.end = self.is_made or is_trained, None
+
+    def branched(self) -> "_Record":
+        """The same tokens as context: none of them is trained here."""
+        copies = {"messages": [dict(m) for m in self.messages], "versions": list(self.versions), "extras": {}}
+        return replace(self, **copies, loss_mask=np.zeros_like(self.loss_mask), is_made=False, temperature=None)  # type: ignore[arg-type]
+
+
+class Session:
+    """One trajectory, as a generate hook sees it (docs/hooks.md). A session makes one turn at a time; `branch` for more at once.
+
+    task: what is to be done. reward: set it, and no reward function is called. metadata: goes with its samples. tools: what the chat
+    template is given. max_context_len: most tokens of prompt and turns together; 0: no limit but the engine's.
+    """
+
+    def __init__(self, task: Task, engines: Engines | None, tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
+        self.task, self.tokenizer, self.max_context_len = task, tokenizer, max_context_len
+        self.id = f"{task.group}.{task.index}"
+        self.reward: float | None = None
+        self.metadata: dict[str, Scalar] = {}
+        tools = task.metadata.get("tools")
+        self.tools: Messages | None = tools if isinstance(tools, list) and tools else None
+        messages = [dict(message) for message in task.prompt] if isinstance(task.prompt, list) else []
+        self._record = _Record(np.array(task.prompt_ids), messages, len(messages))
+        self._closed: list[_Record] = []
+        self._engines = engines
+        self._is_busy = False
+        self.family: list[Session] = [self]
+        """This session and its branches, and theirs."""
+        self.errors: list[BaseException] = []
+        """Those of the engines that came through the hook, which are not the hook's own."""
+
+    # --- what is there ---
+
+    @property
+    def messages(self) -> Messages:
+        """The conversation so far, replies as decoded; empty where the prompt is text. An entry may be replaced, by a parsed call, say."""
+        return self._record.messages
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The record: prompt and all that followed, int32 [T], without messages that no turn has seen yet."""
+        return np.concatenate([self._record.prompt_ids, self._record.token_ids]).astype(np.int32)
+
+    @property
+    def text(self) -> str:
+        """The last turn, without the end token."""
+        return self._record.text
+
+    @property
+    def extras(self) -> dict[str, np.ndarray]:
+        """Named arrays that travel with the sample, the same names for every sample of a group."""
+        return self._record.extras
+
+    # --- what is added ---
+
+    async def generate(self, context: Context | None = None, *, tools: Messages | None = None, **sampling: Any) -> Response:
+        """Sample a turn: a Response with its text, token_ids [R], logprobs, versions and finish_reason (stop, or length where it was cut).
+
+        context: all that the policy is to see, as an OpenAI client would send it, or token ids; None: the record as it is. What goes
+        beyond the record is added; a context that does not begin with the record begins another sample of this trajectory.
+        sampling: in SGLang's names, over those of the run, such as max_new_tokens and stop. Where the context is full, the turn has no
+        token and finish_reason length.
+        """
+        if self._is_busy:
+            raise UsageError("a session makes one turn at a time; call session.branch() for several at once")
+        if self._engines is None:
+            raise HookError("session.generate needs an engine, and engine.engine is none")
+        self._is_busy = True
+        try:
+            self._follow(context, tools)
+            request = self.request(**sampling)
+            made = (await self._ask([request]))[0] if request is not None else self.cut_off()
+            return self.take(made)
+        finally:
+            self._is_busy = False
+
+    def observe(self, what: Context | str, *, is_trained: bool = False) -> None:
+        """Add what no policy said: new chat messages (a tool's answer), text, or token ids. Version -1, logprob 0, mask 0.
+
+        is_trained: mask 1, a demonstration. Messages become tokens with the next turn.
+        """
+        if _is_messages(what):
+            if not self._record.messages:
+                raise UsageError("messages were added to a prompt that is text; add text or token ids, or give generate() all messages")
+            self._record.messages.extend(dict(message) for message in what)
+            return
+        self._render()
+        ids = self.tokenizer.encode(what) if isinstance(what, str) else token_ids("token ids", what)
+        self._record.append(ids, np.zeros(len(ids)), [(NO_VERSION, len(ids))], is_trained=is_trained)
+        if is_trained:
+            self._record.text = what if isinstance(what, str) else self.tokenizer.decode(ids)
+
+    def branch(self) -> "Session":
+        """Another session that goes on from here: a further sample of the same trajectory, with a reward of its own.
+
+        What was sampled so far is context in it, trained only where it was sampled.
+        """
+        other = Session(self.task, self._engines, self.tokenizer, max_context_len=self.max_context_len)
+        other._record = self._record.branched()
+        other.tools, other.metadata, other.family, other.errors = self.tools, dict(self.metadata), self.family, self.errors
+        self.family.append(other)
+        return other
+
+    # --- for those that build on it ---
+
+    def request(self, **sampling: Any) -> Task | None:
+        """The task that makes the next turn; None where the context is full."""
+        self._render()
+        ids = self.token_ids
+        chosen = self.task.sampling | sampling
+        if self.max_context_len:
+            room = self.max_context_len - len(ids)
+            if room <= 0:
+                return None
+            chosen["max_new_tokens"] = min(room, chosen.get("max_new_tokens") or room)
+        temperature = logprob_temperature(chosen)
+        if self._record.is_made and self._record.temperature not in (None, temperature):
+            raise UsageError(
+                f"a turn at temperature {temperature:g} after one at {self._record.temperature:g}: the logprobs of a sample have one "
+                "temperature; session.branch() first"
+            )
+        self._record.temperature = temperature
+        return msgspec.structs.replace(self.task, prompt_ids=ids, sampling=chosen, session=self.id)
+
+    def cut_off(self) -> Response:
+        """The turn of a session whose context is full."""
+        none = NONE.astype(np.float32)
+        return Response(task=self.task, token_ids=NONE, logprobs=none, versions=[], text="", finish_reason="length")
+
+    def take(self, made: Response) -> Response:
+        """Record a turn, and give it its text."""
+        record = self._record
+        made.text = without_stop(self.tokenizer.decode(made.token_ids), made)
+        record.append(made.token_ids, made.logprobs, made.versions, is_trained=True)
+        record.num_turns += 1
+        record.text, record.finish_reason = made.text, made.finish_reason
+        record.end = int(made.token_ids[-1]) if made.finish_reason == "stop" and len(made.token_ids) else None
+        if record.messages:
+            is_whole = record.reply_at + len(made.token_ids) == len(record.token_ids)
+            text = made.text if is_whole else without_stop(self.tokenizer.decode(record.token_ids[record.reply_at :]), made)
+            record.messages[record.num_rendered - record.has_reply :] = [{"role": "assistant", "content": text}]
+            record.has_reply, record.num_rendered = True, len(record.messages)
+        return made
+
+    def responses(self) -> list[Response]:
+        """Its samples: what was closed by another context, then the record. Of a session without a turn there is none."""
+        return [self._response(record) for record in (*self._closed, self._record) if record.is_made]
+
+    def _response(self, record: _Record) -> Response:
+        return Response(
+            task=self.task,
+            prompt_ids=record.prompt_ids,
+            token_ids=record.token_ids,
+            logprobs=record.logprobs,
+            versions=record.versions,
+            loss_mask=record.loss_mask,
+            text=record.text,
+            finish_reason=record.finish_reason,
+            temperature=record.temperature,
+            reward=self.reward,
+            turn=max(0, record.num_turns - 1),
+            messages=record.messages[: record.num_rendered],
+            metadata=dict(self.metadata),
+            extras=record.extras,
+        )
+
+    async def _ask(self, requests: list[Task]) -> list[Response]:
+        assert self._engines is not None
+        try:
+            return await self._engines.sample(requests)
+        except (SlimebusError, Unfinished) as error:
+            if getattr(error, "retryable", True):
+                self.errors.append(error)
+            raise
+
+    # --- messages to tokens ---
+
+    def _follow(self, context: Context | None, tools: Messages | None) -> None:
+        """Bring the record to this context."""
+        record, has_other_tools = self._record, tools is not None and tools != self.tools
+        self.tools = tools if has_other_tools else self.tools
+        if context is None:
+            context = record.messages if has_other_tools and record.messages else []
+            if not context:
+                return
+        if _is_messages(context):
+            known, given = record.messages, [dict(message) for message in context]
+            if known and not has_other_tools and len(given) >= len(known) and all(map(_is_same, known, given)):
+                known.extend(given[len(known) :])
+                return
+            self._begin(self.tokenizer.encode_prompt(given, *([self.tools] if self.tools else [])), given)
+            return
+        self._render()
+        ids, held = token_ids("context", context), self.token_ids
+        if np.array_equal(ids[: len(held)], held):
+            self.observe(ids[len(held) :])
+        else:
+            self._begin(ids, [])
+
+    def _begin(self, prompt_ids: np.ndarray, messages: Messages) -> None:
+        """Go on with another record; the one so far is a sample, where anything was made in it."""
+        if self._record.is_made:
+            self._closed.append(self._record)
+        self._record = _Record(prompt_ids, messages, len(messages), num_turns=self._record.num_turns)
+
+    def _render(self) -> None:
+        """The messages that are new become tokens behind the others."""
+        record, tools = self._record, [self.tools] if self.tools else []
+        known, new = record.messages[: record.num_rendered], record.messages[record.num_rendered :]
+        if not new:
+            return
+        if not len(record.token_ids):  # nothing was said yet: it is all one prompt
+            record.prompt_ids = self.tokenizer.encode_prompt(record.messages, *tools)
+        else:
+            if not record.has_reply:
+                known.append({"role": "assistant", "content": self.tokenizer.decode(record.token_ids[record.reply_at :])})
+                record.messages.insert(record.num_rendered, known[-1])
+            ids = self.tokenizer.encode_turn(known, new, *tools, end=record.end)
+            record.append(ids, np.zeros(len(ids)), [(NO_VERSION, len(ids))], is_trained=False)
+        record.num_rendered, record.has_reply, record.reply_at = len(record.messages), False, len(record.token_ids)
+
+
+async def generate_together(sessions: Sequence[Session], engines: Engines, begun: list[Response] | None = None) -> None:
+    """The first turn of each session of a group, in one request of the engine. begun: what there is of these turns already.
+
+    Raises Unfinished with what there is when the group is recalled.
+    """
+    requests = [session.request() for session in sessions]
+    tasks = [request for request in requests if request is not None]
+    made = await engines.sample(tasks, begun) if len(tasks) == len(sessions) else [session.cut_off() for session in sessions]
+    for session, response in zip(sessions, made, strict=True):
+        session.take(response)
+
+
+def without_stop(text: str, response: Response) -> str:
+    """As SGLang's own text: without the stop string that ended it, and what follows that."""
+    stop = response.task.sampling.get("stop") or []
+    found = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop)] if response.finish_reason == "stop" else []
+    return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+def _is_messages(what: Any) -> TypeGuard[Messages]:
+    return isinstance(what, list | tuple) and bool(what) and isinstance(what[0], dict)
+
+
+def _is_same(known: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Whether a message of a context is the one that the record has; of a reply clients may leave out the reasoning, and what is empty."""
+    names = (known.keys() | given.keys()) & {"role", "content", "tool_calls", "tool_call_id", "name"}
+    a, b = ({name: message.get(name) or None for name in names} for message in (known, given))
+    if known["role"] == "assistant":
+        for message in (a, b):
+            message["content"] = str(message.get("content") or "").rpartition("</think>")[2].strip()
+    return a == b
