@@ -11,14 +11,23 @@ from slimebus.cli.config.flags import ConfigCommand, config_argument, from_conte
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--worker-name", help="[name] Of this worker; default: made from host and process id.")
+@click.option(
+    "--teacher", metavar="MODEL", help="[path or URL] Be the run's teacher: score its samples with this model, or running engine."
+)
 @click.pass_context
-def rollout(ctx: click.Context, run_yaml: Path | None, broker: str | None, worker_name: str | None) -> None:
+def rollout(ctx: click.Context, run_yaml: Path | None, broker: str | None, worker_name: str | None, teacher: str | None) -> None:
     """Run a rollout worker: lease prompts, sample, reward, put.
 
     Starts its own engine (`--engine cpu|sglang`) or uses running ones (`--engine-url http://host:port`). Workers may join
     and leave at any time; Ctrl-C or SIGTERM gives leased prompts back and leaves.
+
+    With --teacher: read the run's samples as a consumer and give each token its logprob under that model (docs/consumers.md).
     """
-    resolved = from_context(ctx, run_yaml)
+    resolved, debug = from_context(ctx, run_yaml), bool((ctx.obj or {}).get("debug"))
+    if teacher:
+        from rollout.teacher import run_teacher
+
+        return run_teacher(resolved, broker, teacher, worker_name, debug=debug)
     from rollout.process import run_worker
 
-    run_worker(resolved, broker, worker_name, debug=bool((ctx.obj or {}).get("debug")))
+    run_worker(resolved, broker, worker_name, debug=debug)

@@ -59,6 +59,21 @@ def vocabulary_problems(folder: Path) -> Iterator[str]:
         )
 
 
+def tokenizer_differences(folder: Path, other: Path) -> Iterator[str]:
+    """A sentence when the tokenizers of two directories give one id to different tokens; those without tokenizer.json are not compared."""
+    files = [folder / TOKENIZER, other / TOKENIZER]
+    if folder == other or not all(file.is_file() for file in files):
+        return
+    mine, its = ({id: token for token, id in _vocabulary(read_json(file)).items()} for file in files)
+    differing = [id for id in mine.keys() & its.keys() if mine[id] != its[id]]
+    if differing:
+        first = min(differing)
+        yield (
+            f"{other}: its tokenizer has {its[first]!r} for token id {first}, that of {folder} has {mine[first]!r} ({len(differing)} such "
+            "ids); the models must have the same tokenizer"
+        )
+
+
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Token to id, from tokenizer.json (a dictionary or, for Unigram, a list of pairs) with its added tokens."""
     vocab = tokenizer.get("model", {}).get("vocab", {})

@@ -59,12 +59,17 @@ class _Span(msgspec.Struct):
     end: int
 
 
+_Scored = tuple[float | None, int, Any]
+"""The logprob of a token, and its id."""
+
+
 class _MetaInfo(msgspec.Struct):
     id: str
     finish_reason: _FinishReason | None
     weight_version: str = "default"
     weight_versions: list[_Span] | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_token_logprobs: list[_Scored] | None = None
+    input_token_logprobs: list[_Scored] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -115,17 +120,31 @@ class EngineClient:
         UsageError for a request that the engine refuses (400) or whose token ids are outside the vocabulary, EngineError
         for any other answer.
         """
-        self._check(prompts, rids)
-        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}
         body |= {"extra_key": cache_key} if cache_key else {}
-        reply = await self._call("/generate", body, rids=rids, timeout_s=GENERATE_TIMEOUT_S)
+        return [self._completion(answer) for answer in await self._generate(body, rids)]
+
+    async def score(self, tokens: list[int], rid: str) -> npt.NDArray[np.float32]:
+        """log p(tokens[t] | tokens[:t]) of the model that is served, at temperature 1 always, float32 [T]; 0 for the first.
+
+        Raises as `generate`.
+        """
+        body = {"input_ids": [tokens], "sampling_params": {"max_new_tokens": 0}, "logprob_start_len": 0}
+        (answer,) = await self._generate(body, [rid])
+        scored = answer.meta_info.input_token_logprobs or []  # the first has none, for nothing stands before it
+        return self._logprobs(rid, tokens, [(0.0, tokens[0], None), *scored[1:]])
+
+    async def _generate(self, body: dict[str, Any], rids: Sequence[str]) -> list[_Answer]:
+        prompts: Sequence[list[int]] = body["input_ids"]
+        self._check(prompts, rids)
+        reply = await self._call("/generate", {**body, "return_logprob": True}, rids=rids, timeout_s=GENERATE_TIMEOUT_S)
         try:
             answers = _decode_answers(reply)
         except msgspec.DecodeError as error:
             raise EngineError(f"engine {self.url}: the answer to /generate is not SGLang's: {error}") from None
         if len(answers) != len(prompts):
             raise EngineError(f"engine {self.url}: {len(answers)} answers to {len(prompts)} prompts")
-        return [self._completion(answer) for answer in answers]
+        return answers
 
     def _check(self, prompts: Sequence[list[int]], rids: Sequence[str]) -> None:
         if len(rids) != len(prompts):
@@ -144,21 +163,24 @@ class EngineClient:
         meta = answer.meta_info
         if meta.finish_reason is None:
             raise EngineError(f"engine {self.url}: request {meta.id} was answered before it finished")
-        scored = meta.output_token_logprobs or []
-        if len(scored) != len(answer.output_ids):
-            raise EngineError(f"engine {self.url}: request {meta.id} has {len(answer.output_ids)} tokens and {len(scored)} logprobs")
-        if [entry[1] for entry in scored] != answer.output_ids:
-            raise EngineError(f"engine {self.url}: request {meta.id} has logprobs of other tokens than its own")
-        logprobs = np.array([entry[0] for entry in scored], dtype=np.float32)
-        if not np.isfinite(logprobs).all():
-            raise EngineError(f"engine {self.url}: request {meta.id} has logprobs that are no numbers; its weights are probably broken")
+        logprobs = self._logprobs(meta.id, answer.output_ids, meta.output_token_logprobs or [])
         spans = [(span.version, span.start, span.end) for span in meta.weight_versions or []]
         return Completion(
             output_ids=np.array(answer.output_ids, dtype=np.int32),
             logprobs=logprobs,
             finish_reason=meta.finish_reason.type,
-            versions=spans or [(meta.weight_version, 0, len(scored))],
+            versions=spans or [(meta.weight_version, 0, len(logprobs))],
         )
+
+    def _logprobs(self, name: str, tokens: list[int], scored: list[_Scored]) -> npt.NDArray[np.float32]:
+        if len(scored) != len(tokens):
+            raise EngineError(f"engine {self.url}: request {name} has {len(tokens)} tokens and {len(scored)} logprobs")
+        if [entry[1] for entry in scored] != tokens:
+            raise EngineError(f"engine {self.url}: request {name} has logprobs of other tokens than its own")
+        logprobs = np.array([entry[0] for entry in scored], dtype=np.float32)
+        if not np.isfinite(logprobs).all():
+            raise EngineError(f"engine {self.url}: request {name} has logprobs that are no numbers; its weights are probably broken")
+        return logprobs
 
     # -- control -------------------------------------------------------------------------------------------------
 

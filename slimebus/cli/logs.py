@@ -21,7 +21,7 @@ def set_up(role: str, *, debug: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("slimebus", "broker", "rollout", "trainer"):
+    for name in ("slimebus", "broker", "rollout", "trainer", role):
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
 
 

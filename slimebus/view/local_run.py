@@ -4,7 +4,7 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -26,7 +26,7 @@ from slimebus.view.result_table import result_table
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
 
-COLOURS = {"broker": "yellow", "trainer": "cyan", "critic": "magenta", "rollout": "green"}
+COLOURS = {"broker": "yellow", "trainer": "cyan", "critic": "magenta", "teacher": "blue", "rollout": "green"}
 POLL_S, STATUS_EVERY_S, STATUS_TIMEOUT_S = 0.2, 0.5, 0.5
 PLAIN_EVERY_S = 5.0
 LEFT_S, BROKER_LEFT_S = 3.0, 30.0
@@ -35,9 +35,9 @@ MAX_RESTARTS = 3
 
 
 class LocalRun:
-    """Broker, trainer and workers of one config, with a critic where one is wanted. arguments: that config as a command line.
+    """Broker, trainer and workers of one config, and consumers beside them. arguments: that config as a command line.
 
-    title: what the panel is called. quiet: lines of the processes go to their log files only.
+    consumers: by name, the words of the command that starts each. title: what the panel is called. quiet: lines of the processes go to their log files only.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class LocalRun:
         arguments: list[str],
         *,
         workers: int = 1,
-        critic: bool = False,
+        consumers: Mapping[str, list[str]] | None = None,
         title: str = "",
         quiet: bool = False,
     ) -> None:
-        self.resolved, self.arguments, self.workers, self.critic, self.quiet = resolved, arguments, workers, critic, quiet
+        self.resolved, self.arguments, self.workers, self.quiet = resolved, arguments, workers, quiet
+        self.consumers = consumers or {}
         self.console = Console(highlight=False)
         self.dataset = main_dataset(resolved.config.eval.datasets)
         self.panel = LivePanel(title or resolved.config.name, is_supervised=resolved.config.algorithm.is_supervised)
@@ -61,7 +62,7 @@ class LocalRun:
     def run(self) -> int:
         """Run until all processes ended; the exit code: 0, that of the first that failed (`failed`), or 130 and 143 for a signal."""
         with Fleet(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as fleet:
-            address = start_all(fleet, self.resolved, self.arguments, self.workers, critic=self.critic)
+            address = start_all(fleet, self.resolved, self.arguments, self.workers, self.consumers)
             with _signals() as stop, contextlib.ExitStack() as stack:
                 client = self._connect(stack, address)
                 live = stack.enter_context(Live(console=self.console, auto_refresh=False, transient=True))
@@ -139,8 +140,8 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: int, *, critic: bool = False) -> str:
-    """Start one broker, one trainer, `workers` rollout workers and, if wanted, a critic; the broker's address.
+def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]]) -> str:
+    """Start one broker, one trainer, `workers` rollout workers and these consumers; the broker's address.
 
     Raises UsageError before any of them when the address is in use: they would join the run of the other broker, and disturb it.
     """
@@ -152,8 +153,8 @@ def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: i
     fleet.start("broker", ["broker", *arguments, "--bind", address])
     reach = reachable(address)
     fleet.start("trainer", ["trainer", *arguments, "--broker", reach])
-    if critic:
-        fleet.start("critic", ["trainer", *arguments, "--role", "critic", "--broker", reach])
+    for name, (role, *options) in consumers.items():
+        fleet.start(name, [role, *arguments, *options, "--broker", reach])
     for i in range(workers):
         role = "rollout" if i == 0 else f"rollout-{i + 1}"
         fleet.start(role, ["rollout", *arguments, "--broker", reach, "--worker-name", f"worker-{i + 1}"])

@@ -200,6 +200,18 @@ def test_n_samples_come_as_a_list_grouped_by_prompt(engine: Engine):
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [3, 3, 7, 7]
 
 
+def test_given_tokens_are_scored_as_transformers_does(engine: Engine):
+    import torch
+
+    scored = engine.run(lambda client: client.score(PROMPTS[1], "scored"))
+    ids = torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        logprobs = engine.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert scored.dtype == np.float32
+    assert scored[0] == 0
+    np.testing.assert_allclose(scored[1:], logprobs.numpy(), atol=TOLERANCE, rtol=0)
+
+
 def test_input_logprobs_score_the_prompt_and_the_first_is_null(engine: Engine):
     sampling = {"temperature": 0.0, "max_new_tokens": 1}
     body = {"input_ids": PROMPTS[1], "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}

@@ -14,8 +14,9 @@ from slimebus.cli.config.schema import OPEN_MAPS
 @config_argument
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
 @click.option("--critic", is_flag=True, help="Also start a critic, for advantage_estimator ppo.")
+@click.option("--teacher", metavar="MODEL", help="[path or URL] Also start a teacher: this model, or the engine that runs there.")
 @click.pass_context
-def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool) -> None:
+def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, teacher: str | None) -> None:
     """Start broker, trainer and rollout workers of RUN.yaml on this machine, with one log.
 
     Every line carries the role that wrote it; a terminal also shows the run as it goes, and its result. Ctrl-C ends all of them within 5 s.
@@ -29,7 +30,9 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool) ->
     check = [sys.executable, "-P", "-m", "slimebus", "config", "check", *arguments]
     if code := subprocess.run(check, stdout=subprocess.DEVNULL, check=False).returncode:
         sys.exit(code)
-    sys.exit(LocalRun(from_context(ctx, run_yaml), arguments, workers=workers, critic=critic).run())
+    consumers = {"critic": ["trainer", "--role", "critic"]} if critic else {}
+    consumers |= {"teacher": ["rollout", "--teacher", teacher]} if teacher else {}
+    sys.exit(LocalRun(from_context(ctx, run_yaml), arguments, workers=workers, consumers=consumers).run())
 
 
 def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:

@@ -89,5 +89,5 @@ def test_nothing_is_started_beside_a_broker_that_has_the_address(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as other, Fleet(tmp_path) as fleet:
         resolved = resolve(None, {"broker.bind": f"tcp://127.0.0.1:{other.getsockname()[1]}"})
         with pytest.raises(UsageError, match="in use by another process"):
-            start_all(fleet, resolved, [], 1)
+            start_all(fleet, resolved, [], 1, {})
         assert not fleet.children

@@ -1,0 +1,108 @@
+"""A teacher: a frozen model on an engine that gives each token of the run's samples its logprob, as a consumer. docs/consumers.md.
+
+T tokens of one sample
+"""
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+import numpy as np
+import uvloop
+from msgspec.structs import replace
+
+from rollout.engines.client import EngineClient
+from rollout.engines.pool import Engines
+from slimebus.bus.errors import ConfigError, Unreachable, UsageError
+from slimebus.bus.samples import Sample
+from slimebus.cli import logs
+from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config.load import raise_all
+from slimebus.client.connect import broker_address
+from slimebus.client.consumer import ConsumedGroup, Consumer
+from slimebus.model_folder import tokenizer_differences
+
+log = logging.getLogger("teacher")
+
+FIELD = "teacher_logprobs"
+READ_S = 1.0
+"""How long a read waits for groups, and so the longest that leaving takes."""
+SAMPLES_AT_ONCE = 128
+
+
+def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str | None, *, debug: bool) -> None:
+    """Score groups until the run is over or a signal ends it. teacher: a model folder, or the URL of an engine. Raises SlimebusError."""
+    logs.set_up("teacher", debug=debug)
+    check_config(resolved.config)
+    engines, b = engines_of(resolved, teacher), resolved.config.broker
+    keys = resolved.keys_path or ""
+    with Consumer(broker_address(resolved, broker), name=name or "teacher", timeout_s=b.connect_timeout_s, keys=keys) as consumer:
+        try:
+            uvloop.run(_run(consumer, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            log.info("interrupted; started again it goes on where it was")
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise ConfigError where the trainer would not wait for the teacher, or the engine cannot give what the samples need."""
+    if FIELD not in config.broker.required_fields:
+        raise ConfigError(f"broker.required_fields: {FIELD} is not among them; add it, so that every batch waits for the teacher")
+    if config.rollout.rollout_temperature != 1:
+        why = "engines score given tokens at temperature 1 only, and the student's logprobs are those of its own temperature"
+        raise ConfigError(f"rollout.rollout_temperature: {config.rollout.rollout_temperature:g}, but {why}; set it to 1")
+
+
+def engines_of(resolved: Resolved, teacher: str) -> Engines:
+    """One engine, not started yet. Raises ConfigError for a folder without a model, or with another tokenizer."""
+    is_running = "://" in teacher
+    folder = resolved.model_dir if is_running else Path(teacher)
+    raise_all([f"--teacher: {text}" for text in tokenizer_differences(resolved.model_dir, folder)])
+    engine = replace(resolved.config.engine, engine_url=[teacher] if is_running else [])
+    return Engines(engine, folder, resolved.run_dir / "logs", name="teacher", sglang_args=resolved.config.sglang, seed=0)
+
+
+async def _run(consumer: Consumer, engines: Engines, groups_at_once: int) -> None:
+    me = asyncio.current_task()
+    assert me is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, me.cancel)
+    try:
+        await engines.start()
+        client = engines.engines[0].client
+        log.info("scores with %s", client.url)
+        while (found := await asyncio.to_thread(_read, consumer, groups_at_once)) or not consumer.is_finished:
+            scored = [(group, {FIELD: await scores_of(client, group)}) for group in found if not _is_scored(group)]
+            await asyncio.to_thread(consumer.put_all, scored)
+    finally:
+        await engines.stop()
+
+
+def _read(consumer: Consumer, count: int) -> list[ConsumedGroup]:
+    try:
+        return consumer.read(count, wait_s=READ_S, extras=[FIELD])
+    except Unreachable as away:
+        log.debug("%s; asked again", away.text)
+        return []
+
+
+def _is_scored(group: ConsumedGroup) -> bool:
+    return all(FIELD in sample.extras for sample in group.samples)
+
+
+async def scores_of(client: EngineClient, group: ConsumedGroup) -> list[np.ndarray]:
+    """The field of each sample, f32 [T]: NaN, which the trainer refuses, where the sample cannot be scored; the log says why."""
+    names = [f"{group.id}-{group.lease}-{i}" for i in range(len(group.samples))]
+    return list(await asyncio.gather(*map(_scores, [client] * len(names), group.samples, names)))
+
+
+async def _scores(client: EngineClient, sample: Sample, name: str) -> np.ndarray:
+    if not np.any(sample.loss_mask[1:]):
+        return np.zeros(len(sample.tokens), np.float32)
+    try:
+        if sample.temperature != 1:
+            raise UsageError(f"it was sampled at temperature {sample.temperature:g}, and engines score at temperature 1 only")
+        return await client.score(sample.tokens.tolist(), name)
+    except UsageError as bad:
+        log.error("sample %s gets no %s, and so cannot be trained: %s", name, FIELD, bad.text)
+        return np.full(len(sample.tokens), np.nan, np.float32)
