@@ -72,6 +72,7 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="[path] Train on the groups of this folder (of `buffer export`, or a dump), without a broker; nothing is published or saved.",
 )
+@click.option("--from-step", type=click.IntRange(min=0), default=0, help="[step] Where a replay begins; default: the first of its folder.")
 @click.option("--profile-steps", metavar="A:B", help="[steps] Trace steps A to B - 1 into RUN_DIR/profile; on CUDA with a memory snapshot.")
 @node_options
 @click.pass_context
@@ -82,6 +83,7 @@ def trainer(
     role: str,
     max_restarts: int,
     replay: Path | None,
+    from_step: int,
     profile_steps: str | None,
     **node: object,
 ) -> None:
@@ -105,7 +107,7 @@ def trainer(
         if replay or profile:
             raise UsageError("--replay and --profile-steps are of --role policy; leave them out")
         return run_critic(resolved, broker, debug=debug)
-    run_trainer(resolved, broker, Debugging(replay, profile, run_yaml), debug=debug)
+    run_trainer(resolved, broker, Debugging(replay, profile, run_yaml, from_step), debug=debug)
 
 
 def steps_of(text: str) -> range:

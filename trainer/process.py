@@ -49,7 +49,7 @@ def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_r
     logs.set_up("trainer", debug=debug)
     log.info("%s: starting %d of %d ranks", plan.found, plan.ranks_here, plan.world_size)
     launcher = Launcher(plan, arguments, max_restarts)
-    if problems and plan.node_rank:
+    if problems:
         launcher.run("; ".join(problems))
     raise_all(problems)
     sys.exit(launcher.run(settings=shared_settings(resolved.config, resolved.base, resolved.model_dir)))
@@ -77,12 +77,13 @@ def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:
 class Debugging(NamedTuple):
     """How a trainer is looked into. replay: train on the groups of this folder, without a broker. profile: steps that are traced.
 
-    file: the run.yaml, for the command that a dump is replayed with.
+    file: the run.yaml, for the command that a dump is replayed with. from_step: where a replay begins.
     """
 
     replay: Path | None = None
     profile: range | None = None
     file: Path | None = None
+    from_step: int = 0
 
 
 def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, debug: bool) -> None:
@@ -95,7 +96,8 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
     source: BrokerSession | ReplaySource | None = None
     try:
         if int(os.environ.get("RANK", "0")) == 0:
-            source = BrokerSession(resolved, broker) if debugging.replay is None else ReplaySource(debugging.replay, resolved)
+            replay = debugging.replay
+            source = BrokerSession(resolved, broker) if replay is None else ReplaySource(replay, resolved, debugging.from_step)
         _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:
         if debugging.replay is None:

@@ -5,6 +5,7 @@ DIR/                  what `slimebus buffer export` or a dump (trainer/watch/dum
   random_00000.safetensors   of a dump: the random state of each rank before the step
 """
 
+import itertools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,14 +54,18 @@ class BatchRow(msgspec.Struct):
 class ReplaySource:
     """The batches of a folder, on rank 0. Raises UsageError or DataError when they cannot be read."""
 
-    def __init__(self, folder: Path, resolved: Resolved) -> None:
+    def __init__(self, folder: Path, resolved: Resolved, from_step: int = 0) -> None:
         self.folder, self.config = folder, resolved.config
         self.groups = {row.group: row for row in _read(folder / GROUPS_FILE, ExportedGroup) if row.table is not None}
         if not self.groups:
             raise DataError(f"{folder / GROUPS_FILE}: no group has samples; export those that were trained (--state committed)")
-        self.rows = self._recorded(resolved.run_dir / "metrics") or self._in_order()
+        rows = self._recorded(resolved.run_dir / "metrics") or self._in_order()
+        self.rows = {step: row for step, row in rows.items() if step >= from_step}
+        if not self.rows:
+            raise UsageError(f"--from-step {from_step}: {folder} has the groups of steps {min(rows)} to {max(rows)}")
         self.first_step = min(self.rows)
         self.metrics = resolved.run_dir / "replay"
+        keep_as_older(self.metrics / "trainer.jsonl")
         self.writer = MetricsWriter(self.metrics, "trainer")
         self._vocab_size = 0
 
@@ -219,6 +224,12 @@ def _bytes(tensor: Any) -> np.ndarray:
     import torch
 
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def keep_as_older(file: Path) -> None:
+    """Move it, if it is there, to `NAME-1.jsonl` beside it, or the first number that is free."""
+    if file.exists():
+        file.rename(next(path for n in itertools.count(1) if not (path := file.with_stem(f"{file.stem}-{n}")).exists()))
 
 
 def random_file(folder: Path, rank: int) -> Path:

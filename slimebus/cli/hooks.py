@@ -14,6 +14,8 @@ from typing import Any
 from slimebus.bus.errors import HookError
 
 SHOWN = 300
+FROM_FILE = "slimebus_hook_"
+"""What the names of modules begin with that were loaded from a file."""
 
 
 def load(path: str, *, base: Path | None = None, arguments: Sequence[str] = ()) -> Callable[..., Any]:
@@ -64,7 +66,7 @@ def _from_file(path: str, file_name: str, base: Path | None) -> ModuleType:
     file = (base or Path("/")).joinpath(file_name).resolve()
     if not file.is_file() or (base is None and not Path(file_name).is_absolute()):
         raise HookError(f"hook {path!r}: no such file {file}; a relative path begins at the folder of the run.yaml")
-    name = f"slimebus_hook_{file.stem}_{abs(hash(str(file))):x}"
+    name = f"{FROM_FILE}{file.stem}_{abs(hash(str(file))):x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

@@ -37,7 +37,8 @@ MAX_RESTARTS = 3
 class LocalRun:
     """Broker, trainer and workers of one config, and consumers beside them. arguments: that config as a command line.
 
-    consumers: by name, the words of the command that starts each. title: what the panel is called. quiet: lines of the processes go to their log files only.
+    consumers: by name, the words of the command that starts each. title: what the panel is called.
+    quiet: lines of the processes go to their log files only.
     """
 
     def __init__(

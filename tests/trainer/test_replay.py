@@ -71,6 +71,21 @@ def test_batches_are_those_that_the_run_had_at_last(run) -> None:
     assert [source.take(step, 0).plan(1).publishes for step in (4, 5, 6)] == [True, False, False]
 
 
+def test_a_replay_begins_where_it_is_told_and_keeps_what_the_one_before_it_wrote(run) -> None:
+    source = ReplaySource(run.folder, run, 2)
+    assert source.first_step == 2
+    assert sorted(source.rows) == [2, 3]
+    with pytest.raises(UsageError, match=r"--from-step 4: .* has the groups of steps 0 to 3"):
+        ReplaySource(run.folder, run, 4)
+    file = run.run_dir / "replay" / "trainer.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    for number in (1, 2):
+        file.write_text(f"{number}\n")
+        ReplaySource(run.folder, run)
+        assert not file.exists()
+    assert [file.with_name(f"trainer-{number}.jsonl").read_text() for number in (1, 2)] == ["1\n", "2\n"]
+
+
 def test_what_cannot_be_replayed_is_said(run, tmp_path: Path) -> None:
     record(run, [(3, 3, ["0/9"])])
     with pytest.raises(DataError, match=r"of no step in .*batches.jsonl are all groups here"):

@@ -1,18 +1,13 @@
 """DPPO with a KL term: prime-rl's default loss (PrimeIntellect, src/prime_rl/trainer/rl/loss.py and configs, August 2026)."""
 
-from collections.abc import Iterator
-
-import numpy as np
-
 from slimebus.cli.config.schema import Fraction, NonNegative
-from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
-from trainer.objective.group_rewards import group_normalised, group_of_one, rewards_with_kl
-from trainer.objective.plugin import PolicyGradient, TokenLoss
+from trainer.objective.group_rewards import MeanBaseline
+from trainer.objective.plugin import TokenLoss
 from trainer.objective.row import Row
 
 
-class Dppo(PolicyGradient):
+class Dppo(MeanBaseline):
     """-keep w A + dppo_kl d^2 per token, A = r - mean, w = p_new / p_rollout, d = log w; keep = 0 where the probability has already moved
     far enough: A > 0 and p_new - p_rollout > dppo_high, or A < 0 and p_new - p_rollout < -dppo_low.
 
@@ -24,7 +19,7 @@ class Dppo(PolicyGradient):
     reads_rollout_logprobs = True
     trains_without_advantage = True
 
-    class Settings(PolicyGradient.Settings, frozen=True):
+    class Settings(MeanBaseline.Settings, frozen=True):
         """Of the mask and the KL term."""
 
         dppo_low: Fraction = 0.2
@@ -35,13 +30,6 @@ class Dppo(PolicyGradient):
         """[weight] Of d^2."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from group_of_one(self.config)
-
-    def advantages(self, batch: Batch) -> np.ndarray:
-        return group_normalised(batch, rewards_with_kl(batch, self.config.algorithm), std_normalization=False)
 
     def loss(self, row: Row) -> TokenLoss:
         d, a = row.new_logprobs - row.rollout_logprobs, row.advantages

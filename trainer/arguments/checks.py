@@ -132,8 +132,12 @@ def _experts(options: MegatronOptions, config: RunConfig, shape: dict[str, Any])
 
 
 def _noise(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
-    if config.algorithm.is_supervised:
-        return
+    if not (config.algorithm.is_supervised or ":" in config.algorithm.advantage_estimator):  # what a class of the user's is, it says itself
+        yield from noise(options)
+
+
+def noise(options: MegatronOptions) -> Found:
+    """The options that only an algorithm that is supervised may have."""
     for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
         if options.values.get(name):
             text = "only sft trains with noise; the ratio of new to old logprobs, and the clip, would measure it. Leave it out"

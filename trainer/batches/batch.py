@@ -27,6 +27,13 @@ class Group(msgspec.Struct):
     has_gradient: bool = True
 
 
+def read_only(values: np.ndarray) -> np.ndarray:
+    """A view of them that cannot be written."""
+    view = np.asarray(values).view()
+    view.setflags(write=False)
+    return view
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One array of a batch, read-only: a change would be seen by some ranks and not by others. row_ends: [S] int64, of scope `row` where
@@ -38,9 +45,7 @@ class Column:
     row_ends: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        view = np.asarray(self.values).view()
-        view.setflags(write=False)
-        object.__setattr__(self, "values", view)
+        object.__setattr__(self, "values", read_only(self.values))
 
     def select(self, samples: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> "Column":
         """The entries of these samples (indices), whose tokens and groups are these."""
@@ -60,6 +65,10 @@ class Batch:
     ends: np.ndarray
     group_of: np.ndarray
     columns: Mapping[str, Column]
+
+    def __post_init__(self) -> None:
+        for name in ("ends", "group_of"):
+            object.__setattr__(self, name, read_only(getattr(self, name)))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The array of a column, in its own scope. Raises DataError with the columns there are."""

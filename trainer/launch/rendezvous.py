@@ -28,6 +28,8 @@ log = logging.getLogger("trainer")
 RENDEZVOUS_S = 600.0
 """How long nodes wait for one another: as a cluster's nodes may start minutes apart."""
 RETRY_S = 0.5
+TELL_S = 60.0
+"""How long a node 0 that cannot start is there to say so: the nodes of one job come together."""
 GONE = {"gone": True}
 
 
@@ -76,7 +78,7 @@ def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None
     settings: what all nodes must share (trainer/arguments/agreement.py).
 
     Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem. Node 0
-    tells the others what it raises.
+    tells the others what it raises, or its problem.
     """
     deadline = time.monotonic() + RENDEZVOUS_S
     if plan.node_rank:
@@ -84,6 +86,7 @@ def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None
         peer.send(**({"problem": problem, "node": plan.node_rank} if problem else {**_hello(plan), "settings": dict(settings or {})}))
         return [peer]
     if problem:
+        _tell(plan, problem)
         return []
     log.info("node 0 of %d: waiting for the others at port %d", plan.nnodes, plan.master_port)
     with socket.create_server(("", plan.master_port)) as server:
@@ -101,6 +104,19 @@ def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None
                 _refuse(peer, bad)
             raise
     return [found[node] for node in sorted(found)]
+
+
+def _tell(plan: Plan, problem: str) -> None:
+    """Node 0, whose check has failed, says so to the other nodes, which wait for it; whoever comes after TELL_S waits in vain."""
+    log.error("%s; the other nodes are told, for %.0f s at most", problem, TELL_S)
+    deadline = time.monotonic() + TELL_S
+    with socket.create_server(("", plan.master_port)) as server, contextlib.suppress(TimeoutError):
+        for _ in range(plan.nnodes - 1):
+            server.settimeout(max(0.1, deadline - time.monotonic()))
+            connection, address = server.accept()
+            peer = NodeConnection(connection, address[0])
+            peer.receive_one(RETRY_S)  # what it says of itself: a connection with unread data would be reset
+            _refuse(peer, UsageError(f"node 0: {problem}"))
 
 
 def _hello(plan: Plan) -> dict[str, int]:

@@ -12,6 +12,7 @@ from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.objective.kl import KL_ESTIMATORS
+from trainer.objective.plugin import PolicyGradient
 
 STD_FLOOR = 1e-4  # keeps a group of almost equal rewards finite
 
@@ -47,6 +48,17 @@ def per_group(batch: Batch, values: np.ndarray, function: Callable[[np.ndarray, 
 def group_normalised(batch: Batch, rewards: np.ndarray, *, std_normalization: bool) -> np.ndarray:
     """[N] f32 from [S]: grpo_advantages of each group, spread over the tokens."""
     return per_group(batch, rewards, lambda of_group, weights: grpo_advantages(of_group, weights, std_normalization=std_normalization))
+
+
+class MeanBaseline(PolicyGradient):
+    """The base of algorithms with A = r - mean over the group, the same for all tokens of a sample."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from group_of_one(self.config)
+
+    def advantages(self, batch: Batch) -> np.ndarray:
+        return group_normalised(batch, rewards_with_kl(batch, self.config.algorithm), std_normalization=False)
 
 
 def grpo_advantages(rewards: np.ndarray, weights: np.ndarray | None = None, *, std_normalization: bool = True) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +13,8 @@ import torch
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.cli import hooks
 from slimebus.cli.config import RunConfig
+from trainer.arguments.checks import noise
+from trainer.arguments.options import read_options
 from trainer.batches.batch import Batch, Column, Group
 from trainer.batches.flatten import COLUMNS, flatten
 from trainer.objective.aggregation import AGGREGATIONS, token_weights
@@ -101,9 +105,15 @@ class Objective:
 
     def advantages(self, batch: Batch) -> dict[str, Column]:
         """The column `advantages`, of each token: the samples' own, else the algorithm's. Raises DataError for one of a wrong shape."""
+        seen = ReadColumns(batch.columns)
         with errors_of(self.algorithm):
-            given = batch.per_token("advantages") if "advantages" in batch else self.algorithm.advantages(batch)
+            given = batch.per_token("advantages") if "advantages" in batch else self.algorithm.advantages(replace(batch, columns=seen))
             values = np.asarray(given, np.float32)
+        if self.settings.kl_coef and "reference_logprobs" not in seen.names:
+            raise HookError(
+                f"{named(self.algorithm)}: algorithm.kl_coef is {self.settings.kl_coef:g}, but its advantages do not read "
+                "reference_logprobs, so it has no effect; take rewards_with_kl (trainer/objective/group_rewards.py) or set kl_loss_coef"
+            )
         if values.shape != (batch.num_tokens,):
             raise DataError(f"{named(self.algorithm)}: advantages have shape {list(values.shape)}; expected [{batch.num_tokens}]")
         return {"advantages": Column(np.where(batch["loss_mask"] > 0, values, np.float32(0.0)))}
@@ -206,6 +216,8 @@ class Objective:
         if self.algorithm.is_supervised:
             yield from self._meaningless()
         else:
+            if ":" in a.advantage_estimator:
+                yield from (f"megatron.{name}: {text}" for name, text in noise(read_options(self.config.megatron)))
             yield from self._weighed_twice()
             yield from self._without_ratio()
             yield from self._cut_distribution()
@@ -256,6 +268,23 @@ class Objective:
             )
 
 
+class ReadColumns(Mapping[str, Column]):
+    """Columns of a batch that remember which of them were read."""
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self.columns, self.names = columns, set[str]()
+
+    def __getitem__(self, name: str) -> Column:
+        self.names.add(name)
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
 def of_row(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:
     """These values, if they are one of each token of the row: others would be broadcast to a wrong loss. Raises HookError."""
     if values.shape != row.loss_mask.shape:
@@ -290,5 +319,6 @@ def errors_of(plugin: Plugin) -> Iterator[None]:
 
 
 def named(plugin: object) -> str:
-    """A plug-in by its class, for errors."""
-    return f"{type(plugin).__module__}:{type(plugin).__name__}"
+    """A plug-in by its class, and the file where that is one of the user's, for errors."""
+    module, name = type(plugin).__module__, type(plugin).__name__
+    return f"{sys.modules[module].__file__ if module.startswith(hooks.FROM_FILE) else module}:{name}"

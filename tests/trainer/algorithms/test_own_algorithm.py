@@ -12,9 +12,11 @@ from loss_rows import batch_of, row_of
 from slimebus.bus.errors import ConfigError, HookError
 from slimebus.cli.config import RunConfig, resolve
 from slimebus.cli.config.schema import AlgorithmConfig, TrainerConfig
-from trainer.batches.batch import Batch
+from trainer.arguments.checks import megatron_problems
+from trainer.batches.batch import Batch, Column
 from trainer.model.policy import Policy
 from trainer.objective.build_objective import algorithm_problems
+from trainer.objective.group_rewards import rewards_with_kl
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import PolicyGradient, TokenLoss
 
@@ -242,7 +244,7 @@ def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(
     policy = odd_policy(tmp_path, tied_model, name)
     try:
         before = policy.logprobs(make_batch())
-        with pytest.raises(HookError, match=rf"slimebus_hook_odd_\w+:{name}.*{message}"):
+        with pytest.raises(HookError, match=rf"^{re.escape(str(tmp_path))}/odd\.py:{name}.*{message}"):
             policy.train(make_batch())
         assert np.array_equal(np.concatenate(before), np.concatenate(policy.logprobs(make_batch())))
     finally:
@@ -256,6 +258,34 @@ def test_measures_are_told_apart_by_name_whatever_their_order(tmp_path: Path, ti
     finally:
         policy.close()
     assert (metrics["one"], metrics["two"]) == pytest.approx((1, 2))
+
+
+def test_a_kl_coef_that_the_advantages_leave_out_is_refused() -> None:
+    class NoKl(PolicyGradient):
+        def advantages(self, batch: Batch) -> np.ndarray:
+            return batch.per_token("reward")
+
+    class WithKl(PolicyGradient):
+        def advantages(self, batch: Batch) -> np.ndarray:
+            return batch.to_tokens(rewards_with_kl(batch, self.config.algorithm))
+
+    config = RunConfig(algorithm=AlgorithmConfig(kl_coef=0.1, use_rollout_logprobs=True))
+    batch = batch_of([3, 2])
+    columns = {name: column for name, column in batch.columns.items() if name != "advantages"} | {"reward": Column(np.ones(2), "sample")}
+    batch = Batch(batch.ends, batch.group_of, columns).with_columns({"reference_logprobs": batch["rollout_logprobs"] - 1})
+    assert Objective(config, WithKl(config, WithKl.Settings()), []).advantages(batch)
+    with pytest.raises(HookError, match=r"NoKl: algorithm.kl_coef is 0.1, but its advantages do not read reference_logprobs"):
+        Objective(config, NoKl(config, NoKl.Settings()), []).advantages(batch)
+
+
+@pytest.mark.parametrize(("base", "refused"), [("sft.Sft", 0), ("grpo.Grpo", 1)])
+def test_dropout_is_for_algorithms_of_ones_own_that_are_supervised(tmp_path: Path, base: str, refused: int) -> None:
+    module = base.partition(".")[0]
+    (tmp_path / "own.py").write_text(f"from trainer.algorithms import {module}\n\n\nclass Own({base}):\n    pass\n")
+    resolved = resolve(None, {"algorithm.advantage_estimator": f"{tmp_path}/own.py:Own", "megatron.hidden_dropout": 0.1}, environ={})
+    found = [*megatron_problems(resolved), *algorithm_problems(resolved)]
+    assert len(found) == refused
+    assert all("megatron.hidden_dropout: 0.1, but only sft trains with noise" in text for text in found)
 
 
 class Misnamed(PolicyGradient):

@@ -156,3 +156,10 @@ def test_a_reference_that_a_consumer_computes_is_no_pass_of_the_trainer() -> Non
     assert objective.fields == {"reference_logprobs"}
     assert not objective.needs_pass("reference_logprobs")
     assert build_objective(RunConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1))).needs_pass("reference_logprobs")
+
+
+def test_no_part_of_a_batch_can_be_written() -> None:
+    """A change would be seen by some ranks and not by others."""
+    for values in (batch().ends, batch().group_of, batch()["tokens"], batch().select(np.array([1])).ends):
+        with pytest.raises(ValueError, match="read-only"):
+            values[0] = 1

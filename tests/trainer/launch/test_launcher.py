@@ -148,6 +148,23 @@ def test_nodes_with_other_settings_are_refused_on_all_of_them(caplog: pytest.Log
     assert caplog.text.count("node 2 has optimizer.lr 0.001, node 0 0.0001") == 2
 
 
+def test_the_problem_of_node_0_is_told_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """They would wait ten minutes for it."""
+    first, second = plans()
+    codes: list[int] = []
+
+    def follow() -> None:
+        with contextlib.closing(rendezvous(second)[0]) as peer:
+            codes.append(Launcher(second, [], 0)._follow(peer))
+
+    other = threading.Thread(target=follow)
+    other.start()
+    assert Launcher(first, [], 0).run("model.hf_checkpoint: no model at /models/x") == 2
+    other.join(20)
+    assert codes == [2]
+    assert "node 0: model.hf_checkpoint: no model at /models/x" in caplog.messages
+
+
 def test_the_problem_of_a_node_is_told_by_node_0() -> None:
     first, second = plans()
     other = OtherNode(second, "model.hf_checkpoint: no model at /models/x")
