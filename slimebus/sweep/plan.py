@@ -150,7 +150,7 @@ def _axes(plan: Plan, problems: list[str]) -> dict[str, list[Choice]]:
     axes: dict[str, list[Choice]] = {}
     for name, values in plan.grid.items():
         if isinstance(values, list) and values:
-            axes[name] = [(_label(value), {name: value}) for value in values]
+            axes[name] = [(label_of(value), {name: value}) for value in values]
         elif isinstance(values, dict) and values and all(isinstance(options, dict) for options in values.values()):
             axes[name] = [(str(label), options) for label, options in values.items()]
         else:
@@ -158,13 +158,14 @@ def _axes(plan: Plan, problems: list[str]) -> dict[str, list[Choice]]:
     if plan.cases:
         named = [({key: value for key, value in case.items() if key != "name"}, case.get("name")) for case in plan.cases]
         axes["case"] = [
-            (str(label or ", ".join(f"{key.rpartition('.')[2]}={_label(value)}" for key, value in options.items()) or "base"), options)
+            (str(label or ", ".join(f"{key.rpartition('.')[2]}={label_of(value)}" for key, value in options.items()) or "base"), options)
             for options, label in named
         ]
     return axes
 
 
-def _label(value: Any) -> str:
+def label_of(value: Any) -> str:
+    """How a value of an option is written in labels and names."""
     if isinstance(value, list):
         return "+".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

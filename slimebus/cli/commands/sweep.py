@@ -10,8 +10,9 @@ import click
 @click.argument("sweep_yaml", type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Check the config of every trial and list them; start nothing.")
 @click.option("--retry-failed", is_flag=True, help="Run trials again that failed or were refused.")
+@click.option("--report", is_flag=True, help="Compare the trials that are over, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --check: one JSON object, trial to its mistakes.")
-def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, as_json: bool) -> None:
+def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, report: bool, as_json: bool) -> None:
     """Run every trial of SWEEP.yaml that is not over yet, then compare them (docs/sweep.md).
 
     Each trial is a `slimebus up` in a run directory of its own. Started again after whatever ended it, the sweep goes on where it was. A
@@ -19,6 +20,8 @@ def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, as_json: bool) -> N
     """
     from slimebus.cli.launch import interrupt_on_sigterm
     from slimebus.sweep import plan
+    from slimebus.sweep.comparison import check_installed, show
+    from slimebus.sweep.results import of_sweep
     from slimebus.sweep.runner import Runner
 
     found = plan.load(sweep_yaml)
@@ -27,5 +30,13 @@ def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, as_json: bool) -> N
         lines = [f"{trial.name}: {'; '.join(problems.get(trial.name, ['ok']))}" for trial in found.trials]
         click.echo(json.dumps(problems) if as_json else "\n".join(lines))
         return
+    check_installed()
     interrupt_on_sigterm()
-    Runner(found, click.echo).run(retry_failed=retry_failed)
+    runner = Runner(found, click.echo)
+    try:
+        if not report:
+            runner.run(retry_failed=retry_failed)
+    finally:
+        if any(outcome.state == "done" for outcome in runner.outcomes.values()):
+            results = of_sweep(found, runner.outcomes)
+            show(results, found.plan.axis, found.folder, title=f"Sweep {sweep_yaml.stem}", about=sweep_yaml.read_text())

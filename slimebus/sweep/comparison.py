@@ -1,0 +1,122 @@
+"""A comparison as people read it: terminal, Markdown, one HTML file that can be mailed, JSON."""
+
+import base64
+import html
+import importlib.util
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+import click
+import msgspec
+
+from slimebus.bus.errors import UsageError
+from slimebus.cli.formatting import columns, duration
+from slimebus.sweep import plots
+from slimebus.sweep.results import ETA, RunResult, by_condition
+from slimebus.sweep.statistics import conclusion, estimate, number, short
+
+HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "m2", "")
+NOTE = (
+    "Last score: mean over seeds with its 95% interval (Student's t); of one seed the interval, in brackets, is of the evaluation's "
+    "problems alone and says nothing of other seeds. Tests: Welch, one-sided, not corrected for their number. ESS: effective sample size "
+    "of tokens by their number, and m2: mean of the squared log ratio of the policy trained and the sampler, unclipped, means over steps. "
+    "Time is of the steps, without the start."
+)
+
+
+def check_installed() -> None:
+    """Raises UsageError without the packages of plots and statistics: better before a sweep than after it."""
+    if missing := [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} not installed: pip install 'slimebus[plot]'")
+
+
+def sections_of(results: Sequence[RunResult], axis: str) -> dict[str, list[RunResult]]:
+    """Runs that differ in the axis alone, by what they have in common; the title is empty where that is everything."""
+    found: dict[str, list[RunResult]] = {}
+    for result in results:
+        rest = ", ".join(
+            label if number(label) is None else f"{short(name)} {label}" for name, label in result.condition.items() if name != axis
+        )
+        found.setdefault(rest, []).append(result)
+    return found
+
+
+def main_axis(results: Sequence[RunResult], wanted: str = "") -> str:
+    """The axis that is asked about: the one wanted, max_staleness, or the last."""
+    axes = list(results[0].condition) if results else []
+    return wanted if wanted in axes else ETA if ETA in axes else axes[-1] if axes else ""
+
+
+def table(results: Sequence[RunResult], axis: str) -> list[tuple[str, ...]]:
+    """A row for each condition: its value of the axis, and the columns of HEADER."""
+    return [(of[0].condition.get(axis, "all"), *_cells(of)) for of in by_condition(results).values()]
+
+
+def _cells(of: Sequence[RunResult]) -> list[str]:
+    ran = [run for run in of if run.counts]
+    troubles = "; ".join(f"seed {run.seed} {run.state}" + (f": {run.reason}" if run.reason else "") for run in of if run.state != "done")
+    if not ran:
+        return [f"0 of {len(of)}", *[""] * (len(HEADER) - 2), troubles]
+    again = sum(run.starts > 1 for run in ran)
+    notes = "; ".join(filter(None, [troubles, f"{again} resumed" if again else ""]))
+    score, last = estimate([run.score for run in ran]).text(), ran[0].points[-1]
+    score += f" [{last.low:.3f}–{last.high:.3f}]" if len(ran) == 1 else ""
+    speed, lag = estimate([run.samples_per_s for run in ran]).text(0), estimate([run.lag_mean for run in ran]).mean
+    means = [estimate(values).mean if (values := [run.means[n] for run in ran if n in run.means]) else None for n in ("ess_token", "m2")]
+    ess, m2 = ("" if mean is None else f"{mean:.3g}" for mean in means)
+    steps, seconds = max(run.steps for run in ran), estimate([run.seconds for run in ran]).mean
+    return [f"{len(ran)} of {len(of)}", score, str(steps), duration(seconds), speed, f"{lag:.2f}", ess, m2, notes]
+
+
+def markdown(results: Sequence[RunResult], axis: str) -> str:
+    """The sentence and the table of each section."""
+    parts = []
+    for title, runs in sections_of(results, axis).items():
+        rows = [("", *HEADER) if not axis else (short(axis), *HEADER), ("---",) * (len(HEADER) + 1), *table(runs, axis)]
+        lines = [f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in row)} |" for row in rows]
+        parts += [f"### {title}\n" if title else "", f"{conclusion(runs, axis)}\n" if axis else "", "\n".join(lines), ""]
+    return "\n".join(part for part in [*parts, NOTE, ""] if part or parts)
+
+
+def page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str:
+    """The report: one HTML file without anything outside of it. about: what was run, as text."""
+    sections = sections_of(results, axis)
+    ran = {name: [run for run in runs if run.points] for name, runs in sections.items()}
+    body = [
+        f"<p class=say>{html.escape(f'{name}: ' if name else '')}{html.escape(conclusion(runs, axis))}</p>"
+        for name, runs in sections.items()
+        if axis
+    ]
+    body += [_image(plots.trade_off({name: runs for name, runs in ran.items() if any(r.counts for r in runs)}, axis))] if axis else []
+    for name, runs in sections.items():
+        body += [f"<h2>{html.escape(name)}</h2>" if name else "", _table([(short(axis), *HEADER), *table(runs, axis)])]
+        body += [_image(plot(ran[name], axis)) for plot in (plots.learning, plots.by_lag) if ran[name] and axis]
+    every = [(run.name, run.state, run.reason, *(f"{p.steps}: {p.score:.3f}" for p in run.points)) for run in results]
+    body += ["<h2>Runs</h2>", _table([("run", "state", "reason", "step: score"), *every])]
+    template = Template((files("slimebus.sweep") / "report.html").read_text())
+    return template.substitute(title=html.escape(title), body="\n".join(body), note=html.escape(NOTE), about=html.escape(about))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    made = ["".join(f"<t{'d' if i else 'h'}>{html.escape(cell)}</t{'d' if i else 'h'}>" for cell in row) for i, row in enumerate(rows)]
+    return f"<div class=wide><table><tr>{'</tr><tr>'.join(made)}</tr></table></div>"
+
+
+def _image(svg: str) -> str:
+    return f'<div class=wide><img src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"></div>' if svg else ""
+
+
+def show(results: Sequence[RunResult], wanted: str, out: Path | None, *, title: str, about: str) -> None:
+    """Print sentences and tables; with `out` also write report.html, table.md and results.json there."""
+    axis = main_axis(results, wanted)
+    for name, runs in sections_of(results, axis).items():
+        lines = columns(table(runs, axis), (short(axis), *HEADER))
+        click.echo("\n".join(filter(None, [f"\n{name}" if name else "", *lines, conclusion(runs, axis) if axis else ""])))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.html").write_text(page(results, axis, title, about))
+        (out / "table.md").write_text(markdown(results, axis))
+        (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+        click.echo(f"report   {out / 'report.html'}")

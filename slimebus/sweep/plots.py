@@ -1,0 +1,122 @@
+"""The plots of a comparison, each as SVG text. Needs matplotlib."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from operator import ge
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from slimebus.sweep.results import BUCKETS, RunResult, by_condition
+from slimebus.sweep.statistics import estimate, number, short
+from slimebus.view.trace_chart import GREY, RULE, STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Sections = Mapping[str, Sequence[RunResult]]
+"""Title -> runs that differ in the axis alone."""
+BY_LAG = {
+    "loss": ("loss", "loss, by the step's mean lag"),
+    "log_ratio_p95": ("linear", "abs(log ratio), 95% quantile"),
+    "m2": ("log", "second moment of the log ratio"),
+    "ess_token": ("linear", "effective sample size of tokens"),
+    "mismatch": ("log", "engine's own mismatch, mean"),
+}
+DASHES = ("-", "--", ":", "-.")
+LINE: Any = {"marker": "o", "markersize": 3, "linewidth": 1.3, "alpha": 0.85}
+
+
+def learning(runs: Sequence[RunResult], axis: str) -> str:
+    """Evaluation against wall time, steps and samples: a line a run, a colour a condition."""
+    across = {"seconds": "seconds of steps", "steps": "steps", "samples": "samples trained"}
+
+    def draw(axes: "Sequence[Axes]") -> None:
+        for one, (name, words) in zip(axes, across.items(), strict=True):
+            for i, (label, of) in enumerate(_lines(runs, axis).items()):
+                for run in of:
+                    points = [(getattr(point, name), point.score) for point in run.points]
+                    one.plot(*zip(*points, strict=True), label=label if run is of[0] else None, **LINE, **_look(i))
+            one.set_xlabel(words, loc="left")
+        axes[0].set_ylabel(runs[0].score_name if runs else "")
+
+    return _figure(3, draw)
+
+
+def by_lag(runs: Sequence[RunResult], axis: str) -> str:
+    """Loss, ratio and mismatch by lag: means over steps and runs."""
+    shown = {name: how for name, how in BY_LAG.items() if any(name in found for run in runs for found in run.by_lag.values())}
+
+    def draw(axes: "Sequence[Axes]") -> None:
+        for one, (name, (scale, words)) in zip(axes, shown.items(), strict=True):
+            for i, (label, of) in enumerate(_lines(runs, axis).items()):
+                values = [[run.by_lag[b][name] for run in of if name in run.by_lag.get(b, {})] for b in BUCKETS]
+                points = [(at, fmean(found)) for at, found in enumerate(values) if found]
+                if points:
+                    one.plot(*zip(*points, strict=True), label=label, **LINE, **_look(i))
+            one.set_xticks(range(len(BUCKETS)), BUCKETS)
+            one.set_yscale("log" if scale == "log" else "linear")
+            one.set_title(words, fontsize=9, loc="left", color=GREY)
+            one.set_xlabel("lag, versions", loc="left")
+
+    return _figure(len(shown), draw) if shown else ""
+
+
+def trade_off(sections: Sections, axis: str) -> str:
+    """Throughput against the axis, and score against throughput with the Pareto front: a colour a section, 95% intervals over seeds."""
+
+    def draw(axes: "Sequence[Axes]") -> None:
+        front: list[tuple[float, float]] = []
+        for i, (title, runs) in enumerate(sections.items()):
+            of = {label: [run for run in found if run.counts] for label, found in _lines(runs, axis).items()}
+            speed = {label: estimate([run.samples_per_s for run in found]) for label, found in of.items() if found}
+            score = {label: estimate([run.score for run in of[label]]) for label in speed}
+            at: Any = [number(label) for label in speed]
+            is_scale = None not in at
+            look = _look(i) if is_scale else _look(i) | {"linestyle": ""}
+            axes[0].errorbar(at if is_scale else list(speed), *_bars(list(speed.values())), marker="o", label=title or None, **look)
+            axes[0].tick_params(axis="x", labelrotation=0 if is_scale else 60)
+            (x, x_bars), (y, y_bars) = (_bars(list(found.values())) for found in (speed, score))
+            axes[1].errorbar(x, y, y_bars, x_bars, marker="o", linestyle="", color=_look(i)["color"])
+            for label, place in zip(speed, zip(x, y, strict=True), strict=True):
+                axes[1].annotate(label, place, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+            front += zip(x, y, strict=True)
+        best = [here for here in sorted(front) if not any(other != here and all(map(ge, other, here)) for other in front)]
+        axes[1].plot(*zip(*best, strict=True), color=GREY, linewidth=1, zorder=0) if best else None
+        axes[0].set_xlabel(short(axis), loc="left")
+        axes[0].set_ylabel("samples/s, once warm")
+        axes[1].set_xlabel("samples/s, once warm", loc="left")
+        axes[1].set_ylabel("last score")
+
+    return _figure(2, draw)
+
+
+def _bars(estimates: Sequence[Any]) -> tuple[list[float], list[float]]:
+    return [e.mean for e in estimates], [e.interval[1] - e.mean if e.interval else 0.0 for e in estimates]
+
+
+def _lines(runs: Sequence[RunResult], axis: str) -> dict[str, list[RunResult]]:
+    return {of[0].condition[axis]: of for of in by_condition(run for run in runs if run.points).values()}
+
+
+def _look(i: int) -> dict[str, Any]:
+    return {"color": f"C{i % 10}", "linestyle": DASHES[i // 10 % len(DASHES)]}
+
+
+def _figure(count: int, draw: "Callable[[Sequence[Axes]], None]") -> str:
+    """SVG of `count` axes in a row, with one legend below."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE | {"svg.hashsalt": "slimebus"}):
+        figure = Figure(figsize=(3.6 * max(2, count), 3.4), layout="constrained")
+        axes = figure.subplots(1, count, squeeze=False)[0]
+        draw(axes)
+        for one in axes:
+            one.grid(color=RULE, linewidth=0.6)
+            one.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes[0].get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside lower left", ncols=8, frameon=False, fontsize=8)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        return out.getvalue()

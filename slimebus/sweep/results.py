@@ -1,0 +1,190 @@
+"""What runs say together: each summed up from its records, those of one condition taken together."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from slimebus.bus.errors import DataError
+from slimebus.sweep.plan import Sweep, label_of
+from slimebus.sweep.runner import Outcome
+from slimebus.view import report
+from slimebus.view.live_panel import main_dataset
+from slimebus.view.report import STEP_PARTS, WARM_STEPS, Rows
+
+Condition = dict[str, str]
+ETA = "broker.max_staleness"
+MEANS = ("ess_token", "ess_sequence", "m2", "clip_pressure", "kl_k3", "log_ratio_p95", "log_ratio_p99")
+"""Of `lag/BUCKET/NAME`: averaged over the steps after the warm ones."""
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+NOT_SETTINGS = ("name", "seed", "run_dir")
+REWARD = "reward"
+"""What a run is compared by that has no evaluation: of the samples trained in the last steps."""
+REWARD_STEPS = 10
+
+
+class Point(msgspec.Struct):
+    """An evaluation of a run: its score with the 95% interval of the problems, and what it took until then."""
+
+    steps: int
+    seconds: float
+    samples: float
+    score: float
+    low: float
+    high: float
+
+
+class RunResult(msgspec.Struct):
+    """A run summed up. points: its evaluations; by_lag: bucket -> metric -> mean; samples_per_s: once warm. Times are of its steps."""
+
+    name: str
+    condition: Condition
+    seed: int
+    state: str = "done"
+    reason: str = ""
+    starts: int = 1
+    score_name: str = REWARD
+    points: list[Point] = []
+    steps: int = 0
+    seconds: float = 0.0
+    samples: float = 0.0
+    samples_per_s: float = 0.0
+    lag_mean: float = 0.0
+    lag_max: float = 0.0
+    trainer_idle: float = 0.0
+    worker_idle: float = 0.0
+    means: dict[str, float] = {}
+    by_lag: dict[str, dict[str, float]] = {}
+
+    @property
+    def score(self) -> float:
+        """The last one. Only where it has points."""
+        return self.points[-1].score
+
+    @property
+    def counts(self) -> bool:
+        """Whether it ran to its end and has a score."""
+        return self.state == "done" and bool(self.points)
+
+
+def of_sweep(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[RunResult]:
+    """Of each trial, in order; one that has not begun or failed early has a state and nothing else."""
+    return [_of(sweep.run_dir(t), t.name, t.condition, t.seed, sweep.plan.score, outcomes[t.name]) for t in sweep.trials]
+
+
+def of_runs(run_dirs: Sequence[Path], score: str = "") -> list[RunResult]:
+    """Of runs that exist; of a sweep's folder, of all its trials. Their conditions are what their settings differ in, seeds apart.
+
+    Raises DataError for a folder without records of a run.
+    """
+    folders = [run for folder in run_dirs for run in (sorted(p.parent for p in folder.glob("trials/*/trial.json")) or [folder])]
+    known = [_settings(folder) for folder in folders]
+    outcomes = [_outcome(folder) for folder in folders]
+    axes = {tuple(outcome.condition) if outcome else None for outcome in outcomes}
+    differing = sorted(n for n in set().union(*known) if n not in NOT_SETTINGS and len({s.get(n) for s in known}) > 1)
+    found = []
+    for folder, settings, outcome in zip(folders, known, outcomes, strict=True):
+        if outcome and len(axes) == 1:
+            condition = outcome.condition
+        elif all(known):
+            condition = {name: settings.get(name, "") for name in differing}
+        else:
+            condition = {"run": str(folder)}
+        seed = int(settings.get("seed", 0))
+        found.append(
+            _of(folder, folder.name, condition, seed, score, outcome or Outcome(condition={}, options={}, seed=seed, state="done"))
+        )
+        if outcome is None and not found[-1].steps:
+            raise DataError(f"{folder}: no trained step on record (metrics/trainer.jsonl)")
+    return found
+
+
+def _outcome(folder: Path) -> Outcome | None:
+    file = folder / "trial.json"
+    return msgspec.json.decode(file.read_bytes(), type=Outcome) if file.is_file() else None
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """What a run recorded of its own settings as text: those of the trainer, and the broker's bound by its name in the config."""
+    trainer, status = folder / "trainer-settings.json", folder / "status.json"
+    found: dict[str, str] = json.loads(trainer.read_text()) if trainer.is_file() else {}
+    eta = json.loads(status.read_text()).get("settings", {}).get("max_staleness") if status.is_file() else None
+    return {name: text.strip('"') for name, text in found.items()} | ({ETA: label_of(eta)} if eta is not None else {})
+
+
+def _of(run_dir: Path, name: str, condition: Condition, seed: int, score: str, outcome: Outcome) -> RunResult:
+    result = RunResult(name=name, condition=condition, seed=seed, state=outcome.state, reason=outcome.reason, starts=outcome.starts)
+    try:
+        found = report.read(run_dir)
+    except DataError:
+        return result
+    steps, warm = found.steps, found.steps[WARM_STEPS:] or found.steps
+    seconds = list(accumulate(sum(row.get(part, 0.0) for part in STEP_PARTS) for row in steps))
+    samples = list(accumulate(row.get("num_samples", 0.0) for row in steps))
+    result.steps, result.seconds, result.samples = len(steps), round(seconds[-1], 3), samples[-1]
+    result.samples_per_s = sum(row.get("num_samples", 0.0) for row in warm) / (
+        sum(row.get(part, 0.0) for row in warm for part in STEP_PARTS) or 1.0
+    )
+    about = report.summarise(found)
+    result.lag_mean, result.lag_max = about["lag_mean"], about["lag_max"]
+    result.trainer_idle, result.worker_idle = about["trainer_idle"], about["worker_idle"]
+    dataset = score or main_dataset(row["dataset"] for row in found.evals)
+    if dataset and (evals := found.evaluations(dataset)):
+        result.score_name = dataset
+        interval = int(_settings(run_dir).get("weights.update_weights_interval", 1))
+        result.points = [_point(row, interval, seconds, samples) for row in evals]
+    else:
+        last = [row["reward"] for row in steps[-REWARD_STEPS:]]
+        result.points = [Point(len(steps), seconds[-1], samples[-1], fmean(last), min(last), max(last))]
+    result.means = {name: value for name in MEANS if (value := _mean(warm, f"lag/all/{name}")) is not None}
+    result.by_lag = _by_lag(warm)
+    return result
+
+
+def _point(row: Mapping[str, Any], interval: int, seconds: Sequence[float], samples: Sequence[float]) -> Point:
+    done = min(int(row["version"]) * interval, len(seconds))
+    spent = (seconds[done - 1], samples[done - 1]) if done else (0.0, 0.0)
+    return Point(done, *spent, row["mean_reward"], row["low"], row["high"])
+
+
+def _mean(rows: Rows, name: str) -> float | None:
+    values = [row[name] for row in rows if name in row]
+    return fmean(values) if values else None
+
+
+def _by_lag(rows: Rows) -> dict[str, dict[str, float]]:
+    """The trainer's metrics by the lag of tokens, its loss by the mean lag of the step, the engine's error by the lag measured at."""
+    losses, errors = defaultdict(list), defaultdict(list)
+    for row in rows:
+        if "loss" in row:
+            losses[bucket_of(row["lag_mean"])].append(row["loss"])
+        if "mismatch/mean" in row:
+            errors[bucket_of(row["mismatch/lag"])].append(row["mismatch/mean"])
+    found: dict[str, dict[str, float]] = {}
+    for bucket in BUCKETS:
+        means = {name: _mean(rows, f"lag/{bucket}/{name}") for name in MEANS}
+        means |= {name: fmean(values[bucket]) for name, values in (("loss", losses), ("mismatch", errors)) if bucket in values}
+        if kept := {name: value for name, value in means.items() if value is not None}:
+            found[bucket] = kept
+    return found
+
+
+def bucket_of(lag: float) -> str:
+    """The bucket of a lag, rounded."""
+    for bucket in BUCKETS[:-1]:
+        if round(lag) <= int(bucket.rpartition("-")[2]):
+            return bucket
+    return BUCKETS[-1]
+
+
+def by_condition(results: Iterable[RunResult]) -> dict[tuple[str, ...], list[RunResult]]:
+    """The runs of each condition, in order of their first."""
+    found: dict[tuple[str, ...], list[RunResult]] = {}
+    for result in results:
+        found.setdefault(tuple(result.condition.values()), []).append(result)
+    return found

@@ -1,0 +1,110 @@
+import base64
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from slimebus.cli.commands.compare import compare
+from slimebus.sweep import plots
+from slimebus.sweep.comparison import main_axis, markdown, page, sections_of, table
+from slimebus.sweep.results import Point, RunResult
+
+ETA = "broker.max_staleness"
+
+
+def result(eta: int, how: str, seed: int, **more: object) -> RunResult:
+    points = [
+        Point(steps=s, seconds=s * (2.0 - eta / 10), samples=s * 8.0, score=0.4 + s / 30 - eta / 100, low=0.1, high=0.9) for s in (0, 10)
+    ]
+    usual = {
+        "points": points,
+        "samples_per_s": 100.0 + eta,
+        "steps": 10,
+        "seconds": 20.0,
+        "means": {"m2": 0.01, "ess_token": 0.9},
+        "score_name": "heldout",
+    }
+    lag = {"1": {"m2": 0.1, "log_ratio_p95": 0.2, "loss": 0.3}, "5-8": {"m2": 0.4, "log_ratio_p95": 0.3, "mismatch": 0.01}}
+    return RunResult(name=f"{eta},{how},{seed}", condition={ETA: str(eta), "how": how}, seed=seed, **(usual | {"by_lag": lag} | more))  # type: ignore[arg-type]
+
+
+RESULTS = [result(eta, how, seed) for how in ("clip", "tis") for eta in (0, 2) for seed in (0, 1, 2)]
+FAILED = result(4, "clip", 0, state="failed", reason="it broke: <script>alert(1)</script> | no", points=[], steps=0)
+
+
+def texts(svg: str) -> set[str]:
+    """What a drawing says: matplotlib keeps the words of a path as a comment."""
+    ElementTree.fromstring(svg)
+    return {found.strip() for found in re.findall(r"<!--(.*?)-->", svg, re.DOTALL)}
+
+
+def test_a_section_is_what_the_other_axes_have_in_common() -> None:
+    assert main_axis(RESULTS) == ETA
+    assert main_axis(RESULTS, "how") == "how"
+    assert list(sections_of(RESULTS, ETA)) == ["clip", "tis"]
+    assert list(sections_of(RESULTS, "how")) == ["eta 0", "eta 2"]
+
+
+def test_a_condition_is_a_row_with_its_interval() -> None:
+    (row, *_) = table(sections_of(RESULTS, ETA)["clip"], ETA)
+    assert row == ("0", "3 of 3", "0.733 (0.733–0.733)", "10", "20 s", "100 (100–100)", "0.00", "0.9", "0.01", "")
+    (one,) = table(RESULTS[:1], ETA)
+    assert one[2] == "0.733 [0.100–0.900]", "of one seed: the interval of the problems"
+
+
+def test_a_failed_trial_is_a_row_with_its_reason() -> None:
+    (row,) = table([FAILED], ETA)
+    assert row[:2] == ("4", "0 of 1")
+    assert row[-1] == "seed 0 failed: it broke: <script>alert(1)</script> | no"
+    assert "alert(1)</script> / no |" in markdown([*RESULTS, FAILED], ETA), "a bar would end the cell"
+
+
+def test_every_plot_shows_its_runs() -> None:
+    clip = sections_of(RESULTS, ETA)["clip"]
+    assert {"heldout", "seconds of steps", "steps", "samples trained", "0", "2"} <= texts(plots.learning(clip, ETA))
+    by_lag = texts(plots.by_lag(clip, ETA))
+    assert {"loss, by the step's mean lag", "second moment of the log ratio", "engine's own mismatch, mean", "5-8"} <= by_lag
+    assert {"eta", "samples/s, once warm", "last score", "clip", "tis"} <= texts(plots.trade_off(sections_of(RESULTS, ETA), ETA))
+    assert "clip" in texts(plots.trade_off(sections_of(RESULTS, "how"), "how"))
+
+
+def test_the_report_is_one_file_and_hostile_text_stays_text() -> None:
+    html = page([*RESULTS, FAILED], ETA, "Sweep <b>", "run: x\n$HOME")
+    assert html.count("data:image/svg+xml;base64,") == 5
+    assert "<script" not in html
+    assert "Sweep &lt;b&gt;" in html
+    assert "$HOME" in html
+    assert not re.search(r"(?:src|href)=\"(?!data:)", html)
+    assert "Without a score: 4 (failed)" in html
+
+
+def test_plots_are_the_same_for_the_same_results() -> None:
+    assert plots.learning(RESULTS[:6], ETA) == plots.learning(RESULTS[:6], ETA)
+
+
+def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
+    for eta in (0, 2):
+        folder = tmp_path / f"eta{eta}"
+        (folder / "metrics").mkdir(parents=True)
+        times = {"wait_s": 0.5, "train_s": 0.4, "publish_s": 0.1, "save_s": 0.0}
+        rows = [
+            {"step": i, "elapsed_s": 1.0, "reward": 0.5, "num_samples": 8.0, "lag_mean": eta / 2, "lag_max": eta, **times} for i in range(8)
+        ]
+        (folder / "metrics" / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "trainer-settings.json").write_text('{"seed": "0"}')
+        (folder / "status.json").write_text(json.dumps({"settings": {"max_staleness": eta}}))
+    done = CliRunner().invoke(compare, [str(tmp_path / "eta0"), str(tmp_path / "eta2"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "Too few seeds to say which eta learns better (1; at least 3)" in done.output
+    assert "| 0 | 1 of 1 |" in (tmp_path / "out" / "table.md").read_text()
+    assert [r["condition"] for r in json.loads((tmp_path / "out" / "results.json").read_text())] == [{ETA: "0"}, {ETA: "2"}]
+    images = re.findall(r"base64,([^\"]+)", (tmp_path / "out" / "report.html").read_text())
+    assert all(base64.b64decode(image).startswith(b"<?xml") for image in images)
+
+
+@pytest.mark.parametrize("axis", [ETA, "how"])
+def test_markdown_has_a_table_for_each_section(axis: str) -> None:
+    assert markdown(RESULTS, axis).count("\n| --- |") == 2

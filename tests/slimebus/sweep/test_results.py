@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimebus.bus.errors import DataError
+from slimebus.sweep import results
+from slimebus.sweep.results import bucket_of, by_condition, of_runs
+
+TIMES = {"wait_s": 0.5, "train_s": 0.4, "publish_s": 0.1, "save_s": 0.0}
+
+
+def write_run(run_dir: Path, *, seed: int = 0, eta: float = 1, settings: dict[str, str] | None = None, **step: Any) -> Path:
+    """Ten steps of a second and 8 samples each, evaluated at versions 0, 5 and 10."""
+    metrics = run_dir / "metrics"
+    metrics.mkdir(parents=True)
+    usual = {**TIMES, "num_samples": 8.0, "lag_mean": 1.0, "lag_max": 2.0, "reward": 0.5, "loss": 0.2, "lag/all/m2": 0.3, "lag/1/m2": 0.1}
+    rows = [usual | {"step": i, "elapsed_s": 1.0 + i, "time": 100.0 + i} | step for i in range(10)]
+    (metrics / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evals = [
+        {"evaluation": "k", "dataset": name, "version": v, "step": 0, "mean_reward": v / 20, "low": 0.0, "high": 1.0}
+        for v in (0, 5, 10)
+        for name in ("easy", "heldout")
+    ]
+    (metrics / "broker.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
+    (run_dir / "status.json").write_text(json.dumps({"settings": {"max_staleness": eta}}))
+    own = {"seed": str(seed), "name": f'"{run_dir.name}"', "optimizer.lr": "0.1"} | (settings or {})
+    (run_dir / "trainer-settings.json").write_text(json.dumps(own))
+    return run_dir
+
+
+def test_a_run_is_summed_up_from_its_records(tmp_path: Path) -> None:
+    (found,) = of_runs([write_run(tmp_path / "a", **{"mismatch/lag": 4.0, "mismatch/mean": 0.02})])
+    assert [(p.steps, p.seconds, p.samples, p.score) for p in found.points] == [
+        (0, 0.0, 0.0, 0.0),
+        (5, pytest.approx(5.0), 40.0, 0.25),
+        (10, pytest.approx(10.0), 80.0, 0.5),
+    ]
+    assert (found.score_name, found.state, found.seed, found.lag_mean) == ("heldout", "done", 0, 1.0)
+    assert found.samples_per_s == pytest.approx(8.0)
+    assert found.means == {"m2": pytest.approx(0.3)}
+    assert found.by_lag == {"1": {"m2": pytest.approx(0.1), "loss": pytest.approx(0.2)}, "3-4": {"mismatch": pytest.approx(0.02)}}
+
+
+def test_versions_of_several_steps_are_counted_in_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", settings={"weights.update_weights_interval": "2"})
+    assert [point.steps for point in of_runs([run])[0].points] == [0, 10, 10], "two steps a version, and ten were trained"
+
+
+def test_wall_time_leaves_out_that_a_run_was_interrupted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    rows = [json.loads(line) for line in (run / "metrics/trainer.jsonl").read_text().splitlines()]
+    again = [row | {"elapsed_s": 0.5, "time": row["time"] + 3600} for row in rows[6:]]
+    (run / "metrics/trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *again]))
+    assert of_runs([run])[0].points[-1].seconds == pytest.approx(10.0)
+
+
+def test_a_run_without_evaluations_is_compared_by_its_last_rewards(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", reward=0.7)
+    (run / "metrics" / "broker.jsonl").unlink()
+    (found,) = of_runs([run])
+    assert (found.score_name, found.score, found.points[0].steps) == ("reward", pytest.approx(0.7), 10)
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_condition(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{eta}-{seed}", eta=eta, seed=seed, settings={"trainer.on": str(eta)}) for eta in (0, 4) for seed in (0, 1)
+    ]
+    found = by_condition(of_runs(runs))
+    assert {key: [r.seed for r in of] for key, of in found.items()} == {("0", "0"): [0, 1], ("4", "4"): [0, 1]}
+    assert of_runs(runs)[0].condition == {"broker.max_staleness": "0", "trainer.on": "0"}
+
+
+def test_runs_whose_settings_are_not_on_record_stand_each_for_itself(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    for run in runs:
+        (run / "status.json").unlink()
+        (run / "trainer-settings.json").unlink()
+    assert [r.condition for r in of_runs(runs)] == [{"run": str(run)} for run in runs]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no trained step on record"):
+        of_runs([tmp_path])
+
+
+@pytest.mark.parametrize(("lag", "bucket"), [(0.0, "0"), (0.6, "1"), (2.4, "2"), (2.6, "3-4"), (4.4, "3-4"), (8.0, "5-8"), (31.5, "9+")])
+def test_buckets_are_those_of_the_trainer(lag: float, bucket: str) -> None:
+    assert bucket_of(lag) == bucket
+    assert len(results.BUCKETS) == 6

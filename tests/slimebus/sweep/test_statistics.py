@@ -1,0 +1,81 @@
+import pytest
+
+from slimebus.sweep.results import Point, RunResult
+from slimebus.sweep.statistics import conclusion, detectable, estimate, p_worse
+
+ETA = "broker.max_staleness"
+
+
+def run(label: str, seed: int, score: float, speed: float = 100.0, *, axis: str = ETA, state: str = "done") -> RunResult:
+    point = Point(steps=10, seconds=5.0, samples=80.0, score=score, low=score - 0.02, high=score + 0.02)
+    return RunResult(name=f"{label}-{seed}", condition={axis: label}, seed=seed, state=state, points=[point], samples_per_s=speed, steps=10)
+
+
+def runs(scores: dict[str, list[float]], speeds: dict[str, float] | None = None, axis: str = ETA) -> list[RunResult]:
+    return [run(label, seed, s, (speeds or {}).get(label, 100.0), axis=axis) for label, of in scores.items() for seed, s in enumerate(of)]
+
+
+GOOD, SAME, BAD = [0.95, 0.96, 0.97], [0.955, 0.95, 0.965], [0.80, 0.82, 0.79]
+
+
+def test_an_interval_is_students() -> None:
+    found = estimate([0.9, 0.92, 0.94])  # deviation 0.02, t(2) = 4.3027
+    assert found.interval == (
+        pytest.approx(0.92 - 4.3027 * 0.02 / 3**0.5, abs=1e-5),
+        pytest.approx(0.92 + 4.3027 * 0.02 / 3**0.5, abs=1e-5),
+    )
+    assert estimate([0.5]).interval is None
+    assert estimate([0.5]).text() == "0.500"
+
+
+def test_the_test_is_welchs_and_one_sided() -> None:
+    # t = -0.01 / sqrt(0.0001/3 + 0.0004/3) = -0.7746, 2.94 degrees of freedom
+    assert p_worse([0.93, 0.95, 0.97], [0.95, 0.96, 0.97]) == pytest.approx(0.2484, abs=2e-3)
+    assert p_worse([0.95, 0.96, 0.97], [0.93, 0.95, 0.97]) == pytest.approx(1 - 0.2484, abs=2e-3)
+    assert p_worse([0.5, 0.5], [0.6, 0.6]) == 0.0
+    assert p_worse([0.6, 0.6], [0.6, 0.6]) == 1.0
+
+
+def test_a_larger_spread_hides_larger_falls() -> None:
+    assert detectable([0.9, 0.92, 0.94], [0.9, 0.92, 0.94]) == pytest.approx(2 * detectable([0.91, 0.92, 0.93], [0.91, 0.92, 0.93]))
+
+
+def test_the_smallest_value_that_costs_no_speed_and_no_learning_is_named() -> None:
+    said = conclusion(runs({"0": GOOD, "1": SAME, "2": SAME, "16": BAD}, {"0": 50.0, "1": 90.0, "2": 99.5, "16": 100.0}), ETA)
+    assert said.startswith(
+        "eta = 2 is the smallest within 1% of the fastest that does not learn worse than eta = 0 (p = 0.34, 3 seeds; a fall of 0.0"
+    )
+
+
+def test_a_fast_value_that_learns_worse_is_not_recommended() -> None:
+    said = conclusion(runs({"0": GOOD, "2": SAME, "16": BAD}, {"0": 50.0, "2": 80.0, "16": 100.0}), ETA)
+    assert said.startswith("Every eta within 1% of the fastest learns worse than eta = 0 (eta = 16: p < 0.001); ")
+    assert said.endswith("of those that do not, eta = 2 is the fastest (80% of the samples/s of 16).")
+
+
+def test_the_smallest_needs_no_more_when_it_is_as_fast() -> None:
+    assert conclusion(runs({"0": GOOD, "4": SAME}), ETA) == "eta = 0, the smallest, is within 1% of the fastest (eta = 0)."
+
+
+def test_values_are_ordered_as_numbers_and_infinity_is_one() -> None:
+    said = conclusion(runs({"inf": SAME, "16": SAME, "2": GOOD}, {"inf": 100.0, "16": 99.9, "2": 10.0}), ETA)
+    assert said.startswith("eta = 16 is the smallest within 1% of the fastest that does not learn worse than eta = 2")
+
+
+def test_too_few_seeds_are_too_few() -> None:
+    said = conclusion(runs({"0": GOOD[:2], "2": SAME}), ETA)
+    assert said.startswith("Too few seeds to say which eta learns better (2; at least 3)")
+    assert " p = " not in said
+
+
+def test_what_has_no_numbers_is_compared_with_the_best() -> None:
+    said = conclusion(runs({"clip": GOOD, "tis": SAME, "none": BAD}, axis="method"), "method")
+    assert said.startswith("clip ends highest (0.960 (0.935–0.985), 3 seeds); not told apart from it: tis; worse: none (p < 0.001)")
+
+
+def test_trials_without_a_score_are_named_and_do_not_count() -> None:
+    trials = runs({"0": GOOD, "2": SAME}, {"0": 10.0}) + [run("4", seed, 0.1, 500.0, state="failed") for seed in range(3)]
+    said = conclusion(trials, ETA)
+    assert said.startswith("eta = 2 is the smallest")
+    assert said.endswith("Without a score: 4 (failed).")
+    assert conclusion(trials[:1], ETA) == "Nothing to compare: 1 value of eta with a score."
