@@ -98,7 +98,8 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
         if int(os.environ.get("RANK", "0")) == 0:
             replay = debugging.replay
             source = BrokerSession(resolved, broker) if replay is None else ReplaySource(replay, resolved, debugging.from_step)
-        _train(resolved, source, broker, stop, debugging)
+        with stop.one_rank_says_it():
+            _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:
         if debugging.replay is None:
             saved = saved_step(resolved.run_dir / "checkpoints") or 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from types import FrameType
 
 log = logging.getLogger("trainer")
 
+SAME_ERROR_S = 5.0
+"""How long a rank other than 0 that fails lets rank 0 say what is wrong: mostly it is the same, and the launcher then ends the others."""
 DEADLINE_S = 25.0
 """Slurm kills 30 s after its SIGTERM."""
 LOOK_S = 5
@@ -39,6 +42,18 @@ class StopRequest:
         finally:
             self._is_deferred = False
             signal.alarm(0)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def one_rank_says_it() -> Iterator[None]:
+        """An error leaves rank 0 at once and the others after SAME_ERROR_S, so that one of all ranks is printed once, and no rank says only
+        that rank 0 is gone."""
+        try:
+            yield
+        except Exception:
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(SAME_ERROR_S)
+            raise
 
     def keep_deadline(self) -> None:
         """Let the deadline of a signal that came within `deferred` hold for what follows it, too."""

@@ -4,11 +4,13 @@
     stdout: a line for each: the exit code of each rank
 
 A rank trains three steps on random groups; rank 0 writes what it saw to `out` as JSON. With "resume": PATH it goes on from a checkpoint for
-one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a
-second save. With "critic" a critic learns in place of the policy. With "models", a map of name to [PATH, layout] in the place of model and
-layout, it loads each of them and does not train. With "lrs", a map of rank to learning rate, these ranks have another.
+one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a second
+save; with "full_disk", the number of a rank, that one has no room for it. With "critic" a critic learns in place of the policy. With
+"models", a map of name to [PATH, layout] in the place of model and layout, it loads each of them and does not train. With "lrs", a map of
+rank to learning rate, these ranks have another.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
@@ -144,6 +147,11 @@ def write_half_and_die(path: Path, host: str, held: list) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail_to_write(path: Path, host: str, held: list) -> None:
+    write_rank_file(path, host, held[: len(held) // 2])
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def train(asked: dict) -> None:
     model, out, layout = asked["model"], Path(asked["out"]), asked["layout"]
     config = RunConfig(
@@ -179,6 +187,13 @@ def train(asked: dict) -> None:
         out.write_text(json.dumps({"after_save": after}))
         save.write_rank_file = write_half_and_die
         BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
+    if "full_disk" in asked:
+        if asked["full_disk"] == os.environ["RANK"]:
+            save.write_rank_file = fail_to_write
+        try:
+            BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
+        except SlimebusError as bad:
+            seen["failed"] = [payload.decode() for payload in parallel.gather_bytes(bad.text.encode())]
     found = load_checkpoint(folder, policy)
     assert found is not None
     assert (found.step, found.version) == (3, 7)

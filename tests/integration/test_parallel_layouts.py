@@ -23,6 +23,7 @@ LAYOUTS = {
     "cp2": (2, {"context_parallel_size": 2}),
     "dp2-overlap": (2, {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}}),
     "tp2-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2-pp2-dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "pp2-uneven": (2, {"pipeline_model_parallel_size": 2, "megatron": {"num_layers_in_first_pipeline_stage": 1}}),
     "recompute-selective": (1, {"megatron": {"recompute_granularity": "selective", "recompute_modules": "core_attn,mlp"}}),
     "recompute": (1, {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
@@ -208,6 +209,13 @@ def test_kill_9_in_the_middle_of_a_save_loses_nothing_but_that_save(ranks: Ranks
     assert sorted(path.name for path in (tmp_path / "saved.checkpoint").iterdir()) == ["latest", "step_00000003", "step_00000004.part"]
     after = ranks.run(model, tmp_path / "loaded.json", 1, {}, resume=str(tmp_path / "saved.checkpoint"))
     assert (after["step"], after["metrics"]) == (3, before["after_save"])
+
+
+def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_the_checkpoint_before_stays(ranks: Ranks, model: Path, tmp_path: Path):
+    got = ranks.run(model, tmp_path / "saved.json", 2, {}, full_disk="1")
+    assert got["failed"] == ["checkpoint of step 4: rank 1: [Errno 28] No space left on device"] * 2
+    assert got["after_load"] == got["after_save"], "of step 3"
+    assert (tmp_path / "saved.checkpoint" / "latest").read_text().strip() == "step_00000003"
 
 
 def assert_equal_steps(mine: dict, reference: dict) -> None:

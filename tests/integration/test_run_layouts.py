@@ -92,6 +92,30 @@ def test_a_publishing_rank_that_dies_ends_its_trainer_and_the_next_one_goes_on(t
         run.assert_accounted(num_steps=4)
 
 
+OWN = """
+from trainer.algorithms import grpo
+
+
+class Failing(grpo.Grpo):
+    def advantages(self, batch):
+        raise ValueError("no advantages today")
+"""
+
+
+def test_a_plug_in_that_fails_on_rank_0_ends_all_ranks_and_is_said_once(tmp_path: Path, task: Path) -> None:
+    """The others would wait for rank 0, or say only that it is gone."""
+    (tmp_path / "own.py").write_text(OWN)
+    with Run(tmp_path, task) as run:
+        run.start("broker")
+        run.start("rollout", name="w1")
+        trainer = run.start("trainer", *TWO_RANKS, "--advantage-estimator", "own.py:Failing")
+        trainer.expected.add(2)
+        assert trainer.wait() == 2
+        assert trainer.text().count(f"own.py:{OWN.count(chr(10))}: ValueError: no advantages today") == 1, trainer.text()
+        assert "Traceback" not in trainer.text()
+        assert "a rank failed, so all are ended: local rank 0 ended with 2" in trainer.text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_ranks_end_with_their_launcher(tmp_path: Path, task: Path, number: signal.Signals) -> None:
     with Run(tmp_path, task) as run:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from slimebus.bus.errors import ConfigError
 from trainer import stop_request
 from trainer.stop_request import StopRequest
 
@@ -77,3 +78,13 @@ def test_a_broker_that_does_not_answer_holds_up_no_stop(stop: StopRequest) -> No
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGALRM)
+
+
+def test_an_error_of_all_ranks_leaves_rank_0_first(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(stop_request.time, "sleep", slept.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ConfigError, match="wrong"), stop.one_rank_says_it():
+            raise ConfigError("wrong")
+    assert slept == [stop_request.SAME_ERROR_S]

@@ -26,7 +26,8 @@ def run_critic(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             session = CriticSession(resolved, broker)
             stop.is_broker_silent = lambda: session.consumer.client.silent_s >= SILENT_S
-        _run(resolved, model_dir, session, stop)
+        with stop.one_rank_says_it():
+            _run(resolved, model_dir, session, stop)
     except KeyboardInterrupt:
         log.warning("interrupted without saving; what came after the newest checkpoint is read and learned again")
     finally:
