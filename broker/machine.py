@@ -14,7 +14,7 @@ from broker.source.interface import PromptSource
 from broker.state import batches, clients, damage, leases, timeline
 from broker.state.broker_state import State
 from broker.state.effects import Effect, Event, Reply, StatusDocument, Table
-from broker.state.features import consumers, edits, evaluation, pushes, settings
+from broker.state.features import commands, consumers, edits, evaluation, pushes, settings
 from broker.state.records import BufferFilter, Meta
 from broker.state.rules import Rules
 from slimebus.bus import messages as m
@@ -211,6 +211,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Push: pushes.push,
     m.Edit: edits.edit,
     m.Import: edits.take_in,
+    m.Command: commands.command,
     m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
 }
 """What answers each request; slimebus/bus/security/roles.py says who may send it."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rollout import partials
-from rollout.engines.pool import Engines
+from rollout.engines.dispatch import Dispatch
 from rollout.groups import Dropped, GroupMaker
 from rollout.plugins import PluginError, failure
 from slimebus.bus.errors import HookError, SlimebusError
@@ -64,7 +64,7 @@ class Attempts:
         config: RolloutConfig,
         client: Client,
         maker: GroupMaker,
-        engines: Engines,
+        engines: Dispatch,
         *,
         max_group_bytes: int,
         spans: Spans,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout import partials
-from rollout.engines.pool import Engines
+from rollout.engines.dispatch import Dispatch
 from rollout.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response, Task, normalise, to_sample
@@ -46,7 +46,7 @@ class GroupMaker:
         config: RunConfig,
         base: Path,
         tokenizer: Tokenizer,
-        engines: Engines | None,
+        engines: Dispatch | None,
         *,
         vocab_size: int | None = None,
         max_context_len: int = 0,

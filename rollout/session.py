@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import msgspec
 import numpy as np
 
-from rollout.engines.pool import Engines
+from rollout.engines.dispatch import Dispatch
 from rollout.partials import Unfinished, joined
 from rollout.response import Response, Task, logprob_temperature, token_ids
 from rollout.tokenizer import Messages, Tokenizer
@@ -75,7 +75,7 @@ class Session:
     template is given. max_context_len: most tokens of prompt and turns together; 0: no limit but the engine's.
     """
 
-    def __init__(self, task: Task, engines: Engines | None, tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
+    def __init__(self, task: Task, engines: Dispatch | None, tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
         self.task, self.tokenizer, self.max_context_len = task, tokenizer, max_context_len
         self.id = f"{task.group}.{task.index}"
         self.reward: float | None = None

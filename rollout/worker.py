@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from rollout.attempts import Attempts
-from rollout.engines.pool import Engines
+from rollout.commands import Commands
+from rollout.engines.dispatch import Dispatch
+from rollout.engines.pool import EnginePool
 from rollout.groups import GroupMaker
 from rollout.plugins import contain_exits
 from rollout.tokenizer import Tokenizer
@@ -42,7 +44,9 @@ class Worker:
         self.resolved, self.config, self.client = resolved, resolved.config, client
         c = resolved.config
         self.has_engines = c.engine.engine != "none"
-        self.engines = Engines(c.engine, resolved.model_dir, resolved.run_dir / "logs", name=name, sglang_args=c.sglang, seed=c.seed)
+        self.pool = EnginePool(c, resolved.model_dir, resolved.run_dir / "logs", name=name, base=resolved.base)
+        self.engines = Dispatch(self.pool)
+        self.commands = Commands(self.pool if self.has_engines else None, drain=self.stop, on_outcome=client.beat_now)
         self.sync: WeightSync | None = None
         self.relay: WeightRelay | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
@@ -80,7 +84,7 @@ class Worker:
         background = []
         try:
             if self.has_engines:
-                await self._until_stopped(self.engines.start, [])
+                await self._until_stopped(self.pool.start, [])
             if self.has_engines and not self._stopping.is_set():
                 self.sync = self._make_sync()
                 self.sync.announce(welcome.lineage, welcome.version, welcome.publishers, welcome.digest)
@@ -100,7 +104,7 @@ class Worker:
         credentials = self.client.credentials
         self.relay = WeightRelay(self.client, w) if w.fanout_bind else None
         return WeightSync(
-            self.engines,
+            self.pool,
             self.resolved.model_dir,
             shm=w.weights_shm,
             pull_timeout_s=PULL_TIMEOUT_S,
@@ -134,15 +138,16 @@ class Worker:
         self.stop()
 
     async def _leave(self, background: list["asyncio.Task[None]"]) -> None:
-        await self.engines.settle()
+        self.commands.cancel()
+        await self.pool.settle()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await self.engines.unpause()
+        await self.pool.unpause()
         if self.has_engines and self._failure is None and not self.finished:
             await self.attempts.hand_over()
         await self.attempts.cancel()
-        await self.engines.stop()
+        await self.pool.stop()
         for part in (self.sync, self.relay, self.writer):
             if part is not None:
                 part.close()
@@ -214,6 +219,8 @@ class Worker:
             lease_sum=sum(leases) % LEASE_SUM_MODULUS,
             leases=listed,
             metrics=self._metrics(),
+            engines=[engine.report() for engine in self.pool.engines],
+            outcomes=self.commands.outcomes,
         )
 
     def _metrics(self) -> dict[str, float]:
@@ -246,6 +253,7 @@ class Worker:
         if self.sync is not None:
             self.sync.announce(news.lineage, news.version, news.publishers, news.digest)
         if isinstance(news, HeartbeatReply):
+            self.commands.take(news.commands)
             for lease in news.lost:
                 self.attempts.abort(lease, logging.WARNING, "was lost; its group is sampled by someone else")
             for lease in news.surplus:

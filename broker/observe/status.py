@@ -113,6 +113,7 @@ def _client(state: State, client: Client) -> dict[str, Any]:
         "version": client.serving,
         "leases": len(state.groups.leased_by(client.name)),
         "metrics": client.metrics,
+        "engines": [{name: getattr(engine, name) for name in engine.__struct_fields__} for engine in client.engines],
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from broker.state import agreement, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
-from broker.state.features import evaluation
+from broker.state.features import commands, evaluation
 from broker.state.groups import EVAL, Group, WorkerLeases
 from broker.state.records import Client
 from slimebus.bus import messages as m
@@ -21,7 +21,7 @@ from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, PROTOCOL_VERSIO
 from slimebus.bus.security.roles import SENDERS
 
 ROLES = ("rollout", "trainer", "consumer", "client")
-WITHOUT_HELLO = frozenset({m.Hello, m.Goodbye, m.Status, m.Evaluate, m.Set, m.Edit, m.Import})
+WITHOUT_HELLO = frozenset({m.Hello, m.Goodbye, m.Status, m.Evaluate, m.Set, m.Edit, m.Import, m.Command})
 """Requests of anybody; a sender that has joined must be of a role that may send them all the same."""
 ABLE: dict[type[m.Message], tuple[str, ...]] = {kind: SENDERS.get(m.wire_name(kind), ()) for kind in m.REQUESTS}
 """Request -> roles that may send it."""
@@ -285,7 +285,9 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     client = state.clients[event.sender]
     client.state, client.metrics = beat.state[:64], dict(list(beat.metrics.items())[:64])
     set_serving(state, client, beat.lineage, beat.serving)
-    reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address)
+    client.engines = beat.engines
+    outstanding = commands.take_outcomes(client, beat.outcomes)
+    reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     if beat.leases is not None:
         _compare(state, leases, beat.leases, reply)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from broker.state.groups import Group
-from slimebus.bus.messages import NO_VERSION, Scalar
+from slimebus.bus.messages import NO_VERSION, Command, CommandReply, EngineReport, Scalar
 
 
 class Keyed(msgspec.Struct, kw_only=True):
@@ -113,6 +113,9 @@ class Client(msgspec.Struct, kw_only=True):
     lineage: str = ""
     serving: int = NO_VERSION
     metrics: dict[str, float] = {}
+    engines: list[EngineReport] = []
+    commands: dict[str, Command] = {}
+    outcomes: dict[str, CommandReply] = {}
 
 
 class StepRecord(msgspec.Struct, kw_only=True):

@@ -223,9 +223,9 @@ class EngineClient:
         """`/model_info`: model_path and weight_version among others."""
         return await self._get("/model_info", retry_s)
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self, *, retry_s: float | None = None) -> dict[str, Any]:
         """`/server_info`: how the engine was started, and its load in `internal_states`."""
-        return await self._get("/server_info")
+        return await self._get("/server_info", retry_s)
 
     async def weight_version(self, *, retry_s: float | None = None) -> str:
         """The version name that the engine serves; retry_s: for how long a lost connection is tried again, if not as usual."""

@@ -1,127 +1,131 @@
-"""The inference engines of a worker: started here or attached by URL, spoken to only through SGLang's HTTP API.
+"""The inference engines of a worker: started here or attached by URL, each watched, and started again or given its weights anew.
 
-Generation goes to the engine with the fewest running requests; control and weight updates go to every one.
+Which of them a request goes to is rollout/engines/dispatch.py's; which weights they have, rollout/weights/policy.py's.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rollout import partials
 from rollout.engines.claim import claim
-from rollout.engines.client import Completion, EngineError
-from rollout.engines.engine import SETTLE_S, Engine
-from rollout.engines.process import embedded_engine
+from rollout.engines.engine import ABORT_POLL_S, SETTLE_S, Engine
+from rollout.engines.process import EngineProcess, embedded_engine
 from rollout.engines.sglang import option_list, sglang_server
-from rollout.response import Response, Task
-from rollout.weights.model_shapes import check_shapes, shapes_of
-from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
-from slimebus.cli.config.schema import EngineConfig
+from rollout.weights.policy import PolicyWeights
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.cli.config.schema import RunConfig
+from slimebus.cli.engine_plan import EngineSpec, engine_specs
 from slimebus.model_folder import read_config, vocab_size
 from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
 
-START_TIMEOUT_S = 1800.0
+START_TIMEOUT_S, ATTACH_TIMEOUT_S = 1800.0, 10.0
 """A large model is loaded and its CUDA graphs captured in minutes; an engine that ends earlier is noticed at once."""
 MAX_RUNNING_REQUESTS = 256
 """Sequences that the embedded engine decodes at once."""
 STOP_S = 2.0
-LEAVE_POLL_S = 0.05
-MAX_IDLE_ROUNDS = 10
-RECOVERY_RETRY_S = 1.0
+RESTART_PAUSE_S = 5.0
 HALF = ("float16", "half")
 HALF_IF_AUTO = (*HALF, "float32", None)
 """Dtypes of a model's config for which SGLang's `auto` is float16; None: it does not say."""
 PROBE_S, PROBE_PAUSE_S, SILENT_PROBES = 5.0, 1.0, 6
-"""An engine that answers none of so many probes in a row, 30 s, hangs: ours is killed and replaced, an attached one is out of service."""
+"""An engine that answers none of so many probes in a row, 30 s, hangs: ours is killed and replaced, an attached one is sick."""
 
 
-class Engines:
-    """All engines of one worker. `sample` makes responses; `update_weights` moves every engine to one version."""
+class EnginePool:
+    """All engines of one worker. `update_weights` moves those of the policy to one version."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, log_dir: Path, *, name: str, sglang_args: dict[str, Any], seed: int) -> None:
-        self.config, self.model_dir, self.log_dir, self.name = config, model_dir, log_dir, name
-        self.sglang_args, self.seed = sglang_args, seed
+    def __init__(self, config: RunConfig, model_dir: Path, log_dir: Path, *, name: str, base: Path = Path()) -> None:
+        """name: the worker's. base: the folder of the run.yaml."""
+        self.config, self.model_dir, self.log_dir, self.name, self.base = config, model_dir, log_dir, name, base
         self.engines: list[Engine] = []
-        self.lineage = ""
-        self.tokens_made = 0
         self.vocab_size = vocab_size(model_dir)
-        self._shapes: dict[str, tuple[int, ...]] | None = None
-        self._newest: SharedVersion | None = None
-        self._recovering: dict[Engine, asyncio.Task[None]] = {}
-        self._watching: list[asyncio.Task[None]] = []
-        self._claims: list[socket.socket] = []
-        self._ids = itertools.count()
-        self._running: dict[str, tuple[str, Engine]] = {}
-        self._recalled: set[str] = set()
-        self.is_leaving = False
+        self.weights = PolicyWeights(model_dir)
+        self._specs: dict[Engine, EngineSpec] = {}
+        self._watching: dict[Engine, asyncio.Task[None]] = {}
+        self._claims: dict[Engine, socket.socket] = {}
+        self._changed = asyncio.Event()
         self.on_lost: Callable[[], None] = lambda: None
-        """Called when no engine has its weights any more, or one that was started here ended."""
+        """Called when no engine of the policy has its weights any more."""
+
+    def of(self, model: str) -> list[Engine]:
+        """The engines of a model; of the policy with an empty name. Raises UsageError when there is none."""
+        found = [engine for engine in self.engines if (engine.model == model if model else not engine.is_frozen)]
+        if not found:
+            names = sorted({engine.model or "policy" for engine in self.engines})
+            raise UsageError(f"no engine of model {model or 'policy'!r}; there are: {', '.join(names)}")
+        return found
+
+    async def until_change(self) -> None:
+        """Return once an engine changes its state, or ends a request."""
+        await self._changed.wait()
+
+    def note_change(self) -> None:
+        """Whoever waits in `until_change` looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- starting ---
 
     async def start(self) -> None:
-        """Start or attach every engine, and wait until each is ready. Raises SlimebusError with the log's tail if one is not."""
-        for url in self.config.engine_url:
-            self._claims.append(await claim(url))
-            self.engines.append(Engine(url.rstrip("/"), None, self.vocab_size, self.config))
-        if not self.engines:
-            self.engines.append(self._launch())
-        for engine in self.engines:
-            await self._enlist(engine)
+        """Start every engine and wait until each is ready, or attach to those given, until one is. Raises SlimebusError."""
+        urls = self.config.engine.engine_url
+        for url in urls:
+            await self._claim(url)
+        for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
+            process, config = self._launch(spec), self.config.engine
+            size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
+            about = {"model": spec.model, "is_frozen": spec.is_frozen, "on_change": self.note_change}
+            engine = self._add(Engine(process.url, process, size, config, **about))
+            self._specs[engine] = spec
+        first = [asyncio.create_task(self._enlist(engine)) for engine in self.engines]
+        try:
+            done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        except BaseException:
+            for task in first:
+                task.cancel()
+            raise
 
-    async def _watch(self, engine: Engine) -> None:
-        """See that it runs and answers, until it is replaced."""
-        silent = 0
-        while engine in self.engines:
-            asked_at = time.monotonic()
-            if engine.is_dead:
-                self.on_lost()
-            silent = 0 if await engine.client.answers(PROBE_S) else silent + 1
-            # Where another engine has the version already it goes on now, and this one later.
-            holds_up = engine.is_updating and self._newest is not None and any(e.weights.serves(self._newest) for e in self.engines)
-            if silent >= SILENT_PROBES or (silent and holds_up):
-                await self._give_up(engine, is_hung=silent >= SILENT_PROBES)
-            await asyncio.sleep(max(0.0, asked_at + PROBE_PAUSE_S - time.monotonic()))
+    def _add(self, engine: Engine) -> Engine:
+        self.engines.append(engine)
+        return engine
 
-    async def _give_up(self, engine: Engine, *, is_hung: bool) -> None:
-        if engine.process is not None:
-            if is_hung and not engine.is_dead:
-                log.error("engine at %s has not answered for %.0f s; killing it", engine.url, PROBE_S * SILENT_PROBES)
-                await asyncio.to_thread(engine.process.stop, STOP_S)
-            return
-        if not engine.weights.is_out_of_service or engine.is_updating:
-            log.error("engine at %s does not answer; it is out of service until it does", engine.url)
-            engine.take_out_of_service()
-            self._report_lost()
+    async def _claim(self, url: str) -> Engine:
+        claimed = await claim(url)
+        engine = self._add(Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine, on_change=self.note_change))
+        self._claims[engine] = claimed
+        return engine
 
-    def _launch(self) -> Engine:
-        log_file = self.log_dir / f"engine-{self.name}.log"
-        api_key = self.config.engine_api_key or secrets.token_urlsafe(24)  # other users of this host may not use or change it
-        if self.config.engine == "sglang":
-            arguments = option_list(self.sglang_args)
-            process = sglang_server(self.model_dir, log_file, python=self.config.engine_python, arguments=arguments, api_key=api_key)
+    def _launch(self, spec: EngineSpec) -> EngineProcess:
+        engine = self.config.engine
+        log_file = self.log_dir / f"engine-{self.name}{spec.suffix}.log"
+        api_key = engine.engine_api_key or secrets.token_urlsafe(24)  # other users of this host may not use or change it
+        if engine.engine == "sglang":
+            arguments = option_list(spec.arguments)
+            process = sglang_server(
+                spec.directory, log_file, python=engine.engine_python, arguments=arguments, api_key=api_key, gpus=spec.gpus
+            )
         else:
-            options = {"max_running_requests": MAX_RUNNING_REQUESTS, "threads": self.config.engine_threads, "seed": self.seed}
-            process = embedded_engine(self.model_dir, log_file, arguments=option_list(options), api_key=api_key)
+            options = {"max_running_requests": MAX_RUNNING_REQUESTS, "threads": engine.engine_threads, "seed": self.config.seed}
+            process = embedded_engine(spec.directory, log_file, arguments=option_list(options), api_key=api_key)
         process.start()
-        log.info("started engine %s at %s (log: %s)", self.config.engine, process.url, log_file)
-        return Engine(process.url, process, self.vocab_size, self.config)
+        log.info("started engine %s at %s (log: %s)", engine.engine, process.url, log_file)
+        return process
 
-    async def _enlist(self, engine: Engine) -> None:
+    async def _enlist(self, engine: Engine, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until it is ready, and watch it from then on."""
-        if engine.process is not None:
-            await engine.process.wait_ready(START_TIMEOUT_S)
-        else:
-            await engine.client.wait_ready(START_TIMEOUT_S)
+        await engine.wait_ready(timeout_s)
+        if engine.process is None:
             await self._note_dtype(engine)
-        self._watching.append(asyncio.create_task(self._watch(engine)))
+        self._watching[engine] = asyncio.create_task(self._look_after(engine))
 
     async def _note_dtype(self, engine: Engine) -> None:
         """Say so when an engine that others started computes in a dtype with a smaller range than published weights have."""
@@ -136,88 +140,106 @@ class Engines:
                 "start it with --dtype bfloat16", engine.url
             )  # fmt: skip
 
-    async def restart_dead(self) -> bool:
-        """Start again each engine that ended; True if there was one (its weights must be updated before use)."""
-        dead = [i for i, engine in enumerate(self.engines) if engine.is_dead]
-        for i in dead:
-            log.error("engine at %s ended; starting another", self.engines[i].url)
-            await self.engines[i].close()
-            self.engines[i] = self._launch()
-            await self._enlist(self.engines[i])
-        return bool(dead)
+    # --- watching ---
+
+    async def _look_after(self, engine: Engine) -> None:
+        """See that it runs, answers and has its weights, until it is detached."""
+        silent = 0
+        while engine.state != "draining":
+            asked_at = time.monotonic()
+            if engine.is_dead:
+                await self._start_again(engine)
+            silent = 0 if await engine.client.answers(PROBE_S) else silent + 1
+            # Where another engine has the version already it goes on now, and this one later.
+            if silent >= SILENT_PROBES or (silent and self.weights.holds_up(engine, self.engines)):
+                await self._give_up(engine, is_hung=silent >= SILENT_PROBES)
+            if not silent and not engine.is_frozen:
+                self.weights.recover(engine, self.engines)
+            elif not silent and engine.state == "sick":
+                engine.turn("serving")
+            await asyncio.sleep(max(0.0, asked_at + PROBE_PAUSE_S - time.monotonic()))
+
+    async def _give_up(self, engine: Engine, *, is_hung: bool) -> None:
+        if engine.state != "sick" or engine.is_updating:
+            log.error("engine at %s does not answer; it is out of service until it does", engine.url)
+            engine.take_out_of_service()
+            self.report_lost(engine)
+        if is_hung and engine.process is not None and not engine.is_dead:
+            log.error("engine at %s has not answered for %.0f s; killing it", engine.url, PROBE_S * SILENT_PROBES)
+            await asyncio.to_thread(engine.process.stop, STOP_S)
+
+    async def _start_again(self, engine: Engine) -> None:
+        """Another process in the place of one that ended, however often that takes."""
+        engine.take_out_of_service()
+        self.report_lost(engine)
+        while True:
+            log.error("engine at %s ended; starting another", engine.url)
+            await engine.close()
+            process = self._launch(self._specs[engine])
+            engine.connect(process.url, process)
+            try:
+                return await engine.wait_ready(START_TIMEOUT_S)
+            except SlimebusError as bad:
+                log.error("%s", bad.text)
+                await asyncio.to_thread(process.stop, STOP_S)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    def report_lost(self, engine: Engine) -> None:
+        """This one is out of service: it gets its weights again beside the others, or, when it was the last, before anything is sampled."""
+        if engine.is_frozen:
+            return
+        if any(other.is_up for other in self.of("")):
+            self.weights.recover(engine, self.engines)
+        else:
+            self.on_lost()
+
+    async def until_ready(self) -> None:
+        """Return once an engine of the policy can be given weights."""
+        while all(engine.state in ("starting", "draining") or engine.is_dead for engine in self.of("")):
+            await asyncio.wait({asyncio.ensure_future(self.until_change())}, timeout=PROBE_PAUSE_S)
 
     async def update_weights(self, version: SharedVersion) -> None:
-        """Engines serve exactly this version, or WeightsError: then none of them may be used until a later update.
+        """The policy's engines serve exactly this version, as PolicyWeights.update says."""
+        await self.weights.update(self.of(""), version)
+        for engine in self.of(""):
+            self.weights.recover(engine, self.engines)
 
-        One that fails where others succeed is out of service; it is tried again in the background, and gets everything. Engines that have
-        the version already, since an earlier try failed for others, are not touched.
-        """
-        if self._shapes is None:
-            self._shapes = await asyncio.to_thread(shapes_of, self.model_dir)
-        check_shapes(version, self._shapes, self.model_dir)
-        self._newest = version
-        asked = [engine for engine in self.engines if not engine.weights.is_out_of_service] or self.engines
-        outcomes = await asyncio.gather(*(engine.update(version) for engine in asked), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if outcome is not None]
-        for failure in failures:
-            if len(failures) == len(asked) or not isinstance(failure, SlimebusError):
-                raise failure
-            log.warning("weights: %s; this engine is out of service, the others serve version %d", failure.text, version.version)
-        self.lineage = version.lineage
-        self._begin_recovery()
+    # --- by command, while the worker works ---
 
-    def _begin_recovery(self) -> None:
-        for engine in self.engines:
-            if engine.weights.is_out_of_service and engine not in self._recovering:
-                self._recovering[engine] = asyncio.create_task(self._recover(engine))
-
-    async def _recover(self, engine: Engine) -> None:
-        """Bring an engine to the newest version, however long it takes."""
-        said = ""
+    async def attach(self, url: str) -> str:
+        """Take in an engine that runs; what it says of itself. Raises SlimebusError, with nothing changed, when it cannot be used."""
+        if any(engine.url == url.rstrip("/") for engine in self.engines):
+            raise UsageError(f"{url} is an engine of this worker already")
+        engine = await self._claim(url)
         try:
-            while self._newest is not None and not engine.weights.serves(self._newest):
-                await asyncio.sleep(RECOVERY_RETRY_S)
-                try:
-                    await engine.update(self._newest)
-                except SlimebusError as bad:
-                    if bad.text != said:
-                        log.warning("engine at %s stays out of service: %s", engine.url, bad.text)
-                    said = bad.text
-            log.info("engine at %s is in service again", engine.url)
-        finally:
-            del self._recovering[engine]
-
-    async def _generate(self, begun: list[Response]) -> list[Completion]:
-        """What continues each of these, from the least busy engine; `leave` may end them, and what they have comes back."""
-        engine = min(self.engines, key=lambda e: (e.weights.is_out_of_service, e.running))
-        if engine.weights.is_out_of_service:
-            self.on_lost()  # again, should it have been lost just when its last update was done
-        rids = [f"{self.name}-{next(self._ids):012d}" for _ in begun]  # equal length: SGLang aborts by prefix
-        self._running |= dict.fromkeys(rids, (begun[0].task.group, engine))
-        prompts, samplings = [partials.prompt_of(one).tolist() for one in begun], [partials.sampling_of(one) for one in begun]
-        try:
-            completions = await engine.generate(prompts, samplings, rids)
-        except Unreachable:
-            await self._report_if_lost(engine)
+            about = await engine.client.server_info(retry_s=0.0)
+            await self._enlist(engine, ATTACH_TIMEOUT_S)
+        except BaseException:
+            await self._remove(engine)
             raise
-        finally:
-            for rid in rids:
-                del self._running[rid]
-        if any(tag.rpartition(":")[0] != self.lineage for completion in completions for tag, _, _ in completion.versions):
-            await self._report_if_lost(engine)
-        self.tokens_made += sum(len(c.output_ids) for c in completions)
-        return completions
+        return f"{url}: SGLang {about.get('version', '?')}, {about.get('model_path', 'no model path')}, tp {about.get('tp_size') or 1}"
 
-    async def _report_if_lost(self, engine: Engine) -> None:
-        """An engine that was lost gets its weights again: beside the others, or, when it was the last, before anything is sampled."""
-        if await engine.take_out_if_lost():
-            self._report_lost()
+    async def detach(self, url: str) -> str:
+        """Let an engine go; its requests are continued by others. One that was started here ends, another goes on without us."""
+        engine = next((engine for engine in self.engines if engine.url == url.rstrip("/")), None)
+        if engine is None:
+            raise UsageError(f"{url} is no engine of this worker; it has {', '.join(e.url for e in self.engines)}")
+        if not any(other.state == "serving" for other in self.of(engine.model if engine.is_frozen else "") if other is not engine):
+            raise UsageError(f"{url} is the only engine in service of its model; attach another first, or drain the worker")
+        await engine.drain()
+        await self._remove(engine)
+        return f"{url} is detached{'' if engine.process is None else ' and ended: this worker had started it'}"
 
-    def _report_lost(self) -> None:
-        if all(engine.weights.is_out_of_service for engine in self.engines):
-            self.on_lost()
-        else:
-            self._begin_recovery()
+    async def _remove(self, engine: Engine) -> None:
+        self.engines.remove(engine)
+        await _cancel([self._watching.pop(engine)] if engine in self._watching else [])
+        await engine.close()
+        if engine in self._claims:
+            self._claims.pop(engine).close()
+        if engine.process is not None:
+            await asyncio.to_thread(engine.process.stop, STOP_S)
+
+    # --- leaving ---
 
     async def settle(self) -> None:
         """Before the worker leaves: updates under way may end, and no attached engine stays paused by one that does not."""
@@ -225,83 +247,22 @@ class Engines:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 while any(engine.is_updating for engine in updating):
-                    await asyncio.sleep(LEAVE_POLL_S)
+                    await asyncio.sleep(ABORT_POLL_S)
 
     async def unpause(self) -> None:
         """No attached engine stays paused, also one whose update was cut off."""
-        await self._cancel([*self._recovering.values(), *self._watching])
+        await _cancel(list(self._watching.values()))
+        await self.weights.stop_recovering()
         await asyncio.gather(*(engine.unpause() for engine in self.engines))
-
-    async def leave(self) -> None:
-        """End every sample being made by `sample`, whose callers get Unfinished with what there is; nothing new is begun."""
-        self.is_leaving = True
-        await self._abort(None)
-
-    async def recall(self, group: str) -> None:
-        """End what is being sampled of this group: its callers get what there is, and nothing new is begun until `forget`."""
-        self._recalled.add(group)
-        await self._abort(group)
-
-    def forget(self, group: str) -> None:
-        """The group may be sampled again."""
-        self._recalled.discard(group)
-
-    async def _abort(self, group: str | None) -> None:
-        # A request that arrives at the engine while this goes out is ended by another round.
-        while running := [(rid, engine) for rid, (of, engine) in self._running.items() if group in (None, of)]:
-            # One engine that cannot be reached keeps no other from handing over.
-            await asyncio.gather(*(engine.client.abort(rid) for rid, engine in running), return_exceptions=True)
-            await asyncio.sleep(LEAVE_POLL_S)
-
-    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-        """One response to each task of a group, continuing those in `begun`. `text` is left to the caller.
-
-        What an engine ended early (a weight update with pause mode `abort`) is continued by token id. Raises Unfinished once
-        the group is recalled or `leave` was called.
-        """
-        made = begun or [partials.empty(task) for task in tasks]
-        idle_rounds = 0
-        while open_ := [i for i, response in enumerate(made) if response.finish_reason == "abort"]:
-            if self.is_leaving or tasks[0].group in self._recalled:
-                raise partials.Unfinished(made)
-            completions = await self._generate([made[i] for i in open_])
-            for i, completion in zip(open_, completions, strict=True):
-                made[i] = partials.continued(made[i], completion, self._versions(completion))
-            idle_rounds = 0 if any(len(c.output_ids) for c in completions) else idle_rounds + 1
-            if idle_rounds >= MAX_IDLE_ROUNDS and not self.is_leaving:
-                raise EngineError(
-                    f"an engine ended the samples of group {tasks[0].group} {idle_rounds} times without making a token; "
-                    "its log says why (no memory, a prompt that is too long)"
-                )
-        return made
-
-    def _versions(self, completion: Completion) -> list[tuple[int, int]]:
-        """Runs (version, length) over its tokens. Raises WeightsError for weights that came from elsewhere."""
-        runs = []
-        for tag, start, end in completion.versions:
-            lineage, _, version = tag.rpartition(":")
-            if lineage != self.lineage or not version.isdigit():
-                raise WeightsError(
-                    f"an engine sampled with weights {tag!r}, expected lineage {self.lineage!r}; the group is given back",
-                    code="foreign_weights",
-                )
-            runs.append((int(version), end - start))
-        covered, num_tokens = sum(length for _, length in runs), len(completion.output_ids)
-        if covered != num_tokens:
-            raise WeightsError(f"an engine gave versions for {covered} of {num_tokens} tokens", code="foreign_weights")
-        return runs
 
     async def stop(self) -> None:
         """Close the clients and end the processes that were started here, for certain."""
-        await self._cancel([*self._recovering.values(), *self._watching])
-        await asyncio.gather(*(engine.close() for engine in self.engines))
-        for claimed in self._claims:
-            claimed.close()
-        processes = [engine.process for engine in self.engines if engine.process is not None]
-        await asyncio.gather(*(asyncio.to_thread(process.stop, STOP_S) for process in processes))
+        await self.weights.stop_recovering()
+        while self.engines:
+            await asyncio.gather(*(self._remove(engine) for engine in list(self.engines)))
 
-    @staticmethod
-    async def _cancel(tasks: list["asyncio.Task[None]"]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+async def _cancel(tasks: list["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

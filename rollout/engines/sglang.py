@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout.engines.process import EngineProcess
+from slimebus.cli.engine_plan import visible
 from slimebus.cli.launch import free_port
 
 SHIM_PATH = Path(__file__).parent / "sglang_cpu"
@@ -33,11 +35,12 @@ def has_cuda() -> bool:
 
 def sglang_server(
     model_path: str | Path, log_path: Path, *, port: int = 0, arguments: tuple[str, ...] = (), python: str = "",
-    on_cpu: bool | None = None, api_key: str = "",
+    on_cpu: bool | None = None, api_key: str = "", gpus: Sequence[int] = (),
 ) -> EngineProcess:  # fmt: skip
     """A server of `model_path` started by `python` (default: this interpreter); port 0 takes a free one.
 
     `arguments` go to `sglang.launch_server` as they are and win over ours.
+    `gpus`: those that it sees; none: as this process does.
     `on_cpu`: apply the CPU flags and the shim (default: where there is no CUDA driver). Wait for it with
     `wait_ready(READY_TIMEOUT_S)`.
     """
@@ -51,7 +54,7 @@ def sglang_server(
         *(CPU_ARGUMENTS if is_cpu else ()),
         *arguments,
     ]
-    environment = _cpu_environment() if is_cpu else None
+    environment = _cpu_environment() if is_cpu else visible(gpus)
     return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env=environment, api_key=key)
 
 

@@ -35,7 +35,8 @@ class EngineWeights:
         self.tag = ""
         self.cache_key = ""
         """For requests: keys and values are shared among those that were sent after the same update."""
-        self.is_out_of_service = False
+        self.is_whole = True
+        """False from an update that was begun until one is finished."""
         self.sent_tensors = self.sent_bytes = 0
         self._hashes: Mapping[str, str] = {}
         self._route: WeightRoute | None = None
@@ -46,8 +47,8 @@ class EngineWeights:
         return self.tag == version_tag(version.lineage, version.version)
 
     def invalidate(self) -> None:
-        """The engine is out of service: what it has is unknown."""
-        self.is_out_of_service, self.tag, self._hashes = True, "", {}
+        """What it has is unknown."""
+        self.is_whole, self.tag, self._hashes = False, "", {}
 
     async def update(self, version: SharedVersion) -> None:
         """The engine serves exactly this version; on WeightsError or Unreachable it is paused and out of service until a later update."""
@@ -64,7 +65,7 @@ class EngineWeights:
             self.invalidate()
             await self.close()
             raise
-        self.is_out_of_service, self.tag = False, tag
+        self.is_whole, self.tag = True, tag
         self._hashes = {name: tensor.hash for name, tensor in version.tensors.items()}
 
     async def _update(self, version: SharedVersion, tag: str, known: Mapping[str, str]) -> None:

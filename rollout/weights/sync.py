@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.engines.pool import Engines
+from rollout.engines.pool import EnginePool
 from rollout.weights.relay import WeightRelay
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION
@@ -41,7 +41,7 @@ class WeightSync:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: EnginePool,
         model_dir: Path,
         *,
         shm: str,
@@ -112,7 +112,7 @@ class WeightSync:
             self._news.clear()
             while self.serving != self._target[:2] and not self._news.is_set():
                 try:
-                    await self.engines.restart_dead()
+                    await self.engines.until_ready()
                     await self._sync(*self._target)
                 except SlimebusError as bad:
                     if self._news.is_set():

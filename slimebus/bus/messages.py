@@ -7,7 +7,7 @@ the header, each described by a `Field` of the table before them (slimebus/bus/s
     worker    hello -> lease* -> (heartbeat) -> put | give_back -> ... -> goodbye
     trainer   hello -> resume -> publish -> (batch -> fetch* -> [reject] -> publish -> commit)* -> finish
     consumer  hello -> (read -> put_fields*)* -> goodbye
-    client    hello -> status | evaluate | push | set
+    client    hello -> status | evaluate | push | set | command
 """
 
 import math
@@ -107,10 +107,46 @@ class Welcome(Message):
     differences: list[str] = []
 
 
+class EngineReport(Message):
+    """One engine of a worker. model: its name, empty for the policy. state: starting, syncing, serving, sick or draining.
+
+    version: that it verifiably serves. running: requests at it. is_owned: started by the worker, and not attached.
+    """
+
+    url: str
+    model: str = ""
+    state: str = ""
+    version: Version = NO_VERSION
+    running: Count = 0
+    is_owned: bool = False
+
+
+class Command(Message):
+    """Have a worker attach an engine, detach one, or drain: leave in good order. `worker`: empty where there is only one.
+
+    The worker gets it with its next heartbeat reply. Repeating the same `key` asks what became of it.
+    """
+
+    key: Annotated[str, Meta(max_length=64)]
+    action: Annotated[str, Meta(pattern="^(attach|detach|drain)$")]
+    worker: str = ""
+    url: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class CommandReply(Message):
+    """done: the worker has done it, or it `failed`; `text` says more. Else the worker (`worker`) is at it."""
+
+    done: bool = False
+    failed: bool = False
+    text: str = ""
+    worker: str = ""
+
+
 class Heartbeat(Message):
     """I am alive, and work on `num_leases` leases whose ids sum up to `lease_sum` modulo 2^63; where the broker agrees they live on.
 
     leases: all of them, after a reply that asked for the list; None: not listed. `serving` is the verified version (NO_VERSION: none).
+    `outcomes`: of commands, by key.
     """
 
     state: str = ""
@@ -120,13 +156,16 @@ class Heartbeat(Message):
     lease_sum: Id = 0
     leases: list[Id] | None = None
     metrics: dict[str, float] = {}
+    engines: Annotated[list[EngineReport], Meta(max_length=256)] = []
+    outcomes: Annotated[dict[str, CommandReply], Meta(max_length=64)] = {}
 
 
 class HeartbeatReply(Message):
     """The truth that hints may have lost. `finished`: the run is over, leave.
 
     list_leases: the broker counts other leases; the next heartbeat, at once, lists them all. Of listed leases: `lost` are held no more,
-    `surplus` neither, as their groups can be in no step any more. `hints`: as in the welcome; a restarted broker may have another address.
+    `surplus` neither, as their groups can be in no step any more. `hints`: as in the welcome; a restarted broker may have another
+    address. `commands`: those whose outcome no heartbeat has told.
     """
 
     lineage: Lineage = ""
@@ -138,6 +177,7 @@ class HeartbeatReply(Message):
     surplus: list[Id] = []
     finished: bool = False
     hints: str = ""
+    commands: list[Command] = []
 
 
 class Goodbye(Message):
@@ -548,10 +588,10 @@ def wire_name(cls: type[Message]) -> str:
 
 REQUESTS = (
     *(Hello, Heartbeat, Goodbye, Lease, Put, GiveBack, Resume, Publish, Batch, Fetch, Reject, Commit, Finish),
-    *(Read, PutFields, Status, Keys, Evaluate, Set, Push, Edit, Import),
+    *(Read, PutFields, Status, Keys, Evaluate, Set, Push, Edit, Import, Command),
 )
 REPLIES = (
     *(Ok, Error, Welcome, HeartbeatReply, LeaseReply, PutReply, BatchReply, FetchReply),
-    *(ReadReply, PutFieldsReply, StatusReply, KeysReply, EvaluateReply, SetReply, PushReply, EditReply),
+    *(ReadReply, PutFieldsReply, StatusReply, KeysReply, EvaluateReply, SetReply, PushReply, EditReply, CommandReply),
 )
 TYPES: dict[str, type[Message]] = {wire_name(cls): cls for cls in (*REQUESTS, *REPLIES, Hint)}

@@ -10,8 +10,9 @@ import click
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, HookError, ProtocolError, SlimebusError, Unreachable, UsageError
 
-COMMANDS = {"eval": "evaluate:evaluate", "set": "set:set_"} | {
-    name: f"{name}:{name}" for name in ("compare", "config", "init", "keys", "push", "status", "sweep", "top", "trace", "up", "weights")
+COMMANDS = {"drain": "engines:drain", "eval": "evaluate:evaluate", "set": "set:set_"} | {
+    name: f"{name}:{name}"
+    for name in ("compare", "config", "engines", "init", "keys", "push", "status", "sweep", "top", "trace", "up", "weights")
 }
 """Command -> module of slimebus.cli.commands, and the command in it."""
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)

@@ -23,9 +23,9 @@ from bench_row import Row, row
 
 from rollout.embedded.model_config import ModelConfig
 from rollout.embedded.model_files import expected_shapes
-from rollout.engines.pool import Engines
+from rollout.engines.pool import EnginePool
 from rollout.weights.sync import WeightSync
-from slimebus.cli.config.schema import EngineConfig
+from slimebus.cli.config.schema import RunConfig
 from slimebus.weights.files.safetensors_file import write_model
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionInfo, VersionStore
@@ -85,8 +85,7 @@ def make_model(directory: Path, config: dict[str, Any]) -> Tensors:
 
 async def serve(folder: Path, tensors: Tensors, versions: int) -> list[dict[str, float]]:
     """Seconds of each stage, and in all, for each version after the first."""
-    config = EngineConfig(engine="cpu")
-    engines = Engines(config, folder / "model", folder, name="bench", sglang_args={}, seed=0)
+    engines = EnginePool(RunConfig(), folder / "model", folder, name="bench")
     changed = asyncio.Event()
     sync = WeightSync(engines, folder / "model", shm=str(folder), pull_timeout_s=DEADLINE_S, on_change=changed.set)
     store = VersionStore()

@@ -9,12 +9,13 @@ import pytest
 
 from rollout import partials
 from rollout.engines.client import Completion, EngineError
+from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
-from rollout.engines.pool import Engines
+from rollout.engines.pool import EnginePool
 from rollout.response import Response, Task
 from slimebus.bus.errors import ProtocolError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
-from slimebus.cli.config.schema import EngineConfig
+from slimebus.cli.config.schema import EngineConfig, RunConfig
 
 PROMPT = np.array([5, 6], np.int32)
 LEASE = LeasedGroup(group="0/1", lease=3, num_samples=2, deadline_s=60)
@@ -88,13 +89,14 @@ class Scripted:
         self.release.set()
 
 
-def engines(client: Scripted, tmp_path: Path) -> Engines:
+def engines(client: Scripted, tmp_path: Path) -> Dispatch:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-    made = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+    made = EnginePool(RunConfig(), tmp_path, tmp_path, name="w")
     engine = Engine("http://nowhere", None, 100, EngineConfig())
     engine.client = client  # type: ignore[assignment]
-    made.engines, made.lineage = [engine], "L"
-    return made
+    engine.turn("serving")
+    made.engines, made.weights.lineage = [engine], "L"
+    return Dispatch(made)
 
 
 def completion(ids: list[int], reason: str, version: int) -> Completion:

@@ -19,13 +19,14 @@ import pytest
 from tiny_model import save_served, sglang_python
 
 from rollout.engines.client import EngineClient
-from rollout.engines.pool import Engines
+from rollout.engines.dispatch import Dispatch
+from rollout.engines.pool import EnginePool
 from rollout.engines.process import EngineProcess
 from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
 from rollout.response import Response, Task
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import WeightsError
-from slimebus.cli.config.schema import EngineConfig
+from slimebus.cli.config.schema import EngineConfig, RunConfig
 from slimebus.weights.files.safetensors_file import read_model, write_model
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
@@ -78,7 +79,7 @@ def task(prompt: list[int], sampling: dict[str, Any]) -> Task:
 class Worker:
     """The engines of a worker and what keeps them on the newest version."""
 
-    def __init__(self, engines: Engines, sync: WeightSync, trainer: Trainer) -> None:
+    def __init__(self, engines: EnginePool, sync: WeightSync, trainer: Trainer) -> None:
         self.engines, self.sync, self.trainer = engines, sync, trainer
 
     @property
@@ -92,7 +93,7 @@ class Worker:
                 await asyncio.sleep(0.01)
 
     async def greedy(self) -> list[list[int]]:
-        answers = [await self.engines.sample([task(prompt, GREEDY)]) for prompt in PROMPTS]
+        answers = [await Dispatch(self.engines).sample([task(prompt, GREEDY)]) for prompt in PROMPTS]
         return [answer[0].token_ids.tolist() for answer in answers]
 
     async def cached_tokens(self, prompt: list[int]) -> int:
@@ -104,13 +105,13 @@ class Worker:
     async def sample_forever(self, number: int, made: list[Response]) -> None:
         prompt = np.array([*range(5, 60), number], np.int32)
         while True:
-            made += await self.engines.sample([Task(prompt="", prompt_ids=prompt, sampling=LONG, group=f"0/{number}", index=0)])
+            made += await Dispatch(self.engines).sample([Task(prompt="", prompt_ids=prompt, sampling=LONG, group=f"0/{number}", index=0)])
 
 
 @asynccontextmanager
 async def worker(server: EngineProcess, model: Path, trainer: Trainer, **config: Any) -> AsyncIterator[Worker]:
     engine_config = EngineConfig(engine="sglang", engine_url=[server.url], **{"weight_route": "broadcast"} | config)
-    engines = Engines(engine_config, model, model.parent, name="w", sglang_args={}, seed=0)
+    engines = EnginePool(RunConfig(engine=engine_config), model, model.parent, name="w")
     await engines.start()
     sync = WeightSync(engines, model, shm="/dev/shm", pull_timeout_s=60, on_change=lambda: None)
     following = asyncio.create_task(sync.run())
@@ -199,7 +200,7 @@ def test_ten_deltas_in_a_row_while_it_generates_leave_exactly_the_final_weights(
     try:
 
         async def ask() -> list[list[int]]:
-            engines = Engines(EngineConfig(engine="sglang", engine_url=[fresh.url]), model, tmp_path, name="f", sglang_args={}, seed=0)
+            engines = EnginePool(RunConfig(engine=EngineConfig(engine="sglang", engine_url=[fresh.url])), model, tmp_path, name="f")
             await engines.start()
             try:
                 post = engines.engines[0].client.post_once
@@ -336,7 +337,7 @@ def test_an_update_that_ends_half_way_leaves_the_engine_paused_until_it_has_ever
 def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_has_everything(model: Path, trainer: Trainer) -> None:
     async def run() -> None:
         config = EngineConfig(engine="sglang", engine_python=sglang_python(), weight_route="broadcast")
-        engines = Engines(config, model, model.parent, name="killed", sglang_args={}, seed=0)
+        engines = EnginePool(RunConfig(engine=config), model, model.parent, name="killed")
         await engines.start()
         sync = WeightSync(engines, model, shm="/dev/shm", pull_timeout_s=60, on_change=lambda: None)
         following = asyncio.create_task(sync.run())
@@ -344,7 +345,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
             at = Worker(engines, sync, trainer)
             await at.follow(0)
             engine = engines.engines[0]
-            running = asyncio.create_task(engines.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
+            running = asyncio.create_task(Dispatch(engines).sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
             receive = engine.weights.calls.receive
 
             async def killed(*args: Any) -> None:

@@ -2,7 +2,7 @@
 
 rollout    lease, put, give back; pull weights, and learn the allow-list to pass them on
 trainer    resume, batch, fetch, reject, commit, publish, finish; learn the allow-list; pull weights
-client     a person or a tool: evaluate, change settings, push prompts, change the buffer
+client     a person or a tool: evaluate, change settings, push prompts, change the buffer, command workers
 consumer   read groups, put late fields; pull weights
 viewer     look at the status
 """
@@ -15,7 +15,7 @@ PULL = frozenset({"manifest_request", "chunk_request"})
 MAY: dict[str, frozenset[str]] = {
     "rollout": MEMBERSHIP | PULL | {"lease", "put", "give_back", "keys"},
     "trainer": MEMBERSHIP | PULL | {"resume", "publish", "batch", "fetch", "reject", "commit", "finish", "keys"},
-    "client": MEMBERSHIP | {"evaluate", "set", "push", "edit", "import"},
+    "client": MEMBERSHIP | {"evaluate", "set", "push", "edit", "import", "command"},
     "consumer": MEMBERSHIP | PULL | {"read", "put_fields"},
     "viewer": frozenset({"status"}),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_flags
-from slimebus.cli.config.schema import OPEN_MAPS
+from slimebus.cli.config.schema import OPEN_MAPS, flag_of
 
 
 @click.command(cls=ConfigCommand, foreign=trainer_flags, short_help="Start a whole run on this machine.")
@@ -40,8 +40,7 @@ def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:
     words = [str(run_yaml)] if run_yaml else []
     for name, value in flags.items():
         section, _, field = name.rpartition(".")
-        flag = f"{section.partition('.')[0]}-{field}" if section in OPEN_MAPS else field
-        flag = flag.replace("_", "-")
+        flag = f"{section.partition('.')[0]}-{field}".replace("_", "-") if section in OPEN_MAPS else flag_of(name)
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:

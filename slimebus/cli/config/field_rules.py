@@ -10,6 +10,7 @@ from slimebus.bus.messages import MAX_BATCH_SIZE
 from slimebus.bus.security.exposure import check_bind
 from slimebus.cli.config.schema import RunConfig
 from slimebus.cli.dynamic_filter import REWARD_SPREAD, is_reward_spread
+from slimebus.cli.engine_plan import placement_problems
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 HOST = re.compile(r"[^\s/:]+|\[[^\]\s]+\]")
@@ -17,7 +18,7 @@ HOST = re.compile(r"[^\s/:]+|\[[^\]\s]+\]")
 
 def rule_problems(config: RunConfig) -> list[str]:
     """Every rule that the config of any process breaks, a sentence each."""
-    rules = (_run, _addresses, _broker, _rollout, _parallel, _engine_and_eval)
+    rules = (_run, _addresses, _broker, _rollout, _parallel, _engine_and_eval, placement_problems)
     return [problem for rule in rules for problem in rule(config)]
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from slimebus.cli.config.fields import sections
 from slimebus.cli.config.load import Resolved, resolve
-from slimebus.cli.config.schema import paths
+from slimebus.cli.config.schema import flag_of, paths
 
 META = "slimebus.flags"
 SIMILAR = 0.8
@@ -54,7 +54,7 @@ class ConfigCommand(click.Command):
 
     fields: Collection[str] | None = None
     """The config fields that are flags; None: all."""
-    prefixes: Mapping[str, str] = {"sglang-": "sglang", "megatron-": "megatron", "algorithm-": "algorithm.settings"}
+    prefixes: Mapping[str, str] = {"sglang-": "sglang", "router-": "router", "megatron-": "megatron", "algorithm-": "algorithm.settings"}
     """What the flags of a section begin with whose keys belong to another project."""
 
     def __init__(
@@ -124,7 +124,7 @@ class RunCommand(ConfigCommand):
 def _flags(chosen: Collection[str] | None = None) -> dict[str, str]:
     """Flag without dashes -> dotted name of the config field."""
     names = (name for name in paths() if name != "eval.datasets" and (chosen is None or name in chosen))
-    return {name.rpartition(".")[2].replace("_", "-"): name for name in names}
+    return {flag_of(name): name for name in names}
 
 
 def _option(flag: str, name: str) -> click.Option:

@@ -15,7 +15,7 @@ import yaml
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config.convert import Converter
 from slimebus.cli.config.field_rules import rule_problems
-from slimebus.cli.config.schema import OPEN_MAPS, RunConfig, paths
+from slimebus.cli.config.schema import OPEN_MAPS, RunConfig, flag_of, paths
 
 TYPED = ("--", "SLIMEBUS_")
 """How the place of a value begins that is from no file."""
@@ -88,7 +88,7 @@ def read(
         if variable in environ and name not in origin:
             _put(tree, origin, name, environ[variable], variable)
     for name, value in (flags or {}).items():
-        _put(tree, origin, name, value, f"--{name.rpartition('.')[2].replace('_', '-')}")
+        _put(tree, origin, name, value, f"--{flag_of(name)}")
     converter = Converter(origin, problems)
     config = converter.config(tree)
     problems += without(converter.broken, rule_problems(config))

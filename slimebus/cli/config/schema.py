@@ -18,6 +18,7 @@ Steps = Annotated[int, Meta(ge=1, le=1 << 31)]
 Samples = Annotated[int, Meta(ge=1, le=100_000)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 30)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+GPU = Annotated[int, Meta(ge=0, le=1023)]
 Processes = Annotated[int, Meta(ge=1, le=65536)]
 """Of processes, ranks and threads."""
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
@@ -174,6 +175,16 @@ class EngineConfig(Section, frozen=True):
     variable: SLIMEBUS_ENGINE_ENGINE_API_KEY."""
     engine_python: str = ""
     """[path] The Python that has SGLang installed; empty: this one."""
+    num_engines: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """[engines] That each worker starts; 0: as many as its GPUs hold, or 1 where engine.gpus and CUDA_VISIBLE_DEVICES name none."""
+    gpus: list[GPU] = []
+    """[numbers] GPUs of this machine for engines; `slimebus up` divides them among its workers. Empty: those of CUDA_VISIBLE_DEVICES."""
+    sglang_config: str = ""
+    """[path] YAML file of several models and server groups (docs/operations.md); relative to the run.yaml. Empty: the policy alone."""
+    sglang_server_concurrency: Positive = 512
+    """[requests] Most at one engine at once; others wait in the worker."""
+    use_router: bool = False
+    """[switch] Start a sglang-router in front of the policy's engines, and sample through it."""
     engine_threads: Processes = 1
     """[threads] Of the embedded engine."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
@@ -288,6 +299,9 @@ class TrainerConfig(Section, frozen=True):
     """[tokens] Most tokens of a packed micro-batch on one rank."""
     nproc_per_node: Processes = 1
     """[processes] Trainer ranks on each node (docs/megatron.md)."""
+    gpus: list[GPU] = []
+    """[numbers] GPUs of this machine for the trainer's ranks, one each, and for a critic's under `slimebus up`. Empty: those of
+    CUDA_VISIBLE_DEVICES."""
     tensor_model_parallel_size: Processes = 1
     """[ranks] That split each matrix."""
     pipeline_model_parallel_size: Processes = 1
@@ -352,10 +366,12 @@ class RunConfig(Section, frozen=True):
     of it (docs/megatron.md). `expert_tensor_parallel_size` is 1 unless it is given."""
     sglang: dict[str, Any] = {}
     """[map] Any argument of the SGLang server, with or without dashes."""
+    router: dict[str, Any] = {}
+    """[map] Any argument of sglang-router, with or without dashes."""
 
 
 SECTIONS: dict[str, type[Section]] = {f.name: type(f.default) for f in msgspec.structs.fields(RunConfig) if isinstance(f.default, Section)}
-OPEN_MAPS = ("megatron", "sglang", "algorithm.settings")
+OPEN_MAPS = ("megatron", "sglang", "router", "algorithm.settings")
 """Maps whose keys belong to another project, or to plug-ins."""
 
 
@@ -370,3 +386,11 @@ def paths() -> dict[str, FieldInfo]:
         elif field.name not in OPEN_MAPS:
             found[field.name] = field
     return found
+
+
+@functools.cache
+def flag_of(name: str) -> str:
+    """The flag of a field without dashes: its last word, after its section's where two sections have one of that name."""
+    field = name.rpartition(".")[2]
+    is_alone = sum(other.rpartition(".")[2] == field for other in paths()) == 1
+    return (field if is_alone else name.replace(".", "_")).replace("_", "-")

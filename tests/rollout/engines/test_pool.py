@@ -20,12 +20,13 @@ from tiny_model import save_model
 
 from rollout.engines import pool
 from rollout.engines.client import EngineClient
+from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
-from rollout.engines.pool import Engines
+from rollout.engines.pool import EnginePool
 from rollout.engines.process import EngineProcess, embedded_engine
 from rollout.response import Task
 from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.cli.config.schema import EngineConfig
+from slimebus.cli.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -75,13 +76,15 @@ def version(model: Path, number: int) -> SharedVersion:
     return SharedVersion(lineage="L", version=number, digest="", directory=model, tensors={})
 
 
-def run(model: Path, talk: Callable[[Engines], Any], **config: Any) -> Any:
+def run(model: Path, talk: Callable[[Dispatch], Any], **config: Any) -> Any:
+    """talk: with a dispatch whose pool serves version 1."""
+
     async def session() -> Any:
-        engines = Engines(EngineConfig(**config), model, model, name="w", sglang_args={}, seed=0)
+        engines = EnginePool(RunConfig(engine=EngineConfig(**config)), model, model, name="w")
         try:
             await engines.start()
             await engines.update_weights(version(model, 1))
-            return await asyncio.wait_for(talk(engines), 90)
+            return await asyncio.wait_for(talk(Dispatch(engines)), 90)
         finally:
             await engines.stop()
 
@@ -99,15 +102,15 @@ async def until(is_so: Callable[[], bool], timeout_s: float) -> None:
 
 
 def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on_and_comes_back(model: Path, two: list[EngineProcess]):
-    async def talk(engines: Engines) -> None:
-        first, second = engines.engines
+    async def talk(engines: Dispatch) -> None:
+        first, second = engines.pool.engines
         begun = [asyncio.ensure_future(engines.sample([task(LONG)])) for _ in range(4)]
         await asyncio.sleep(0.05)
         os.kill(server_of(two[0]), signal.SIGSTOP)
         start = time.monotonic()
-        await engines.update_weights(version(model, 2))
+        await engines.pool.update_weights(version(model, 2))
         assert time.monotonic() - start < 15, "the other one does not wait for the hanging one's deadline"
-        assert (first.weights.is_out_of_service, second.weights.tag) == (True, "L:2")
+        assert (first.state, second.state, second.weights.tag) == ("sick", "serving", "L:2")
         for _ in range(3):
             await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
         outcomes = await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), 30)
@@ -122,9 +125,9 @@ def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on
 
 
 def test_an_idle_engine_that_hangs_is_found_too(model: Path, two: list[EngineProcess]):
-    async def talk(engines: Engines) -> None:
+    async def talk(engines: Dispatch) -> None:
         os.kill(server_of(two[0]), signal.SIGSTOP)
-        await until(lambda: engines.engines[0].weights.is_out_of_service, 15)
+        await until(lambda: engines.pool.engines[0].state == "sick", 15)
         await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
 
     try:
@@ -143,13 +146,14 @@ def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model
             return False
 
     async def watch() -> None:
-        engines = Engines(EngineConfig(), model, model, name="w", sglang_args={}, seed=0)
+        engines = EnginePool(RunConfig(), model, model, name="w")
         engine = Engine("http://127.0.0.1:9", None, None, EngineConfig())
         engine.client, engines.engines, engines.on_lost = Gone(engine.url), [engine], lambda: lost.append(1)
-        watching = asyncio.create_task(engines._watch(engine))
+        engine.turn("serving")
+        watching = asyncio.create_task(engines._look_after(engine))
         await asyncio.sleep(1)
         watching.cancel()
-        assert engine.weights.is_out_of_service
+        assert engine.state == "sick"
 
     asyncio.run(watch())
     assert 4 <= len(asked) <= 11
@@ -157,14 +161,14 @@ def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model
 
 
 def test_an_engine_of_ours_that_hangs_is_killed_and_replaced(model: Path):
-    async def talk(engines: Engines) -> None:
-        (engine,) = engines.engines
+    async def talk(engines: Dispatch) -> None:
+        (engine,) = engines.pool.engines
         assert engine.process is not None
         hung = server_of(engine.process)
         os.kill(hung, signal.SIGSTOP)
-        await until(lambda: engine.is_dead, 20)
-        assert await engines.restart_dead()
-        await engines.update_weights(version(model, 2))
+        await until(lambda: engine.state == "starting", 20)
+        await engines.pool.until_ready()
+        await engines.pool.update_weights(version(model, 2))
         (response,) = await engines.sample([task(SHORT)])
         assert response.versions == [(2, 3)]
         with pytest.raises(ProcessLookupError):
@@ -176,22 +180,22 @@ def test_an_engine_of_ours_that_hangs_is_killed_and_replaced(model: Path):
 def test_a_worker_that_leaves_in_the_middle_of_an_update_leaves_no_attached_engine_paused(
     model: Path, two: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
 ):
-    async def talk(engines: Engines) -> None:
+    async def talk(engines: Dispatch) -> None:
         hangs = asyncio.Event()
 
         async def hang(*_: Any, **__: Any) -> None:
             hangs.set()
             await asyncio.sleep(60)
 
-        for engine in engines.engines:
+        for engine in engines.pool.engines:
             monkeypatch.setattr(engine.client, "update_weights_from_disk", hang)
-        update = asyncio.ensure_future(engines.update_weights(version(model, 3)))
+        update = asyncio.ensure_future(engines.pool.update_weights(version(model, 3)))
         await hangs.wait()
         begun = time.monotonic()
-        await engines.settle()
+        await engines.pool.settle()
         update.cancel()
         await asyncio.gather(update, return_exceptions=True)
-        await engines.unpause()
+        await engines.pool.unpause()
         assert time.monotonic() - begun < 3
         for process in two:
             async with EngineClient(process.url, api_key="open sesame") as client:
@@ -201,8 +205,8 @@ def test_a_worker_that_leaves_in_the_middle_of_an_update_leaves_no_attached_engi
 
 
 def test_an_engine_of_ours_answers_only_who_has_its_key_and_ps_does_not_show_it(model: Path):
-    async def talk(engines: Engines) -> None:
-        (engine,) = engines.engines
+    async def talk(engines: Dispatch) -> None:
+        (engine,) = engines.pool.engines
         assert engine.process is not None
         assert len(engine.process.api_key) >= 32
         assert engine.process.api_key not in subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout

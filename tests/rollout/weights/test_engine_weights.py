@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
-from rollout.engines.pool import Engines
+from rollout.engines.pool import EnginePool
 from rollout.response import Task
 from rollout.weights.calls import WeightCalls
 from rollout.weights.model_shapes import check_shapes
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
-from slimebus.cli.config.schema import EngineConfig
+from slimebus.cli.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion
 from slimebus.weights.tensors import hash_bytes
 
@@ -196,7 +197,7 @@ def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everythi
         fake.fails, fake.sent = {failing: 1}, []
         with pytest.raises(SlimebusError, match="it would not"):
             await engine.update(version(2, tmp_path, a=b"13", b=b"3"))
-        assert engine.weights.is_out_of_service
+        assert engine.state == "sick"
         assert engine.weights.tag == ""
         assert fake.asked[-1] != "/continue_generation"
         with pytest.raises(WeightsError, match="out of service"):
@@ -204,7 +205,7 @@ def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everythi
         fake.sent.clear()
         await engine.update(version(2, tmp_path, a=b"13", b=b"3"))
         assert (fake.sent, fake.is_paused, fake.is_open) == (["a", "b"], False, False)
-        assert (engine.weights.is_out_of_service, engine.weights.tag) == (False, "L:2")
+        assert (engine.state, engine.weights.tag) == ("serving", "L:2")
 
     talk(fake, session)
 
@@ -241,7 +242,7 @@ def test_an_engine_that_reports_another_version_than_it_was_given_stays_paused(t
     async def session(engine: Engine) -> None:
         with pytest.raises(WeightsError, match="reports weights 'default' after an update to 'L:1'"):
             await engine.update(version(1, tmp_path, a=b"12"))
-        assert engine.weights.is_out_of_service
+        assert engine.state == "sick"
         assert fake.is_paused
 
     talk(fake, session)
@@ -349,7 +350,7 @@ def test_an_engine_that_computes_in_float16_is_warned_of(
     (tmp_path / "config.json").write_text(config)
 
     async def session(engine: Engine) -> None:
-        engines = Engines(EngineConfig(engine_url=[engine.url]), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        engines = EnginePool(RunConfig(engine=EngineConfig(engine_url=[engine.url])), tmp_path, tmp_path, name="w")
         await engines.start()
         await engines.stop()
 
@@ -370,23 +371,25 @@ def test_a_tensor_that_the_model_does_not_have_is_refused_before_any_engine_sees
 def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_was_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollout.engines.pool.RECOVERY_RETRY_S", 0.02)
+    monkeypatch.setattr("rollout.weights.policy.RECOVERY_RETRY_S", 0.02)
     good, bad = FakeSGLang(), FakeSGLang()
     (tmp_path / "config.json").write_text("{}")
 
     async def session(first: Engine, second: Engine) -> None:
-        engines = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        engines = EnginePool(RunConfig(), tmp_path, tmp_path, name="w")
         engines.engines = [first, second]
+        for engine in engines.engines:
+            engine.turn("syncing")
         await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
         bad.fails = {"/end_weight_update": 3}
         await engines.update_weights(version(2, tmp_path, a=b"13", b=b"3"))
-        assert (first.weights.is_out_of_service, second.weights.tag) == (True, "L:2")
+        assert (first.state, second.weights.tag) == ("sick", "L:2")
         good.release.set()
         with pytest.raises(SlimebusError, match="is not SGLang's"):  # the other engine is asked
-            await engines.sample([Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={})])
+            await Dispatch(engines).sample([Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={})])
         assert (bad.keys, good.keys) == ([], ["L:2"])
         bad.sent.clear()
-        while first.weights.is_out_of_service:
+        while first.state != "serving":
             await asyncio.sleep(0.01)
         assert [r.levelname for r in caplog.records if "stays out of service" in r.message] == ["WARNING"], "said once, not each time"
         assert bad.held == {"a": b"13", "b": b"3"}
@@ -413,30 +416,32 @@ class Sampling(FakeSGLang):
 def test_an_engine_that_was_started_again_serves_nobody_until_it_was_given_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int
 ) -> None:
-    monkeypatch.setattr("rollout.engines.pool.RECOVERY_RETRY_S", 0.02)
+    monkeypatch.setattr("rollout.weights.policy.RECOVERY_RETRY_S", 0.02)
     fakes = [Sampling() for _ in range(num_engines)]
     (tmp_path / "config.json").write_text("{}")
     task = Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={}, group="0/0", index=0)
     lost: list[int] = []
 
     async def session(*started: Engine) -> None:
-        engines = Engines(EngineConfig(), tmp_path, tmp_path, name="w", sglang_args={}, seed=0)
+        engines = EnginePool(RunConfig(), tmp_path, tmp_path, name="w")
         engines.engines, engines.on_lost = list(started), lambda: lost.append(1)
+        for engine in started:
+            engine.turn("syncing")
         await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
-        assert (await engines.sample([task]))[0].versions == [(1, 1)]
+        assert (await Dispatch(engines).sample([task]))[0].versions == [(1, 1)]
         fakes[0].weight_version, fakes[0].held, fakes[0].sent = "default", {}, []
         started[-1].running = num_engines - 1  # so that the first is asked
         with pytest.raises(WeightsError, match="sampled with weights 'default'") as problem:
-            await engines.sample([task])
+            await Dispatch(engines).sample([task])
         assert problem.value.retryable
-        assert (started[0].weights.is_out_of_service, len(lost)) == (True, num_engines == 1)
+        assert (started[0].state, len(lost)) == ("sick", num_engines == 1)
         if num_engines == 1:
             with pytest.raises(WeightsError, match="out of service"):
-                await engines.sample([task])
+                await Dispatch(engines).sample([task])
             assert len(lost) == 2
             await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
-        while started[0].weights.is_out_of_service:
-            assert (await engines.sample([task]))[0].versions == [(1, 1)]  # of the other
+        while started[0].state != "serving":
+            assert (await Dispatch(engines).sample([task]))[0].versions == [(1, 1)]  # of the other
         assert (fakes[0].sent, fakes[0].weight_version) == (["a", "b"], "L:1")
 
     for fake in fakes:

@@ -33,8 +33,8 @@ class Engines:
             raise WeightsError("an engine would not load it")
         self.loaded.append((version.version, float(read_model(version.directory)["w"].buffer.view(np.uint16)[0])))
 
-    async def restart_dead(self) -> bool:
-        return False
+    async def until_ready(self) -> None:
+        pass
 
 
 @pytest.fixture

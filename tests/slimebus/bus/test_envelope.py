@@ -71,6 +71,8 @@ EXAMPLES: list[m.Message] = [
     m.SetReply(step=42, changed={"max_staleness": (1, 4)}, settings={"max_staleness": 4, "on_stale": "requeue"}),
     m.Edit(action="replay", groups=["0/42", "0/43"]),
     m.Import(group="import/0/42", lineage="a1"),
+    m.Command(key="c4", action="attach", worker="w1", url="http://10.0.0.4:30000"),
+    m.CommandReply(done=True, text="http://10.0.0.4:30000: SGLang 0.5.23"),
     m.EditReply(done={"0/42": "queued"}, refused={"0/43": "it is leased; only dead and dropped groups are replayed"}),
 ]
 """One of each message. The golden file of a message is its header frame with id 7, run demo, sender w1, epoch 3."""

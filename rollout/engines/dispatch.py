@@ -1,0 +1,155 @@
+"""Which engine a request goes to, and how it ends: by itself, or with all of its group.
+
+A session stays with its engine, for that has the keys and values of its earlier turns; others go to the least busy one. An engine gets at
+most engine.sglang_server_concurrency requests, and none while it is given new weights: they wait here.
+"""
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from rollout import partials
+from rollout.engines.client import Completion, EngineError
+from rollout.engines.engine import Engine
+from rollout.engines.pool import EnginePool
+from rollout.response import Response, Task
+from slimebus.bus.errors import Unreachable, WeightsError
+from slimebus.bus.messages import NO_VERSION
+
+MAX_IDLE_ROUNDS = 10
+NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", [])
+MAX_SESSIONS = 65536
+"""Whose engine is remembered; the longest idle ones are forgotten first."""
+
+
+class Dispatch:
+    """Samples from the engines of a pool."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self.pool = pool
+        self.tokens_made = 0
+        self.is_leaving = False
+        self._recalled: set[str] = set()
+        self._homes: OrderedDict[str, Engine] = OrderedDict()
+        self._ids = itertools.count()
+
+    @property
+    def lineage(self) -> str:
+        """Of the policy's weights."""
+        return self.pool.weights.lineage
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The policy's."""
+        return self.pool.vocab_size
+
+    async def generate(
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
+    ) -> list[Completion]:
+        """One completion a prompt, all from one engine of this model (empty: the policy); `runs` gives their versions.
+
+        A recalled group gets what there is, as aborted. Raises WeightsError or Unreachable when the engine lost its weights or ended,
+        UsageError for a model that no engine has.
+        """
+        engine = await self._engine_for(len(prompts), group, session, model)
+        if engine is None:
+            return [NOTHING] * len(prompts)
+        rids = [f"{self.pool.name}-{next(self._ids):012d}" for _ in prompts]  # equal length: SGLang aborts by prefix
+        try:
+            completions = await engine.generate(prompts, samplings, rids, group=group)
+        except Unreachable:
+            await self._report_if_lost(engine)
+            raise
+        if not engine.is_frozen and any(tag.rpartition(":")[0] != self.lineage for c in completions for tag, _, _ in c.versions):
+            await self._report_if_lost(engine)
+        self.tokens_made += sum(len(completion.output_ids) for completion in completions)
+        return completions
+
+    async def _engine_for(self, num_requests: int, group: str, session: str, model: str) -> Engine | None:
+        """Where they go, once it has room; None once the group is recalled."""
+        limit = self.pool.config.engine.sglang_server_concurrency
+        while not (self.is_leaving or group in self._recalled):
+            up = [engine for engine in self.pool.of(model) if engine.is_up]
+            if not up and not model:
+                self.pool.on_lost()  # again, should it have been lost just when its last update was done
+                raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
+            home = self._homes.get(session) if session else None
+            if home not in up:
+                home = min(up, key=lambda engine: engine.running, default=None)
+            if home is not None and home.state == "serving" and (not home.running or home.running + num_requests <= limit):
+                if session:
+                    self._homes[session] = home
+                    self._homes.move_to_end(session)
+                    if len(self._homes) > MAX_SESSIONS:
+                        self._homes.popitem(last=False)
+                return home
+            await self.pool.until_change()
+        return None
+
+    async def _report_if_lost(self, engine: Engine) -> None:
+        if await engine.is_lost():
+            self.pool.report_lost(engine)
+
+    def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
+        """Runs (version, length) over its tokens. Raises WeightsError for weights that came from elsewhere."""
+        if is_frozen:
+            return [(NO_VERSION, len(completion.output_ids))]
+        runs = []
+        for tag, start, end in completion.versions:
+            lineage, _, version = tag.rpartition(":")
+            if lineage != self.lineage or not version.isdigit():
+                raise WeightsError(
+                    f"an engine sampled with weights {tag!r}, expected lineage {self.lineage!r}; the group is given back",
+                    code="foreign_weights",
+                )
+            runs.append((int(version), end - start))
+        covered, num_tokens = sum(length for _, length in runs), len(completion.output_ids)
+        if covered != num_tokens:
+            raise WeightsError(f"an engine gave versions for {covered} of {num_tokens} tokens", code="foreign_weights")
+        return runs
+
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
+        """One response to each task of a group, continuing those in `begun`. `text` is left to the caller.
+
+        What an engine ended early (a weight update with pause mode `abort`) is continued by token id. Raises Unfinished once
+        the group is recalled or `leave` was called.
+        """
+        made = begun or [partials.empty(task) for task in tasks]
+        group, session, idle_rounds = tasks[0].group, tasks[0].session, 0
+        while open_ := [i for i, response in enumerate(made) if response.finish_reason == "abort"]:
+            if self.is_leaving or group in self._recalled:
+                raise partials.Unfinished(made)
+            prompts = [partials.prompt_of(made[i]).tolist() for i in open_]
+            completions = await self.generate(prompts, [partials.sampling_of(made[i]) for i in open_], group=group, session=session)
+            for i, completion in zip(open_, completions, strict=True):
+                made[i] = partials.continued(made[i], completion, self.runs(completion))
+            idle_rounds = 0 if any(len(c.output_ids) for c in completions) else idle_rounds + 1
+            if idle_rounds >= MAX_IDLE_ROUNDS and not self.is_leaving:
+                raise EngineError(
+                    f"an engine ended the samples of group {group} {idle_rounds} times without making a token; "
+                    "its log says why (no memory, a prompt that is too long)"
+                )
+        return made
+
+    async def recall(self, group: str) -> None:
+        """End what is being sampled of this group: its callers get what there is, and nothing new is begun until `forget`."""
+        self._recalled.add(group)
+        self.pool.note_change()
+        await self._abort(group)
+
+    def forget(self, group: str) -> None:
+        """The group may be sampled again."""
+        self._recalled.discard(group)
+
+    async def leave(self) -> None:
+        """End every sample being made, whose callers get what there is; nothing new is begun."""
+        self.is_leaving = True
+        self.pool.note_change()
+        await self._abort(None)
+
+    async def _abort(self, group: str | None) -> None:
+        # One engine that cannot be reached keeps no other from handing over.
+        await asyncio.gather(*(engine.abort(group) for engine in self.pool.engines), return_exceptions=True)

@@ -1,0 +1,122 @@
+"""`slimebus engines` and `slimebus drain`: the engines and workers of a run, changed while it goes on."""
+
+import functools
+import json
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.messages import NO_VERSION, Command, CommandReply
+from slimebus.cli.config.flags import RunCommand, from_context, split_words
+from slimebus.cli.formatting import columns
+from slimebus.client.connect import RESTART_S, visit
+
+POLL_S = 0.2
+NO_WORKER = "no_worker"
+HEADS = ("worker", "engine", "model", "state", "version", "running", "")
+
+
+def options(words: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The argument and options of these commands; words: how the argument is shown."""
+    given = (
+        click.argument("words", nargs=-1, metavar=f"[RUN.yaml] {words}".strip()),
+        click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config."),
+        click.option("--timeout-s", default=60.0, show_default=True, help="[seconds] How long to wait for the broker and the worker."),
+        click.pass_context,
+    )
+    return lambda function: functools.reduce(lambda made, option: option(made), reversed(given), function)
+
+
+worker_option = click.option("--worker", default="", help="[name] The worker that does it; not needed where there is only one.")
+
+
+@click.group(short_help="Show, attach and detach the engines of a run.")
+def engines() -> None:
+    """Show, attach and detach the engines of a run while it goes on."""
+
+
+@engines.command("ls", cls=RunCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@options("")
+def list_(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float, as_json: bool) -> None:
+    """List the engines of all workers: where they are, what they do, which version they serve."""
+    from slimebus.cli.commands.status import ask_status
+
+    file, _ = _words(words, 0, "")
+    with visit(from_context(ctx, file), broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
+        clients = ask_status(client, timeout_s=timeout_s)["clients"]
+    found = [{"worker": client["name"], **engine} for client in clients for engine in client["engines"]]
+    rows = [
+        (
+            *(e["worker"], e["url"], e["model"] or "policy", e["state"]),
+            "" if e["version"] == NO_VERSION else e["version"],
+            e["running"],
+            "" if e["is_owned"] else "attached",
+        )
+        for e in found
+    ]
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(columns(rows, HEADS)))
+
+
+@engines.command(cls=RunCommand)
+@worker_option
+@options("URL")
+def attach(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float, worker: str) -> None:
+    """Have a worker sample on the running engine at URL too; it gets the newest weights first."""
+    _command(ctx, "attach", words, broker, timeout_s, worker)
+
+
+@engines.command(cls=RunCommand)
+@worker_option
+@options("URL")
+def detach(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float, worker: str) -> None:
+    """Have a worker let the engine at URL go. Its samples are continued on others; a server that you started goes on."""
+    _command(ctx, "detach", words, broker, timeout_s, worker)
+
+
+@click.command(cls=RunCommand, short_help="Have a worker hand over its samples and leave.")
+@options("WORKER")
+def drain(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float) -> None:
+    """Have WORKER hand over the samples it has begun, and leave. `slimebus status` lists the workers."""
+    _command(ctx, "drain", words, broker, timeout_s, "")
+
+
+def _words(words: tuple[str, ...], number: int, what: str) -> tuple[Path | None, tuple[str, ...]]:
+    file, rest = split_words(words)
+    if len(rest) != number:
+        raise UsageError(f"got {' '.join(rest) or 'nothing'}; expected {what or 'no more words'}")
+    return file, rest
+
+
+def _command(ctx: click.Context, action: str, words: tuple[str, ...], broker: str | None, timeout_s: float, worker: str) -> None:
+    file, (word,) = _words(words, 1, "a worker's name" if action == "drain" else "the URL of an engine, http://HOST:PORT")
+    worker, url = (word, "") if action == "drain" else (worker, word)
+    command = Command(key=secrets.token_hex(8), action=action, worker=worker, url=url)
+    with visit(from_context(ctx, file), broker, what=action, patience_s=min(timeout_s, RESTART_S)) as client:
+        reply = _outcome(lambda: client.call(command, timeout_s=timeout_s).expect(CommandReply), timeout_s)
+    if reply.failed:
+        raise SlimebusError(f"{reply.worker or worker or 'the worker'}: {reply.text}")
+    click.echo(f"{reply.worker or worker or 'done'}: {reply.text}")
+
+
+def _outcome(ask: Callable[[], Any], timeout_s: float) -> CommandReply:
+    """What became of a command; one to drain is done, too, when its worker has left."""
+    deadline, reply = time.monotonic() + timeout_s, None
+    while reply is None or not reply.done:
+        try:
+            last, reply = reply, ask()
+            reply.worker = reply.worker or (last.worker if last else "")
+        except SlimebusError as bad:
+            if reply is None or bad.code != NO_WORKER:
+                raise
+            return CommandReply(done=True, worker=reply.worker, text="it has left")
+        if not reply.done and time.monotonic() > deadline:
+            raise SlimebusError(f"{reply.worker} has not done it within {timeout_s:g} s; it may do it yet")
+        if not reply.done:
+            time.sleep(POLL_S)
+    return reply

@@ -1,0 +1,221 @@
+"""Which engine a request goes to, and how it ends. The engines' clients only remember what they were asked."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.engines.client import Completion
+from rollout.engines.dispatch import Dispatch
+from rollout.engines.engine import Engine
+from rollout.engines.pool import EnginePool
+from rollout.partials import Unfinished
+from rollout.response import Task
+from slimebus.bus.errors import Unreachable, UsageError, WeightsError
+from slimebus.bus.messages import NO_VERSION
+from slimebus.cli.config.schema import EngineConfig, RunConfig
+
+
+class Client:
+    """Answers each prompt with one token once it is released, or what it has when it is aborted."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.asked, self.waiting = engine, 0, dict[str, asyncio.Future[str]]()
+        self.is_gone = False
+
+    async def generate(self, prompts: list[Any], samplings: list[Any], rids: list[str], *, cache_key: str) -> list[Completion]:
+        self.asked += len(prompts)
+        if self.is_gone:
+            raise Unreachable("nobody there")
+        self.waiting |= {rid: asyncio.get_running_loop().create_future() for rid in rids}
+        reasons = [await self.waiting[rid] for rid in rids]
+        return [Completion(np.array([7], np.int32), np.zeros(1, np.float32), reason, [("L:1", 0, 1)]) for reason in reasons]
+
+    def release(self, reason: str = "stop") -> None:
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_result(reason)
+
+    async def abort(self, rid: str) -> None:
+        if not self.is_gone:
+            self.waiting[rid].set_result("abort")
+
+    async def weight_version(self, *, retry_s: float) -> str:
+        raise Unreachable("nobody there")
+
+    async def close(self) -> None:
+        pass
+
+
+def run(tmp_path: Path, talk: Callable[..., Any], *, models: tuple[str, ...] = ("", ""), **config: Any) -> None:
+    """talk: with a dispatch and its engines' clients; a model's name makes an engine frozen."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+
+    async def session() -> None:
+        pool = EnginePool(RunConfig(engine=EngineConfig(**config)), tmp_path, tmp_path, name="w")
+        for i, model in enumerate(models):
+            engine = Engine(f"http://e{i}", None, 100, pool.config.engine, model=model, is_frozen=bool(model), on_change=pool.note_change)
+            engine.client = Client(engine)  # type: ignore[assignment]
+            engine.turn("serving")
+            pool.engines.append(engine)
+        pool.weights.lineage = "L"
+        await asyncio.wait_for(talk(Dispatch(pool), *(engine.client for engine in pool.engines)), 5)
+
+    asyncio.run(session())
+
+
+async def turns(number: int = 5) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def task(group: str = "0/0") -> Task:
+    return Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={"max_new_tokens": 9}, group=group)
+
+
+def begin(dispatch: Dispatch, num_requests: int = 1, **about: Any) -> "asyncio.Task[list[Completion]]":
+    return asyncio.create_task(dispatch.generate([[1]] * num_requests, [{}] * num_requests, **about))
+
+
+def test_a_session_stays_with_its_engine_and_others_go_to_the_least_busy(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, first: Client, second: Client) -> None:
+        begun = [begin(dispatch, session="a"), begin(dispatch), begin(dispatch, session="a"), begin(dispatch, session="a")]
+        await turns()
+        assert (first.asked, second.asked) == (3, 1)
+        first.release(), second.release()
+        await asyncio.gather(*begun)
+        first.engine.turn("sick")
+        begun = [begin(dispatch, session="a")]
+        await turns()
+        assert second.asked == 2, "a session whose engine is out of service goes on elsewhere"
+        second.release()
+        await asyncio.gather(*begun)
+
+    run(tmp_path, talk)
+
+
+def test_an_engine_gets_no_more_requests_than_its_limit(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, only: Client) -> None:
+        begun = [begin(dispatch, 2), begin(dispatch, 2)]
+        await turns()
+        assert only.asked == 2
+        only.release()
+        await begun[0]
+        await turns()
+        assert only.asked == 4
+        only.release()
+        await begun[1]
+
+    run(tmp_path, talk, models=("",), sglang_server_concurrency=3)
+
+
+def test_nothing_is_sent_to_an_engine_between_two_versions(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, only: Client) -> None:
+        only.engine.turn("syncing")
+        begun = begin(dispatch)
+        await turns()
+        assert only.asked == 0
+        only.engine.turn("serving")
+        await turns()
+        only.release()
+        assert len(await begun) == 1
+
+    run(tmp_path, talk, models=("",))
+
+
+def test_an_engine_that_has_served_nothing_yet_holds_up_nobody(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, serving: Client, newcomer: Client) -> None:
+        newcomer.engine.turn("sick")
+        newcomer.engine.turn("syncing")
+        begun = [begin(dispatch), begin(dispatch)]
+        await turns()
+        assert (serving.asked, newcomer.asked) == (2, 0)
+        serving.release()
+        await asyncio.gather(*begun)
+
+    run(tmp_path, talk)
+
+
+def test_a_recalled_group_hands_over_what_it_has_and_others_go_on(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, only: Client) -> None:
+        recalled, other = asyncio.create_task(dispatch.sample([task(), task()])), asyncio.create_task(dispatch.sample([task("0/1")]))
+        waiting = asyncio.create_task(dispatch.sample([task()]))
+        await turns()
+        await dispatch.recall("0/0")
+        for sampling, tokens in ((recalled, [[7], [7]]), (waiting, [[]])):
+            with pytest.raises(Unfinished) as unfinished:
+                await sampling
+            assert [r.token_ids.tolist() for r in unfinished.value.responses] == tokens
+        assert not other.done()
+        only.release()
+        assert (await other)[0].versions == [(1, 1)]
+
+    run(tmp_path, talk, models=("",), sglang_server_concurrency=3)
+
+
+def test_what_a_detached_engine_was_making_is_continued_by_the_other(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, first: Client, second: Client) -> None:
+        sampling = asyncio.create_task(dispatch.sample([task(), task()]))
+        await turns()
+        assert (first.asked, second.asked) == (2, 0)
+        assert await dispatch.pool.detach("http://e0") == "http://e0 is detached"
+        await turns()
+        second.release()
+        assert [r.token_ids.tolist() for r in await sampling] == [[7, 7], [7, 7]]
+        with pytest.raises(UsageError, match="is the only engine in service of its model"):
+            await dispatch.pool.detach("http://e1")
+        with pytest.raises(UsageError, match="is no engine of this worker; it has http://e1"):
+            await dispatch.pool.detach("http://e0")
+
+    run(tmp_path, talk)
+
+
+def test_a_dead_engine_costs_its_own_requests_and_no_others(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, dead: Client, alive: Client) -> None:
+        dead.is_gone = True
+        begun = [begin(dispatch), begin(dispatch)]
+        with pytest.raises(Unreachable):
+            await begun[0]
+        assert (dead.engine.state, alive.engine.state) == ("sick", "serving")
+        begun.append(begin(dispatch))
+        await turns()
+        alive.release()
+        assert len(await asyncio.gather(*begun[1:])) == 2
+        assert alive.asked == 2
+
+    run(tmp_path, talk)
+
+
+def test_one_unreachable_engine_keeps_no_other_from_handing_over(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, dead: Client, alive: Client) -> None:
+        begun = [asyncio.create_task(dispatch.sample([task("0/0")])), asyncio.create_task(dispatch.sample([task("0/1")]))]
+        await turns()
+        dead.is_gone = True
+        leaving = asyncio.create_task(dispatch.leave())
+        with pytest.raises(Unfinished) as unfinished:
+            await begun[1]
+        assert unfinished.value.responses[0].token_ids.tolist() == [7]
+        dead.release()
+        await leaving
+
+    run(tmp_path, talk)
+
+
+def test_frozen_models_are_asked_by_name_and_their_tokens_have_no_version(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, policy: Client, teacher: Client) -> None:
+        begun = begin(dispatch, model="teacher")
+        await turns()
+        assert (policy.asked, teacher.asked) == (0, 1)
+        teacher.release()
+        (completion,) = await begun
+        assert dispatch.runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
+        with pytest.raises(UsageError, match="no engine of model 'judge'; there are: policy, teacher"):
+            await dispatch.generate([[1]], [{}], model="judge")
+        policy.engine.turn("sick")
+        with pytest.raises(WeightsError, match="out of service"):
+            await dispatch.generate([[1]], [{}])
+
+    run(tmp_path, talk, models=("", "teacher"))
