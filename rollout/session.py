@@ -283,7 +283,7 @@ class Session:
         record.num_rendered, record.has_reply, record.reply_at = len(record.messages), False, len(record.token_ids)
 
 
-async def generate_together(sessions: Sequence[Session], engines: Engines, begun: list[Response] | None = None) -> None:
+async def generate_together(sessions: Sequence[Session], engines: Dispatch, begun: list[Response] | None = None) -> None:
     """The first turn of each session of a group, in one request of the engine. begun: what there is of these turns already.
 
     Raises Unfinished with what there is when the group is recalled.

@@ -13,7 +13,7 @@ import uvloop
 from msgspec.structs import replace
 
 from rollout.engines.client import EngineClient
-from rollout.engines.pool import Engines
+from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import ConfigError, Unreachable, UsageError
 from slimebus.bus.samples import Sample
 from slimebus.cli import logs
@@ -53,26 +53,26 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"rollout.rollout_temperature: {config.rollout.rollout_temperature:g}, but {why}; set it to 1")
 
 
-def engines_of(resolved: Resolved, teacher: str) -> Engines:
+def engines_of(resolved: Resolved, teacher: str) -> EnginePool:
     """One engine, not started yet. Raises ConfigError for a folder without a model, or with another tokenizer."""
     is_running = "://" in teacher
     folder = resolved.model_dir if is_running else Path(teacher)
     raise_all([f"--teacher: {text}" for text in tokenizer_differences(resolved.model_dir, folder)])
-    engine = replace(resolved.config.engine, engine_url=[teacher] if is_running else [])
-    return Engines(engine, folder, resolved.run_dir / "logs", name="teacher", sglang_args=resolved.config.sglang, seed=0)
+    engine = replace(resolved.config.engine, engine_url=[teacher] if is_running else [], num_engines=1, sglang_config="", use_router=False)
+    return EnginePool(replace(resolved.config, engine=engine, seed=0), folder, resolved.run_dir / "logs", name="teacher")
 
 
-async def _run(consumer: Consumer, engines: Engines, groups_at_once: int) -> None:
+async def _run(consumer: Consumer, engines: EnginePool, groups_at_once: int) -> None:
     me = asyncio.current_task()
     assert me is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, me.cancel)
     try:
         await engines.start()
-        client = engines.engines[0].client
-        log.info("scores with %s", client.url)
+        (engine,) = engines.engines
+        log.info("scores with %s", engine.url)
         while (found := await asyncio.to_thread(_read, consumer, groups_at_once)) or not consumer.is_finished:
-            scored = [(group, {FIELD: await scores_of(client, group)}) for group in found if not _is_scored(group)]
+            scored = [(group, {FIELD: await scores_of(engine.client, group)}) for group in found if not _is_scored(group)]
             await asyncio.to_thread(consumer.put_all, scored)
     finally:
         await engines.stop()

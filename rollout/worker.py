@@ -46,7 +46,7 @@ class Worker:
         self.has_engines = c.engine.engine != "none"
         self.pool = EnginePool(c, resolved.model_dir, resolved.run_dir / "logs", name=name, base=resolved.base)
         self.engines = Dispatch(self.pool)
-        self.commands = Commands(self.pool if self.has_engines else None, drain=self.stop, on_outcome=client.beat_now)
+        self.commands = Commands(self.pool if self.has_engines else None, drain=self.stop, on_outcome=lambda: client.beat_now())
         self.sync: WeightSync | None = None
         self.relay: WeightRelay | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")

@@ -81,8 +81,8 @@ class EnginePool:
         for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
             process, config = self._launch(spec), self.config.engine
             size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
-            about = {"model": spec.model, "is_frozen": spec.is_frozen, "on_change": self.note_change}
-            engine = self._add(Engine(process.url, process, size, config, **about))
+            engine = Engine(process.url, process, size, config, model=spec.model, is_frozen=spec.is_frozen, on_change=self.note_change)
+            self.engines.append(engine)
             self._specs[engine] = spec
         first = [asyncio.create_task(self._enlist(engine)) for engine in self.engines]
         try:
@@ -94,13 +94,10 @@ class EnginePool:
                 task.cancel()
             raise
 
-    def _add(self, engine: Engine) -> Engine:
-        self.engines.append(engine)
-        return engine
-
     async def _claim(self, url: str) -> Engine:
         claimed = await claim(url)
-        engine = self._add(Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine, on_change=self.note_change))
+        engine = Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine, on_change=self.note_change)
+        self.engines.append(engine)
         self._claims[engine] = claimed
         return engine
 

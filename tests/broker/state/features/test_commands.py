@@ -12,8 +12,7 @@ def beat(desk: Any, worker: str, **about: Any) -> Any:
 
 
 def test_a_command_reaches_its_worker_and_its_outcome_whoever_asked(desk: Any) -> None:
-    for worker in ("w", "x"):
-        desk.join(worker, "rollout")
+    desk.join("x", "rollout")
     assert desk.ask("op", ATTACH, run="") == m.CommandReply(worker="w")
     assert (beat(desk, "x"), beat(desk, "w")) == ([], [ATTACH])
     assert beat(desk, "w") == [ATTACH], "a reply may have been lost"
@@ -25,6 +24,7 @@ def test_a_command_reaches_its_worker_and_its_outcome_whoever_asked(desk: Any) -
 
 
 def test_a_worker_that_is_not_there_is_named_with_those_that_are(desk: Any) -> None:
+    desk.ask("w", m.Goodbye())
     nobody = desk.ask("op", m.Command(key="k", action="drain"), run="")
     assert (nobody.code, nobody.text) == ("no_worker", "name one of the workers of this run: none")
     for worker in ("w", "x"):
@@ -36,7 +36,6 @@ def test_a_worker_that_is_not_there_is_named_with_those_that_are(desk: Any) -> N
 
 
 def test_a_worker_cannot_be_given_commands_without_end_nor_by_another_worker(desk: Any) -> None:
-    desk.join("w", "rollout")
     for number in range(64):
         desk.ask("op", m.Command(key=f"k{number}", action="drain"), run="")
     assert desk.ask("op", m.Command(key="one more", action="drain"), run="").code == "busy"
@@ -47,7 +46,6 @@ def test_a_worker_cannot_be_given_commands_without_end_nor_by_another_worker(des
 
 
 def test_the_status_has_the_engines_that_a_worker_reports(desk: Any) -> None:
-    desk.join("w", "rollout")
     beat(desk, "w", engines=[m.EngineReport(url="http://e:1", state="sick", version=3, running=2)])
-    (client,) = desk.status["clients"]
+    (client,) = [client for client in desk.status["clients"] if client["name"] == "w"]
     assert client["engines"] == [{"url": "http://e:1", "model": "", "state": "sick", "version": 3, "running": 2, "is_owned": False}]
