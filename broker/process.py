@@ -1,5 +1,6 @@
 """The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -12,6 +13,7 @@ import threading
 from pathlib import Path
 
 from broker.buffer_filter import buffer_filter, load_plugin
+from broker.page.process import PageProcess
 from broker.service import Broker
 from broker.source import FileRows, FileSource, HookSource, load_source
 from broker.source.interface import PromptSource
@@ -29,6 +31,7 @@ from slimebus.cli.config.agreement import settings_of
 from slimebus.cli.config.field_rules import evaluation_problems
 from slimebus.cli.config.file_checks import label_problems
 from slimebus.cli.config.load import raise_all
+from slimebus.cli.config.saved import save_config
 from slimebus.cli.dynamic_filter import is_reward_spread
 
 log = logging.getLogger("broker")
@@ -43,18 +46,20 @@ MAX_PUSHED = 1_000_000
 
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
     """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
-    logs.set_up("broker", debug=debug)
+    logs.set_up("broker", debug=debug, run_dir=resolved.run_dir)
     faulthandler.enable()  # a store whose file is cut short meanwhile ends the process where LMDB reads it: the log is to say so
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     broker = build(resolved)
-    _settle_memory()
-    log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
+        page = _page(resolved, broker.endpoint)
+        if page is not None:
+            stack.callback(page.stop)
+        _settle_memory()
+        log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
         broker.run(stop)
-    finally:
-        _write_status(resolved.run_dir / "status.json", broker)
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
 
 
@@ -77,6 +82,20 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def _page(resolved: Resolved, endpoint: str) -> PageProcess | None:
+    """The page, where one is wanted. Raises UsageError for an address that cannot be bound."""
+    try:
+        save_config(resolved)
+        if not resolved.config.broker.http:
+            return None
+        page = PageProcess(resolved, endpoint)
+    except OSError as bad:
+        log.error("no page is served: %s", bad)
+        return None
+    log.info("page: %s", page.url)
+    return page
 
 
 def _write_status(path: Path, broker: Broker) -> None:
@@ -121,8 +140,9 @@ def build(resolved: Resolved) -> Broker:
 def keyring_of(resolved: Resolved) -> FolderKeyring | None:
     """The broker's keys, None without. Raises UsageError for an address beyond this machine that would be served without keys."""
     config, folder = resolved.config, resolved.keys_path
-    for field in ("bind", "hints_bind"):
+    for field in ("bind", "hints_bind", "http"):
         address = getattr(config.broker, field)
+        address = f"tcp://{address}" if address and field == "http" else address
         if address:
             check_bind(address, f"broker.{field}", has_keys=folder is not None, insecure=config.security.insecure)
     if folder is not None:

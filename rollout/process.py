@@ -23,7 +23,7 @@ log = logging.getLogger("rollout")
 
 def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debug: bool) -> None:
     """Run one worker until the run is finished or a signal ends it. Raises SlimebusError."""
-    logs.set_up("rollout", debug=debug)
+    logs.set_up("rollout", debug=debug, run_dir=resolved.run_dir)
     interrupt_on_sigterm()
     raise_all(worker_problems(resolved))
     if bind := resolved.config.weights.fanout_bind:

@@ -46,7 +46,7 @@ def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_r
     problems = [] if is_launched else [*start_problems(resolved, plan.world_size)]
     if plan.is_rank or plan.is_alone:
         return raise_all(problems)
-    logs.set_up("trainer", debug=debug)
+    logs.set_up("trainer", debug=debug, run_dir=resolved.run_dir)
     log.info("%s: starting %d of %d ranks", plan.found, plan.ranks_here, plan.world_size)
     launcher = Launcher(plan, arguments, max_restarts)
     if problems:
@@ -88,7 +88,7 @@ class Debugging(NamedTuple):
 
 def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
-    logs.set_up("trainer", debug=debug)
+    logs.set_up("trainer", debug=debug, run_dir=resolved.run_dir)
     stop = StopRequest()
     if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED not in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)()

@@ -57,9 +57,9 @@ def in_lines(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> li
     about = {name: value for name, value in about_of(group).items() if value not in ("", -1, 0)}
     lines = [f"group {group.id}: " + ", ".join(f"{name} {value}" for name, value in about.items())]
     prompt = snapshot.prompt(group.id)
-    lines += [f"prompt: {_short(prompt.get('prompt'))}", f"label: {_short(prompt.get('label'))}"] if prompt else ["prompt: not kept"]
+    lines += [f"prompt: {shortened(prompt.get('prompt'))}", f"label: {shortened(prompt.get('label'))}"] if prompt else ["prompt: not kept"]
     if prompt and prompt.get("metadata"):
-        lines.append(f"metadata: {_short(prompt['metadata'])}")
+        lines.append(f"metadata: {shortened(prompt['metadata'])}")
     stored = snapshot.samples(group.id)
     if stored is None:
         return [*lines, "no samples", ""]
@@ -88,6 +88,7 @@ def _run_text(ids: list[int], decode: Decode | None) -> str:
     return f"ids {' '.join(map(str, ids[:MAX_IDS]))}{more}"
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """Text as it is, anything else as JSON; of long ones the beginning."""
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_PROMPT_CHARS else f"{text[:MAX_PROMPT_CHARS]} ... {len(text) - MAX_PROMPT_CHARS} characters more"

@@ -12,8 +12,8 @@ from broker.state.pace import quantile
 from broker.state.records import Client
 
 MAX_CHANGES = 32
-MAX_ROWS = 256
-"""Clients and waits listed by name; beyond that they are only counted."""
+MAX_ROWS, MAX_CLIENTS = 256, 1024
+"""Waits and evaluations, and clients, listed by name; beyond that they are only counted."""
 
 
 def status(state: State) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def status(state: State) -> dict[str, Any]:
         },
         "source": _source(state),
         "skipped_prompts": state.source.skipped,
-        "clients": [_client(state, c) for c in list(state.clients.values())[:MAX_ROWS]],
+        "clients": [_client(state, c) for c in list(state.clients.values())[:MAX_CLIENTS]],
         "parked": _parked(state),
         "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),

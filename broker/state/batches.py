@@ -173,6 +173,8 @@ def step_row(state: State, record: StepRecord, groups: list[Group], lags: list[i
         "ready": state.groups.count(READY),
         "leased": state.groups.count(LEASED),
         "queued": state.groups.count(QUEUED),
+        "workers": sum(1 for c in state.clients.values() if c.role == "rollout" and not c.is_gone),
+        "rollout_tokens": sum(c.metrics.get("tokens", 0.0) for c in state.clients.values() if c.role == "rollout"),
         "wasted_groups": sum(num_groups for num_groups, _ in state.meta.waste.values()),
         "wasted_tokens": sum(num_tokens for _, num_tokens in state.meta.waste.values()),
     }

@@ -1,28 +1,54 @@
 """Logs of a process: one line an event on stderr, `time role level: text`, and no more of one kind than a disk can take."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from slimebus.cli.metrics import RECORDS_LOG, JsonLines
 
 WARNINGS = (100, 0.5)
 """Lines of one kind at once, and a second after that: 6 MB a day at most."""
 NEWS = (1000, 10.0)
 """The same for lines below WARNING: a line for each step of the fastest trainer gets through."""
 MAX_KINDS = 1024
+KEPT_BYTES, KEPT_CHARS = 1 << 20, 4000
+"""Of a file of warnings, and of one of them."""
 
 
-def set_up(role: str, *, debug: bool = False) -> None:
-    """Send logs of this process to stderr; third parties only from WARNING up. Lines of one kind are throttled, except with debug."""
+def set_up(role: str, *, debug: bool = False, run_dir: Path | None = None) -> None:
+    """Send logs of this process to stderr; third parties only from WARNING up. Lines of one kind are throttled, except with debug.
+
+    run_dir: warnings and errors are also kept there, for whoever looks at the run (RUN_DIR/logs/warnings-ROLE.jsonl).
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s: %(message)s", datefmt="%H:%M:%S"))
     if not debug:
         handler.addFilter(Throttle())
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    if run_dir is not None:
+        root.addHandler(KeptWarnings(run_dir / "logs" / f"warnings-{role}.jsonl", role))
     root.setLevel(logging.WARNING)
     for name in ("slimebus", "broker", "rollout", "trainer", role):
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+class KeptWarnings(logging.Handler):
+    """Appends warnings and errors to a file, a JSON object each."""
+
+    def __init__(self, file: Path, role: str) -> None:
+        super().__init__(logging.WARNING)
+        self.role, self._rows = role, JsonLines(file, max_bytes=KEPT_BYTES)
+        self.addFilter(Throttle())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging."""
+        if record.name != RECORDS_LOG:  # what the file itself has to say, of a full disk, is said under its lock
+            text, about = record.getMessage()[:KEPT_CHARS], {"role": self.role, "pid": os.getpid(), "level": record.levelname}
+            self._rows.add({"time": round(record.created, 3), **about, "text": text})
 
 
 class Throttle(logging.Filter):

@@ -8,7 +8,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("slimebus")
+RECORDS_LOG = "slimebus.records"
+log = logging.getLogger(RECORDS_LOG)
 
 MAX_WAITING = 4096
 """Rows kept in memory while a file cannot be written; beyond that the oldest is dropped, counted and logged."""
@@ -60,6 +61,17 @@ class JsonLines:
                 raise OSError("only a part was written")
         if 0 < self.max_bytes <= begin + len(lines):
             path.replace(path.with_suffix(".old.jsonl"))
+
+
+OF_WEIGHTS = ("weights_", "sync_", "pull", "neighbour_", "passed_on_")
+"""What the names of metrics begin with that tell how weights travel."""
+
+
+def grouped(role: str, name: str) -> str:
+    """A metric's name where those of all roles are together: `train/loss`, `rollout/tokens`, `weights/sync_s`, `broker/ready`."""
+    if name.startswith(OF_WEIGHTS):
+        return f"weights/{name.removeprefix('weights_')}"
+    return f"{'train' if role in ('trainer', 'critic') else role}/{name}"
 
 
 class MetricsWriter:

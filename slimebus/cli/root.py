@@ -15,6 +15,8 @@ COMMANDS = {"drain": "engines:drain", "eval": "evaluate:evaluate", "set": "set:s
     for name in ("compare", "config", "engines", "init", "keys", "push", "status", "sweep", "top", "trace", "up", "weights")
 }
 """Command -> module of slimebus.cli.commands, and the command in it."""
+OF_ROLES = {"view": "broker.page.cli:view"}
+"""The same of a role's package, beside those that are registered as entry points."""
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
 MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook", "wrong_run")
 
@@ -38,7 +40,7 @@ class Root(click.Group):
 
 
 def _registered() -> dict[str, str]:
-    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group="slimebus.commands")}
+    return OF_ROLES | {entry.name: entry.value for entry in importlib.metadata.entry_points(group="slimebus.commands")}
 
 
 @click.command(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})

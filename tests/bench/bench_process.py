@@ -149,7 +149,8 @@ def command(folder: Path, prompts: Path, address: str, durability: str, fields: 
         config.write_text(
             f"name: bench\nrun_dir: {folder / 'run'}\ndata: {{prompt_data: [{prompts}], rollout_shuffle: false}}\n"
             f"rollout: {{rollout_batch_size: {BATCH_SIZE}, n_samples_per_prompt: 8, num_rollout: 1000000}}\n"
-            f"broker: {{max_staleness: .inf, lease_s: 600, heartbeat_s: 30, buffer_capacity: 1000000, durability: {durability}}}\n"
+            f"broker: {{max_staleness: .inf, lease_s: 600, heartbeat_s: 30, buffer_capacity: 1000000, http: ''"
+            f", durability: {durability}}}\n"
         )
     own = [word for name, value in fields.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-m", "slimebus", "broker", str(config), "--bind", address, *own]

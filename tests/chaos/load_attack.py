@@ -212,7 +212,7 @@ def config(folder: Path, address: str) -> dict[str, Any]:
     return {
         "name": RUN,
         "run_dir": str(folder / "run"),
-        "broker": {"bind": address, "durability": "os", "max_staleness": float("inf"), "buffer_capacity": 4096, "lease_s": 600},
+        "broker": {"bind": address, "durability": "os", "http": "", "max_staleness": float("inf"), "buffer_capacity": 4096, "lease_s": 600},
         "data": {"prompt_data": [str(folder / "prompts.jsonl")]},
         "rollout": {"num_rollout": 1_000_000, "rollout_batch_size": BATCH_SIZE, "n_samples_per_prompt": 8},
     }

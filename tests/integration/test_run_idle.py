@@ -25,7 +25,7 @@ def assert_idle(processes: list[Process], doing: str) -> None:
 
 
 def test_processes_that_wait_use_next_to_nothing(tmp_path: Path, task: Path) -> None:
-    with Run(tmp_path, task, broker__max_staleness=1) as run:
+    with Run(tmp_path, task, broker__max_staleness=1, broker__http="127.0.0.1:0") as run:
         worker, trainer = run.start("rollout", name="w1"), run.start("trainer")
         time.sleep(4)
         assert_idle([worker, trainer], "waiting for a broker")

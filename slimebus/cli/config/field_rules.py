@@ -49,6 +49,7 @@ def _run(config: RunConfig) -> Iterator[str]:
 def _addresses(config: RunConfig) -> Iterator[str]:
     b, w = config.broker, config.weights
     binds = {"broker.bind": b.bind, "broker.hints_bind": b.hints_bind}
+    binds |= {"broker.http": b.http and f"tcp://{b.http}"}
     binds |= {"weights.weights_bind": w.weights_bind, "weights.fanout_bind": w.fanout_bind}
     for field, address in binds.items():
         try:

@@ -117,7 +117,7 @@ class ConfigCommand(click.Command):
 class RunCommand(ConfigCommand):
     """A command about a run that exists: it takes a RUN.yaml and the flags that say which run is meant and with which key."""
 
-    fields = ("name", "run_dir", "security.keys")
+    fields: Collection[str] = ("name", "run_dir", "security.keys")
     prefixes: Mapping[str, str] = {}
 
 

@@ -38,6 +38,9 @@ class BrokerConfig(Section, frozen=True):
     """[address] Where the broker listens; port 0 takes any free one. Other roles reach it with --broker."""
     hints_bind: str = ""
     """[address] Where hints are published; empty: a free port of the same interface, the same again after a restart if it is free."""
+    http: str = "127.0.0.1:0"
+    """[address] Where the run's web page and its metrics are served, as HOST:PORT; with port 0 any free one, after a restart the same if
+    it is free. The log and RUN_DIR/page.url say which. Empty: no page."""
     max_staleness: NonNegative = 1
     """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded."""
     on_stale: Literal["requeue", "drop"] = "requeue"

@@ -1,0 +1,62 @@
+"""Groups of a run for the page: a list, and one with its samples token by token."""
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from broker.buffer.export import about_of
+from broker.buffer.reader import StoreSnapshot
+from broker.buffer.show import Decode, shortened
+from broker.state.groups import Group
+from slimebus.bus.samples import Sample, decode_group
+
+MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS = 200, 32, 4000
+"""Of one answer: groups listed, samples of a group, tokens of a sample; what is beyond is only counted."""
+MAX_PIECE = 8
+"""Tokens that may make one character together."""
+
+
+def listed(snapshot: StoreSnapshot, states: Iterable[str], containing: str) -> list[dict[str, Any]]:
+    """The groups of these states whose id or reason contains a text: of the newest steps first, at most MAX_GROUPS."""
+    found = (group for group in snapshot.groups(states) if containing in group.reason or containing in group.id)
+    newest = heapq.nlargest(MAX_GROUPS, found, key=lambda group: (group.step, group.kind == "train", group.position))
+    return [{"group": group.id} | about_of(group) for group in newest]
+
+
+def whole(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[str, Any]:
+    """A group: what became of it, its prompt, its samples. Raises ProtocolError for samples that nobody can read."""
+    prompt, stored = snapshot.prompt(group.id) or {}, snapshot.samples(group.id)
+    samples = [] if stored is None else decode_group(stored.frames)
+    return {
+        "group": group.id,
+        **about_of(group),
+        "prompt": {name: shortened(value) for name, value in prompt.items() if value},
+        "num_samples": len(samples),
+        "samples": [_sample(sample, decode) for sample in samples[:MAX_SAMPLES]],
+    }
+
+
+def _sample(sample: Sample, decode: Decode | None) -> dict[str, Any]:
+    """pieces: [text, tokens, is trained, version, least logprob] for each token, or for those that make one character together."""
+    versions = itertools.chain.from_iterable([version] * length for version, length in sample.versions)
+    tokens = list(zip(sample.tokens.tolist(), sample.loss_mask.tolist(), versions, sample.rollout_logprobs.tolist(), strict=True))
+    about = {"reward": sample.reward, "status": sample.status, "num_tokens": len(tokens)}
+    return about | {"pieces": list(_pieces(tokens[:MAX_TOKENS], decode))}
+
+
+def _pieces(tokens: list[tuple[int, int, int, float]], decode: Decode | None) -> Iterator[tuple[str, int, bool, int, float]]:
+    begin, before = 0, list[int]()
+    for end in range(1, len(tokens) + 1):
+        ids = [token for token, *_ in tokens[begin:end]]
+        text = f"{ids[0]} " if decode is None else _continued(decode, before, ids)
+        if not text.endswith("\ufffd") or end == len(tokens) or end - begin == MAX_PIECE:
+            _, mask, version, _ = tokens[begin]
+            yield text, end - begin, bool(mask), version, round(min(logprob for *_, logprob in tokens[begin:end]), 4)
+            begin, before = end, ids
+
+
+def _continued(decode: Decode, before: list[int], ids: list[int]) -> str:
+    """The text of these tokens behind others: some tokenizers leave out the space in front of what stands first."""
+    context, both = decode(before), decode(before + ids)
+    return both[len(context) :] if both.startswith(context) else decode(ids)

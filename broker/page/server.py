@@ -1,0 +1,258 @@
+"""The page over HTTP: files, events, samples, replay, metrics.
+
+GET /  static/...   GET /events   GET /groups?state=&text=   GET /group?id=   GET /config   GET /metrics   POST /replay
+"""
+
+import asyncio
+import functools
+import hmac
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from broker.buffer.reader import STATES, StoreSnapshot, open_snapshot
+from broker.buffer.show import text_of
+from broker.page import samples
+from broker.page.history import History
+from broker.page.live import Live
+from slimebus.bus.errors import SlimebusError
+from slimebus.cli.config import Resolved
+from slimebus.cli.config.saved import without_secrets
+
+T = TypeVar("T")
+log = logging.getLogger("slimebus.page")
+
+LOOK_S, HISTORY_S = 1.0, 2.0
+TIMES_ANSWER = 50.0
+"""The broker is asked again after so many times as long as it took to answer: looking costs it a fiftieth of its time at most."""
+ALIVE_S = 10.0
+MAX_VIEWERS = 64
+MAX_BODY_BYTES = 1 << 20
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+STATIC = Path(str(files("broker.page"))) / "static"
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class Page:
+    """The page of one run. token: what a viewer must show; empty: none, and only addresses of this machine are served."""
+
+    def __init__(self, resolved: Resolved, broker: str | None, token: str) -> None:
+        self.resolved, self.token = resolved, token
+        self.live, self.history = Live(resolved, broker), History(resolved.run_dir)
+        self.decode = functools.cache(lambda: text_of(resolved))
+        self._asking, self._reading = ThreadPoolExecutor(1, "ask"), ThreadPoolExecutor(1, "read")
+        self._frames: dict[str, bytes] = {}
+        self._changed, self._wanted, self._viewers = asyncio.Condition(), asyncio.Event(), 0
+        self._shown = -1
+
+    # --- looking ---
+
+    async def follow(self) -> None:
+        """Read the records as they grow; ask the broker only while somebody looks."""
+        await asyncio.gather(self._follow_records(), self._follow_status())
+
+    async def _follow_records(self) -> None:
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
+        while True:
+            is_more = await self._in(self._reading, self.history.read)
+            if self._viewers and clock() - shown_at >= HISTORY_S:
+                await self._show_records()
+                shown_at = clock()
+            await asyncio.sleep(0.0 if is_more else LOOK_S)
+
+    async def _show_records(self) -> None:
+        if self._shown != self.history.serial:
+            self._shown = self.history.serial
+            await self._send("history", await self._in(self._reading, self._charts))
+
+    def _charts(self) -> dict[str, Any]:
+        history = self.history
+        evaluations = [
+            {name: row.get(name) for name in ("dataset", "version", "step", "mean_reward", "low", "high", "num_samples")}
+            for row in list(history.evaluations.values())
+        ]
+        return history.thinned() | {
+            "evaluations": evaluations,
+            "weights": history.weights(),
+        }
+
+    async def _follow_status(self) -> None:
+        while True:
+            await self._wanted.wait()
+            await self.look()
+            await self._send("status", self.live.shown() | await self._in(self._reading, self._remarks))
+            await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
+            if not self._viewers:
+                self._wanted.clear()
+
+    def _remarks(self) -> dict[str, Any]:
+        return {"advice": self.history.advice(self.live.status), "warnings": self.history.warnings()}
+
+    async def look(self) -> None:
+        """Ask the broker now."""
+        await self._in(self._asking, self.live.look)
+        await self._in(self._reading, lambda: self.history.add_pulls(self.live.status.get("clients", [])))
+
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def _send(self, kind: str, what: dict[str, Any]) -> None:
+        async with self._changed:
+            self._frames[kind] = b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(what))
+            self._changed.notify_all()
+
+    # --- answering ---
+
+    async def index(self, request: web.Request) -> web.StreamResponse:
+        """The page; an address with the token becomes a cookie, and one without."""
+        if "token" in request.query:
+            seen = web.Response(status=303, headers={"Location": "/"})
+            seen.set_cookie(self._cookie(request), request.query["token"], httponly=True, samesite="Strict")
+            return seen
+        return web.FileResponse(STATIC / "index.html")
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """The newest status and records whenever there are newer ones; a slow viewer skips some."""
+        if self._viewers >= MAX_VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} viewers are served already")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
+        await response.prepare(request)
+        self._viewers += 1
+        self._wanted.set()
+        seen: dict[str, bytes] = {}
+        try:
+            await self._show_records()
+            while True:
+                for kind, frame in list(self._frames.items()):
+                    if seen.get(kind) is not frame:
+                        seen[kind] = frame
+                        await response.write(frame)
+                try:
+                    await asyncio.wait_for(self._newer_than(seen), ALIVE_S)
+                except TimeoutError:
+                    await response.write(b": alive\n\n")
+        except ConnectionError:
+            return response
+        finally:
+            self._viewers -= 1
+
+    async def _newer_than(self, seen: dict[str, bytes]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(seen.get(kind) is not frame for kind, frame in self._frames.items()))
+
+    async def groups(self, request: web.Request) -> web.Response:
+        """A list of groups."""
+        states = [state for state in request.query.getall("state", []) if state in STATES]
+        return await self._of_store(lambda store: samples.listed(store, states, request.query.get("text", "")))
+
+    async def group(self, request: web.Request) -> web.Response:
+        """One group with its samples."""
+        name = request.query.get("id", "")
+        return await self._of_store(lambda store: samples.whole(store, store.group(name), self.decode()))
+
+    async def _of_store(self, ask: Callable[[StoreSnapshot], Any]) -> web.Response:
+        def read() -> Any:
+            with open_snapshot(self.resolved.run_dir, is_checked=bool(self.live.problem)) as store:
+                return ask(store)
+
+        try:
+            return _json(await self._in(self._reading, read))
+        except SlimebusError as bad:
+            return _json({"problem": bad.text}, 404)
+
+    async def replay(self, request: web.Request) -> web.Response:
+        """Try dead letters again, through the run's broker."""
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=dict[str, list[str]])["groups"]
+            done = await self._in(self._asking, lambda: self.live.replay(wanted))
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+            return _json({"problem": 'expected {"groups": [id, ...]}'}, 400)
+        except SlimebusError as bad:
+            return _json({"problem": bad.text}, 409)
+        return _json({"done": done.done, "refused": done.refused})
+
+    async def config(self, request: web.Request) -> web.Response:
+        """The config of the run, without secrets."""
+        return _json(without_secrets(self.resolved.config))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Everything for Prometheus, as of now."""
+        from broker.page import metrics  # whoever only looks at the page starts without it
+
+        await self.look()
+        text = metrics.exposition(self.live.status if not self.live.problem else {}, self.history)
+        return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    # --- who may look ---
+
+    def _cookie(self, request: web.Request) -> str:
+        return f"slimebus-{urlsplit(f'//{request.host}').port}"
+
+    def _may(self, request: web.Request) -> bool:
+        given = request.query.get("token") or request.cookies.get(self._cookie(request), "")
+        given = given or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+    def problem_of(self, request: web.Request) -> str:
+        """Why a request is refused; empty when it is not.
+
+        Without a token another site must not get at the page through its viewer's browser: neither under a name of its own that leads to
+        this machine, nor by sending a form here.
+        """
+        if self.token and not self._may(request):
+            return "this page needs its token: open the whole address that the broker logged when it started (RUN_DIR/page.url)"
+        if not self.token and urlsplit(f"//{request.host}").hostname not in LOCAL_HOSTS:
+            return "this page is served to this machine alone, as 127.0.0.1 or localhost"
+        origin = request.headers.get("Origin")
+        if request.method == "POST" and origin and urlsplit(origin).netloc != request.host:
+            return "asked by another site"
+        return ""
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def application(page: Page) -> web.Application:
+    """The routes of a page."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        if problem := page.problem_of(request):
+            return web.Response(status=403, text=problem + "\n", headers=HEADERS)
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
+    app.add_routes([web.get(f"/{name}", getattr(page, name)) for name in ("events", "groups", "group", "config", "metrics")])
+    app.add_routes([web.get("/", page.index), web.post("/replay", page.replay), web.static("/static", STATIC)])
+    return app
+
+
+async def serve(page: Page, listening: socket.socket) -> None:
+    """Serve the page until this is cancelled."""
+    runner = web.AppRunner(application(page), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening).start()
+        await page.follow()
+    finally:
+        await runner.cleanup()
+        page.live.close()

@@ -1,0 +1,107 @@
+"""Three sentences on a run, from what it measured: which side waits, what the bound on staleness does, what is wasted."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from slimebus.view.report import UNUSED
+
+IDLE = 0.05
+"""A side that waits for less of its time than this is not worth a change."""
+AT_BOUND = 0.2
+"""With so many of the trained groups at the bound, or more, it may hold workers back."""
+REMEDIES = {
+    "stale": "a larger broker.max_staleness or fewer workers would waste less",
+    "zero_variance": "prompts that are neither too easy nor too hard, or more samples of each, would give more gradient",
+    "filter": "prompts that the filter keeps would save their sampling",
+}
+"""Part of a reason -> what would help."""
+
+
+class Measured(msgspec.Struct, kw_only=True, frozen=True):
+    """What advice is given by.
+
+    trainer_idle: share of its time that the trainer waited for batches. worker_idle: share of theirs that workers had nothing to sample;
+    None where that is not known. tokens: trained. lags: staleness in versions -> trained groups. wasted: reason -> tokens sampled in vain.
+    unused: reason -> trained groups that gave no gradient.
+    """
+
+    trainer_idle: float
+    worker_idle: float | None
+    workers: int
+    tokens: float
+    max_staleness: float
+    lags: dict[int, int]
+    wasted: dict[str, int]
+    unused: dict[str, int]
+
+
+def measured(status: dict[str, Any], *, trainer_idle: float, worker_idle: float | None, workers: int, tokens: float) -> Measured:
+    """With what a status says of lag and waste (docs/protocol.md)."""
+    bound = status.get("settings", {}).get("max_staleness")
+    return Measured(
+        trainer_idle=trainer_idle,
+        worker_idle=worker_idle,
+        workers=workers,
+        tokens=tokens,
+        max_staleness=math.inf if bound is None else float(bound),
+        lags={int(lag): groups for lag, groups in status.get("lag", {}).get("histogram", {}).items()},
+        wasted={reason: waste["tokens"] for reason, waste in status.get("waste", {}).items()},
+        unused={name.removeprefix(UNUSED): n for name, n in status.get("counted", {}).items() if name.startswith(UNUSED)},
+    )
+
+
+def advice(run: Measured) -> list[str]:
+    """Three plain sentences; none before anything was trained."""
+    return [_on_waiting(run), _on_staleness(run), _on_waste(run)] if run.lags else []
+
+
+def _on_waiting(run: Measured) -> str:
+    waited = f"The trainer waited {run.trainer_idle:.0%} of the time"
+    if run.worker_idle is None:
+        remedy = "more workers would help" if run.trainer_idle >= IDLE else "more workers would gain nothing"
+        return f"{waited}: {remedy} (how busy workers were is not on record here)."
+    idle = f"workers {'had nothing to do for' if run.worker_idle >= IDLE else 'were idle for'} {run.worker_idle:.0%} of theirs"
+    busy, needed = run.workers * (1 - run.worker_idle), 1 - run.trainer_idle
+    if run.trainer_idle >= IDLE > run.worker_idle:
+        more = max(1, math.ceil(busy / max(needed, 0.01)) - run.workers)
+        return f"{waited} and {idle}: {more} more like the present {_workers(run)} would remove the wait."
+    if run.trainer_idle >= IDLE:
+        wider = "" if math.isinf(run.max_staleness) else f"; a broker.max_staleness above {run.max_staleness:g} lets them overlap more"
+        return f"{waited} and {idle}: they wait for each other{wider}."
+    spare = run.workers - max(1, math.ceil(busy / max(needed, 0.01)))
+    if spare > 0:
+        return f"{waited} and {idle}: {run.workers - spare} of the {_workers(run)} would do."
+    slower = "the trainer is the slower side, so more workers would gain nothing" if run.worker_idle >= IDLE else "both sides are busy"
+    return f"{waited} and {idle}: {slower}."
+
+
+def _workers(run: Measured) -> str:
+    return f"{run.workers} worker{'' if run.workers == 1 else 's'}"
+
+
+def _on_staleness(run: Measured) -> str:
+    groups, largest, bound = sum(run.lags.values()), max(run.lags), run.max_staleness
+    if largest < bound:
+        limit = "without a bound" if math.isinf(bound) else f"below the bound of {bound:g}: a larger broker.max_staleness gains nothing"
+        return f"No trained group was older than {largest} versions, {limit}."
+    at_bound = sum(count for lag, count in run.lags.items() if lag >= bound) / groups
+    share = f"{at_bound:.0%} of the trained groups were as old as the bound of {bound:g} allows"
+    if at_bound < AT_BOUND or (run.worker_idle is not None and run.worker_idle < IDLE):
+        return f"{share}, and it held nobody back: a larger broker.max_staleness gains little."
+    if run.trainer_idle < IDLE:
+        return f"{share}, and the trainer hardly waited: a larger broker.max_staleness would only make samples older."
+    return f"{share}, and both sides waited: a larger broker.max_staleness would be faster, if it learns as well."
+
+
+def _on_waste(run: Measured) -> str:
+    trained, wasted = sum(run.lags.values()), sum(run.wasted.values())
+    shares = {reason: tokens / max(1.0, run.tokens + wasted) for reason, tokens in run.wasted.items()}
+    shares |= {reason: groups / trained for reason, groups in run.unused.items()}
+    worst = max(shares, key=lambda reason: shares[reason], default="")
+    if not worst or shares[worst] < 0.01:
+        return "Less than 1% of what was sampled was wasted."
+    what = "trained groups gave no gradient" if worst in run.unused else "sampled tokens were wasted"
+    remedy = next((text for part, text in REMEDIES.items() if part in worst), "see the reasons in the status")
+    return f"{shares[worst]:.0%} of the {what} ({worst}): {remedy}."

@@ -1,0 +1,46 @@
+"""What Prometheus reads of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.page.history import History
+from slimebus.bus import messages as m
+
+
+def parsed(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = parser.text_string_to_metric_families(text.decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def exposition(status: dict[str, Any], history: History) -> bytes:
+    pytest.importorskip("prometheus_client")
+    from broker.page import metrics
+
+    return metrics.exposition(status, history)
+
+
+def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: Any, tmp_path: Path) -> None:
+    desk = new_desk()
+    desk.begin()
+    desk.join('w"1', "rollout")
+    desk.ask('w"1', m.Heartbeat(state="serving", metrics={"tokens": 7.0, "sync_s": 0.5}))
+    history = History(tmp_path)
+    history._add_step({"step": 0, "metrics": {"loss": 0.25, "lag/3-4/ess_token": 0.5, "weights_copy_s": 0.1, "odd": float("nan")}})
+    history.evaluations["held", 0] = {"mean_reward": 0.75, "version": 0}
+    found = parsed(exposition(desk.status, history))
+    assert found["slimebus_broker_up", ()] == 1.0
+    assert found["slimebus_rollout_tokens", (("worker", 'w"1'),)] == 7.0
+    assert found["slimebus_weights_sync_s", (("worker", 'w"1'),)] == 0.5
+    assert found["slimebus_weights_copy_s", ()] == 0.1
+    assert found["slimebus_train_loss", ()] == 0.25
+    assert found["slimebus_train_lag_ess_token", (("lag", "3-4"),)] == 0.5
+    assert found["slimebus_eval_mean_reward", (("dataset", "held"),)] == 0.75
+    assert found["slimebus_broker_clients", (("role", "trainer"), ("state", "joined"))] == 1.0
+    assert not [name for name, _ in found if "odd" in name]
+
+
+def test_without_its_broker_a_run_is_down_and_what_is_on_record_stays(tmp_path: Path) -> None:
+    assert parsed(exposition({}, History(tmp_path))) == {("slimebus_broker_up", ()): 0.0}

@@ -1,0 +1,129 @@
+"""Who may see the page, and what its answers carry."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.page.process import listen, token_of
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.cli.config import resolve
+from slimebus.cli.config.saved import save_config, saved_config
+
+
+@pytest.fixture
+def visited(tmp_path: Path) -> Callable[..., Any]:
+    """Calls a coroutine with a client of a page of an empty run."""
+    run_dir = tmp_path / "run"
+    (run_dir / "metrics").mkdir(parents=True)
+    save_config(resolve(None, {"run_dir": str(run_dir), "name": "r", "engine.engine_api_key": "hush"}, {}))
+
+    def visit(ask: Callable[[Any], Coroutine[Any, Any, Any]], token: str = "") -> Any:
+        from aiohttp import CookieJar
+        from aiohttp.test_utils import TestClient, TestServer
+
+        from broker.page.server import Page, application
+
+        async def run() -> Any:
+            page = Page(saved_config(run_dir), None, token)
+            async with TestClient(TestServer(application(page)), cookie_jar=CookieJar(unsafe=True)) as client:
+                return await ask(client)
+
+        return asyncio.run(run())
+
+    return visit
+
+
+def test_every_answer_forbids_foreign_scripts(visited: Any) -> None:
+    async def ask(client: Any) -> list[str]:
+        return [(await client.get(path)).headers["Content-Security-Policy"] for path in ("/", "/static/page.js", "/config", "/groups")]
+
+    for policy in visited(ask):
+        assert "default-src 'none'; script-src 'self'" in policy
+        assert "unsafe" not in policy
+
+
+def test_without_a_token_only_names_of_this_machine_are_served(visited: Any) -> None:
+    async def ask(client: Any) -> list[int]:
+        hosts = ("127.0.0.1:1", "localhost", "[::1]:80", "evil.example", "127.0.0.1.evil.example", "")
+        return [(await client.get("/", headers={"Host": host})).status for host in hosts]
+
+    assert visited(ask) == [200, 200, 200, 403, 403, 403]
+
+
+def test_another_site_cannot_replay_through_a_viewers_browser(visited: Any) -> None:
+    async def ask(client: Any) -> list[int]:
+        own = f"http://127.0.0.1:{client.port}"
+        how = {"data": json.dumps({"groups": ["0/1"]})}
+        return [(await client.post("/replay", headers={"Origin": origin}, **how)).status for origin in ("http://evil.example", "null", own)]
+
+    assert visited(ask) == [403, 403, 409]  # 409: no broker runs
+
+
+def test_beyond_this_machine_the_token_is_asked_for_and_becomes_a_cookie(visited: Any) -> None:
+    async def ask(client: Any) -> list[int]:
+        paths = ("/", "/static/page.js", "/events", "/metrics", "/config", "/?token=wrong")
+        refused = [(await client.get(path)).status for path in paths]
+        bearer = (await client.get("/config", headers={"Authorization": "Bearer s3cret"})).status
+        first = await client.get("/?token=s3cret", allow_redirects=False)
+        assert "s3cret" not in first.headers["Location"]
+        assert "HttpOnly" in first.headers["Set-Cookie"]
+        assert "SameSite=Strict" in first.headers["Set-Cookie"]
+        return [*refused, bearer, first.status, (await client.get("/config")).status]
+
+    assert visited(ask, token="s3cret") == [403] * 6 + [200, 303, 200]
+
+
+def test_secrets_of_the_config_are_not_shown(visited: Any) -> None:
+    async def ask(client: Any) -> str:
+        return str(await (await client.get("/config")).text())
+
+    assert "hush" not in visited(ask)
+    assert json.loads(visited(ask))["engine"]["engine_api_key"] == "..."
+
+
+def test_what_cannot_be_answered_says_why(visited: Any) -> None:
+    async def ask(client: Any) -> list[tuple[int, str]]:
+        answers = [await client.get("/group?id=0/1"), await client.post("/replay", data=b"\xff"), await client.post("/replay", data=b"{}")]
+        return [(answer.status, (await answer.json())["problem"]) for answer in answers]
+
+    (missing, why), (bad, expected), (empty, _) = visited(ask)
+    assert (missing, bad, empty) == (404, 400, 400)
+    assert "no store under" in why
+    assert "expected" in expected
+
+
+def test_the_port_and_token_of_an_earlier_process_are_taken_again(closing: Any) -> None:
+    first, url = listen("127.0.0.1:0")
+    first.close()
+    second, again = listen("127.0.0.1:0", url)
+    closing(second)
+    assert again == url
+    third, other = listen("127.0.0.1:0", url)  # it is in use now: another is taken
+    closing(third)
+    assert other != url
+    with pytest.raises(UsageError, match="give another --http"):
+        listen(f"127.0.0.1:{second.getsockname()[1]}")
+    public, address = listen("0.0.0.0:0")
+    closing(public)
+    assert len(token_of(address)) >= 32
+    assert token_of(url) == ""
+
+
+def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no run directory"):
+        saved_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"base": "/", "config": {"nmae": 1}}')
+    with pytest.raises(DataError, match="nmae"):
+        saved_config(tmp_path)
+
+
+def test_a_saved_config_is_read_back(tmp_path: Path) -> None:
+    made = resolve(None, {"run_dir": str(tmp_path), "broker.max_staleness": float("inf"), "megatron.weight_decay": 0.1}, {})
+    save_config(made)
+    found = saved_config(tmp_path)
+    assert found.config == made.config
+    assert found.base == Path.cwd()

@@ -1,0 +1,202 @@
+"""The page of a run in a real Chromium: what it shows of a run whose figures are known, and what it outlives."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Browser
+from live_broker import LiveBroker
+from raw_cast import LINEAGE, begin, put, sample
+
+from broker.page.process import last_url
+from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Heartbeat, Lease, LeaseReply, Publish
+from slimebus.bus.transport.client import Client
+
+pytestmark = pytest.mark.integration
+
+STEPS, GROUPS, LOST_S = 3, 2, 30.0
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+LAG_TOKENS = [{"0": 10.0}, {"0": 4.0, "1": 6.0}, {"0": 1.0, "2": 9.0}]
+
+
+def tokenizer(folder: Path) -> None:
+    """Token 0 is hostile; the others are words."""
+    from tokenizers import Tokenizer, decoders, models
+
+    folder.mkdir()
+    words = [HOSTILE, "two ", "and ", "two ", "make four"]
+    made = Tokenizer(models.BPE(vocab={word + str(i) * (i == 3): i for i, word in enumerate(words)}, merges=[]))
+    made.decoder = decoders.Fuse()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}")
+
+
+class SeededRun:
+    """A broker with its page, whose trainer and workers are this process, and a browser that looks at it."""
+
+    def __init__(self, folder: Path) -> None:
+        tokenizer(folder / "model")
+        (folder / "hostile.jsonl").write_text("".join(json.dumps({"prompt": f"{HOSTILE} {i}", "label": "4"}) + "\n" for i in range(40)))
+        self.broker = LiveBroker(
+            folder,
+            broker={"http": "127.0.0.1:0", "max_staleness": 4, "heartbeat_s": 0.5, "lease_s": 60, "max_attempts": 1},
+            data={"prompt_data": ["hostile.jsonl"]},
+            rollout={"num_rollout": 10, "rollout_batch_size": GROUPS, "n_samples_per_prompt": 1},
+            model={"hf_checkpoint": "model"},
+            engine={"engine_api_key": "very-secret"},
+        )
+        self.trainer, self.tokens = self.broker.client("t", "trainer"), 1000.0
+        self.trainer.keep_alive(0.5, Heartbeat, lambda reply: None, lambda problem: None)
+        begin(self.trainer)
+        self.worker, self.victim = (self._worker(name) for name in ("w1", "w2"))
+        self.killed_at = time.monotonic()
+        self.victim.close(goodbye=False)  # all that the broker sees of a kill -9
+        for step in range(STEPS):
+            for group in self.lease(GROUPS):
+                put(self.worker, group, [sample(step)])
+            self.train(step)
+        dead = self.lease(1)[0]
+        self.worker.call(GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason=f"the hook failed: {HOSTILE}"))
+        self.dead = dead.group
+        self.browser = Browser(folder / "chromium")
+        self.browser.goto(last_url(self.broker.run_dir))
+        self.browser.wait_for(f"state.status && state.records && state.records.step.length === {STEPS}")
+
+    def _worker(self, name: str) -> Client:
+        client = self.broker.client(name, "rollout")
+        client.keep_alive(0.5, self._beat, lambda reply: None, lambda problem: None)
+        client.call(self._beat())
+        return client
+
+    def _beat(self) -> Heartbeat:
+        self.tokens += 50
+        stages = {"sync_s": 0.5, "sync_wire_s": 0.2, "sync_verify_s": 0.1, "sync_share_s": 0.05, "sync_load_s": 0.15}
+        return Heartbeat(state="serving", lineage=LINEAGE, serving=0, metrics={"tokens": self.tokens, **stages})
+
+    def lease(self, want: int) -> Any:
+        return self.worker.call(Lease(want=want, wait_s=30.0, lineage=LINEAGE, serving=0), timeout_s=60).expect(LeaseReply).groups
+
+    def train(self, step: int) -> None:
+        assert self.trainer.call(Batch(step=step, wait_s=30.0), timeout_s=60).expect(BatchReply).groups
+        self.trainer.call(Publish(lineage=LINEAGE, version=step + 1, publishers=["tcp://t"], digest="d"))
+        metrics = {"reward": 0.25 * (step + 1), "wait_s": 1.0, "train_s": 3.0, "publish_s": 0.0, "save_s": 0.0}
+        metrics |= {"weights_version": float(step), "weights_copy_s": 0.25, "weights_encode_s": 0.5}
+        metrics |= {f"lag/{lag}/tokens": count for lag, count in LAG_TOKENS[step].items()} if step < len(LAG_TOKENS) else {}
+        self.trainer.call(Commit(step=step, checkpoint=0, metrics=metrics))
+
+    def close(self) -> None:
+        self.browser.close()
+        self.broker.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeededRun]:
+    made = SeededRun(tmp_path_factory.mktemp("seen"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_each_panel_shows_the_true_figures(run: SeededRun) -> None:
+    page = run.browser
+    assert page.text("#run") == "live"
+    assert page.text("#steps") == "step 3 of 10, version 3"
+    assert page.js("state.records.reward") == [0.25, 0.5, 0.75]
+    assert page.js("state.records.lags") == {"0": [10.0, 4.0, 1.0], "1": [0.0, 6.0, 0.0], "2": [0.0, 0.0, 9.0]}
+    shown = page.js("shares(state.records)")
+    assert np.allclose(shown[1:], [[1.0, 0.4, 0.1], [1.0, 1.0, 0.1], [1.0, 1.0, 1.0]])
+    page.wait_for("charts['chart-reward'].plot && charts['chart-lag'].plot")
+    assert page.js("charts['chart-reward'].plot.data[1]") == [0.25, 0.5, 0.75]
+    status = run.broker.status()
+    assert {name: page.text(f"#phase-{name} b") for name in ("committed", "dead", "ready")} == {
+        name: str(status["groups"][name]) for name in ("committed", "dead", "ready")
+    }
+    assert page.text("#phase-committed b") == str(STEPS * GROUPS)
+    page.wait_for("document.querySelector('#waiting').innerText.startsWith('rollout w2 has been silent for')")
+    page.wait_for("document.querySelector('#advice').innerText.startsWith('The trainer waited 25% of the time: more workers would help')")
+    assert page.js("document.querySelectorAll('#advice li').length") == 3
+    rows = page.js("[...document.querySelectorAll('#worker-table tbody tr')].map((row) => row.innerText.split('\\t'))")
+    found = {row[0]: dict(zip(("name", "role", "state", "version", "lag"), row, strict=False)) for row in rows}
+    assert found["w1"] == {"name": "w1", "role": "rollout", "state": "serving", "version": "0", "lag": "3"}
+    assert found["t"]["role"] == "trainer"
+    page.wait_for("state.status.workers.some((row) => row[0] === 'w1' && row[5] > 50 && row[5] < 200)")  # 50 tokens each 0.5 s
+    page.wait_for("document.querySelector('#versions tr:last-child').innerText.includes('0.5 s')")
+    versions = page.js("[...document.querySelectorAll('#versions tr')].slice(1).map((row) => row.innerText.split('\\t'))")
+    newest, first = versions[0], versions[-1]
+    assert [newest[0], newest[2]] == ["2", "0.75"]  # copied and encoded; no worker has it
+    assert [first[0], first[2], first[4], first[5]] in (["0", "1.25", "2", "w1 0.5 s"], ["0", "1.25", "2", "w2 0.5 s"])
+    page.wait_for("document.querySelector('#config-table').innerText.includes('hostile.jsonl')")
+    assert "very-secret" not in page.text("#config-table")
+    assert page.errors == []
+
+
+def test_hostile_text_is_shown_as_text(run: SeededRun) -> None:
+    page = run.browser
+    page.click("#group-load")
+    page.wait_for("document.querySelector('.tokens')")
+    assert HOSTILE in page.text("#group-view .prompt")
+    assert page.text(".tokens").startswith(HOSTILE)
+    assert page.js("document.querySelectorAll('.tokens span').length") == 5
+    assert "version 2" in page.js("document.querySelector('.tokens span').title")
+    assert page.js("window.hacked") is None
+    assert page.js("document.querySelectorAll('main script, main img').length") == 0
+    page.click("input[value=logprob]")
+    assert "color-mix" in page.js("document.querySelector('.tokens span').style.background")
+
+
+def test_a_dead_letter_is_replayed_from_the_page(run: SeededRun) -> None:
+    page = run.browser
+    page.click("#dead-load")
+    page.wait_for("document.querySelector('#dead-table button')")
+    assert HOSTILE in page.text("#dead-table")
+    page.click("#dead-table button")
+    page.wait_for("document.querySelector('#dead-said').innerText === '1 queued again'")
+    assert run.broker.status()["moves"]["dead>queued replayed"] == 1
+    assert page.text("#dead-table") == "no dead letters"
+    assert page.errors == []
+    assert page.js("window.hacked") is None
+
+
+def test_keys_themes_and_a_phone(run: SeededRun, tmp_path: Path) -> None:
+    page = run.browser
+    page.js("setTheme('light')")
+    page.press("t")
+    assert page.js("document.documentElement.dataset.theme") == "dark"
+    assert page.js("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 23)"
+    page.press("6")
+    assert page.js("document.activeElement.id") == "workers"
+    page.press("/")
+    assert page.js("document.activeElement.id") == "worker-filter"
+    page.js("document.activeElement.blur()")
+    page.resize(390, 844, is_phone=True)
+    assert page.js("document.documentElement.scrollWidth") <= 390
+    page.resize(1400, 1000)
+    page.photograph(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_the_page_outlives_a_killed_broker(run: SeededRun) -> None:
+    page = run.browser
+    url, asked = last_url(run.broker.run_dir), page.js("window.loaded = 1")
+    run.broker.kill()
+    page.wait_for("!document.querySelector('#problem').hidden")
+    run.broker.start()
+    page.wait_for("document.querySelector('#problem').hidden && state.status.step === 3")
+    assert last_url(run.broker.run_dir) == url
+    for group in run.lease(GROUPS):
+        put(run.worker, group, [sample(3)])
+    run.train(STEPS)
+    page.wait_for(f"state.records.step.length === {STEPS + 1}")
+    assert page.js("window.loaded") == asked  # it was not loaded anew
+
+
+def test_a_killed_worker_is_lost_within_its_deadline(run: SeededRun) -> None:
+    page = run.browser
+    page.wait_for("[...document.querySelectorAll('tr.lost')].some((row) => row.innerText.startsWith('w2'))", 2 * LOST_S)
+    assert page.js("document.querySelector('#worker-table tbody tr').innerText").startswith("w2")  # what is lost comes first
+    assert "1 · 1" in page.text("#tiles")

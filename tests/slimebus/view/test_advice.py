@@ -1,0 +1,78 @@
+"""The three sentences: which side waits, what the bound does, what is wasted."""
+
+import math
+from typing import Any
+
+import pytest
+
+from slimebus.view.advice import Measured, advice, measured
+
+
+def run(**changes: Any) -> Measured:
+    usual: dict[str, Any] = {"trainer_idle": 0.0, "worker_idle": 0.0, "workers": 3, "tokens": 1000.0, "max_staleness": 2.0}
+    return Measured(**(usual | {"lags": {0: 10}, "wasted": {}, "unused": {}} | changes))
+
+
+@pytest.mark.parametrize(
+    ("trainer_idle", "worker_idle", "workers", "said"),
+    [
+        (0.38, 0.0, 3, "2 more like the present 3 workers would remove the wait"),  # 3 / 0.62 = 4.8
+        (0.1, 0.0, 1, "1 more like the present 1 worker would remove the wait"),
+        (0.5, 0.04, 4, "4 more like the present 4 workers"),
+        (0.2, 0.3, 3, "they wait for each other; a broker.max_staleness above 2 lets them overlap more"),
+        (0.0, 0.5, 4, "2 of the 4 workers would do"),
+        (0.0, 0.2, 2, "the trainer is the slower side"),
+        (0.01, 0.01, 3, "both sides are busy"),
+        (0.2, None, 3, "more workers would help"),
+        (0.01, None, 3, "more workers would gain nothing"),
+    ],
+)
+def test_the_side_that_waits_is_named_with_what_would_help(trainer_idle: float, worker_idle: float | None, workers: int, said: str) -> None:
+    first = advice(run(trainer_idle=trainer_idle, worker_idle=worker_idle, workers=workers))[0]
+    assert said in first
+    assert first.startswith(f"The trainer waited {trainer_idle:.0%} of the time")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"lags": {0: 5, 1: 5}},
+            "No trained group was older than 1 versions, below the bound of 2: a larger broker.max_staleness gains",
+        ),
+        ({"lags": {0: 5, 7: 5}, "max_staleness": math.inf}, "No trained group was older than 7 versions, without a bound."),
+        (
+            {"lags": {0: 9, 2: 1}, "worker_idle": 0.5},
+            "10% of the trained groups were as old as the bound of 2 allows, and it held nobody",
+        ),
+        ({"lags": {2: 1}, "worker_idle": 0.5}, "the trainer hardly waited: a larger broker.max_staleness would only make samples older"),
+        ({"lags": {2: 1}, "worker_idle": 0.5, "trainer_idle": 0.5}, "both sides waited: a larger broker.max_staleness would be faster"),
+    ],
+)
+def test_what_the_bound_does_is_told(changes: dict[str, Any], said: str) -> None:
+    assert said in advice(run(**changes))[1]
+
+
+def test_the_largest_waste_is_told_with_its_share() -> None:
+    assert advice(run())[2] == "Less than 1% of what was sampled was wasted."
+    stale = advice(run(wasted={"stale": 250, "given back": 10}, unused={"zero_variance": 1}))[2]
+    assert stale.startswith("20% of the sampled tokens were wasted (stale): a larger broker.max_staleness")
+    unused = advice(run(wasted={"stale": 10}, unused={"zero_variance": 4}))[2]
+    assert unused.startswith("40% of the trained groups gave no gradient (zero_variance): prompts")
+
+
+def test_a_run_that_trained_nothing_gets_none() -> None:
+    assert advice(measured({}, trainer_idle=0.0, worker_idle=None, workers=0, tokens=0.0)) == []
+
+
+def test_a_status_is_read() -> None:
+    status = {
+        "settings": {"max_staleness": 4.0},
+        "lag": {"histogram": {"0": 3, "4": 1}},
+        "waste": {"stale": {"groups": 1, "tokens": 7}},
+        "counted": {"unused: zero_variance": 2, "samples put": 9},
+    }
+    found = measured(status, trainer_idle=0.1, worker_idle=0.2, workers=2, tokens=5.0)
+    assert (found.lags, found.wasted, found.unused) == ({0: 3, 4: 1}, {"stale": 7}, {"zero_variance": 2})
+    unbounded = measured({"settings": {"max_staleness": None}}, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
+    assert unbounded.max_staleness == math.inf
