@@ -62,7 +62,7 @@ def _cells(of: Sequence[RunResult]) -> list[str]:
     again = sum(run.starts > 1 for run in ran)
     notes = "; ".join(filter(None, [troubles, f"{again} resumed" if again else ""]))
     score, last = estimate([run.score for run in ran]).text(), ran[0].points[-1]
-    score += f" [{last.low:.3f}–{last.high:.3f}]" if len(ran) == 1 else ""
+    score += f" [{last.low:.3f}–{last.high:.3f}]" if len(ran) == 1 and last.low < last.high else ""
     speed, lag = estimate([run.samples_per_s for run in ran]).text(0), estimate([run.lag_mean for run in ran]).mean
     means = [estimate(values).mean if (values := [run.means[n] for run in ran if n in run.means]) else None for n in ("ess_token", "m2")]
     ess, m2 = ("" if mean is None else f"{mean:.3g}" for mean in means)

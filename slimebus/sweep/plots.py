@@ -1,6 +1,7 @@
 """The plots of a comparison, each as SVG text. Needs matplotlib."""
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import ge
 from statistics import fmean
@@ -71,10 +72,13 @@ def trade_off(sections: Sections, axis: str) -> str:
             speed = {label: estimate([run.samples_per_s for run in found]) for label, found in of.items() if found}
             score = {label: estimate([run.score for run in of[label]]) for label in speed}
             at: Any = [number(label) for label in speed]
-            is_scale = None not in at
+            is_scale = all(value is not None and math.isfinite(value) for value in at)
             look = _look(i) if is_scale else _look(i) | {"linestyle": ""}
             axes[0].errorbar(at if is_scale else list(speed), *_bars(list(speed.values())), marker="o", label=title or None, **look)
             axes[0].tick_params(axis="x", labelrotation=0 if is_scale else 60)
+            if is_scale:
+                axes[0].set_xscale("symlog", base=2, linthresh=1)
+                axes[0].set_xticks(at, list(speed))
             (x, x_bars), (y, y_bars) = (_bars(list(found.values())) for found in (speed, score))
             axes[1].errorbar(x, y, y_bars, x_bars, marker="o", linestyle="", color=_look(i)["color"])
             for label, place in zip(speed, zip(x, y, strict=True), strict=True):

@@ -52,12 +52,8 @@ class RunResult(msgspec.Struct):
     points: list[Point] = []
     steps: int = 0
     seconds: float = 0.0
-    samples: float = 0.0
     samples_per_s: float = 0.0
     lag_mean: float = 0.0
-    lag_max: float = 0.0
-    trainer_idle: float = 0.0
-    worker_idle: float = 0.0
     means: dict[str, float] = {}
     by_lag: dict[str, dict[str, float]] = {}
 
@@ -126,21 +122,19 @@ def _of(run_dir: Path, name: str, condition: Condition, seed: int, score: str, o
     steps, warm = found.steps, found.steps[WARM_STEPS:] or found.steps
     seconds = list(accumulate(sum(row.get(part, 0.0) for part in STEP_PARTS) for row in steps))
     samples = list(accumulate(row.get("num_samples", 0.0) for row in steps))
-    result.steps, result.seconds, result.samples = len(steps), round(seconds[-1], 3), samples[-1]
+    result.steps, result.seconds = len(steps), round(seconds[-1], 3)
     result.samples_per_s = sum(row.get("num_samples", 0.0) for row in warm) / (
         sum(row.get(part, 0.0) for row in warm for part in STEP_PARTS) or 1.0
     )
-    about = report.summarise(found)
-    result.lag_mean, result.lag_max = about["lag_mean"], about["lag_max"]
-    result.trainer_idle, result.worker_idle = about["trainer_idle"], about["worker_idle"]
+    result.lag_mean = report.summarise(found)["lag_mean"]
     dataset = score or main_dataset(row["dataset"] for row in found.evals)
     if dataset and (evals := found.evaluations(dataset)):
         result.score_name = dataset
         interval = int(_settings(run_dir).get("weights.update_weights_interval", 1))
         result.points = [_point(row, interval, seconds, samples) for row in evals]
     else:
-        last = [row["reward"] for row in steps[-REWARD_STEPS:]]
-        result.points = [Point(len(steps), seconds[-1], samples[-1], fmean(last), min(last), max(last))]
+        last = fmean(row["reward"] for row in steps[-REWARD_STEPS:])
+        result.points = [Point(len(steps), seconds[-1], samples[-1], last, last, last)]
     result.means = {name: value for name in MEANS if (value := _mean(warm, f"lag/all/{name}")) is not None}
     result.by_lag = _by_lag(warm)
     return result

@@ -230,5 +230,5 @@ def reason_in(log: Path, code: int) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-100:] if line.strip()]
     ended = next((i for i, line in enumerate(lines) if line.endswith("; ending the others")), len(lines))
     role = lines[ended].removeprefix("slimebus: ").partition(" ")[0] if ended < len(lines) else ""
-    own = [line for line in lines[:ended] if line.startswith(f"{role} |") or not role]
-    return (own or lines or [""])[-1].partition(" | ")[2] or (own or lines or [f"exit code {code}"])[-1]
+    own = [line.partition(" | ")[2] for line in lines[:ended] if line.startswith(f"{role} |")]
+    return (own or lines or [f"exit code {code}"])[-1].removeprefix("slimebus: ")

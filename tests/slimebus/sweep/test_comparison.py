@@ -28,7 +28,8 @@ def result(eta: int, how: str, seed: int, **more: object) -> RunResult:
         "score_name": "heldout",
     }
     lag = {"1": {"m2": 0.1, "log_ratio_p95": 0.2, "loss": 0.3}, "5-8": {"m2": 0.4, "log_ratio_p95": 0.3, "mismatch": 0.01}}
-    return RunResult(name=f"{eta},{how},{seed}", condition={ETA: str(eta), "how": how}, seed=seed, **(usual | {"by_lag": lag} | more))  # type: ignore[arg-type]
+    own = {"name": f"{eta},{how},{seed}", "condition": {ETA: str(eta), "how": how}, "seed": seed, "by_lag": lag}
+    return RunResult(**(usual | own | more))  # type: ignore[arg-type]
 
 
 RESULTS = [result(eta, how, seed) for how in ("clip", "tis") for eta in (0, 2) for seed in (0, 1, 2)]
@@ -69,6 +70,8 @@ def test_every_plot_shows_its_runs() -> None:
     assert {"loss, by the step's mean lag", "second moment of the log ratio", "engine's own mismatch, mean", "5-8"} <= by_lag
     assert {"eta", "samples/s, once warm", "last score", "clip", "tis"} <= texts(plots.trade_off(sections_of(RESULTS, ETA), ETA))
     assert "clip" in texts(plots.trade_off(sections_of(RESULTS, "how"), "how"))
+    unbounded = result(2, "clip", 0, condition={ETA: "inf"})
+    assert "inf" in texts(plots.trade_off({"": [unbounded, result(2, "clip", 0, condition={ETA: "2"})]}, ETA))
 
 
 def test_the_report_is_one_file_and_hostile_text_stays_text() -> None:

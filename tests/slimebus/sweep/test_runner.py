@@ -188,7 +188,7 @@ def test_hopeless_is_surely_below_the_median_of_what_others_had_reached() -> Non
 def test_the_reason_is_the_last_words_of_the_process_that_failed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("slimebus: broker.bind: in use\n")
-    assert reason_in(log, 2) == "slimebus: broker.bind: in use"
+    assert reason_in(log, 2) == "broker.bind: in use"
     log.write_text("")
     assert reason_in(log, 3) == "exit code 3"
 
