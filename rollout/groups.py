@@ -14,7 +14,8 @@ from rollout.engines.dispatch import Dispatch
 from rollout.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response, Task, normalise, to_sample
-from rollout.rewards import registry, scoring
+from rollout.rewards.registry import find
+from rollout.rewards.scoring import Reward
 from rollout.session import Session, generate_together
 from rollout.tokenizer import Tokenizer
 from slimebus.bus.errors import ProtocolError, SlimebusError
@@ -55,11 +56,8 @@ class GroupMaker:
         self.config, self.tokenizer, self.engines, self.vocab_size = config, tokenizer, engines, vocab_size
         self.max_context_len = config.rollout.rollout_max_context_len or max_context_len
         r = config.rollout
-        self.reward = registry.find(r.rm_type, r.custom_rm_path, base)
-        self.eval_rewards = {
-            name: registry.find(d.rm_type, d.custom_rm_path, base) if d.rm_type or d.custom_rm_path else self.reward
-            for name, d in config.eval.datasets.items()
-        }
+        self.reward = Reward(find(r, base))
+        self.eval_rewards = {name: Reward(find(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path}
         path = r.custom_generate_function_path
         self.hook = GenerateHook(path, base) if path else None
         path = r.dynamic_sampling_filter_path
@@ -89,7 +87,7 @@ class GroupMaker:
         self._check_length(leased, len(tasks[0].prompt_ids))
         made = await self._generate(tasks, self._begun(tasks, partial), is_eval=leased.kind == "eval")
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
-        problems = await scoring.score(reward, [responses[-1] for responses in made], self.config.rollout.reward_timeout_s)
+        problems = await reward.score([responses[-1] for responses in made])
         for problem in {p.alike: p for p in problems if p is not None}.values():
             log.warning("group %s: %s", leased.group, problem.text)
         if problems[0] is not None and all(problems) and leased.kind == "train":

@@ -33,7 +33,7 @@ class PluginError(HookError):
 
     def __init__(self, alike: str, detail: str = "") -> None:
         super().__init__(f"{alike}: {detail}" if detail else alike)
-        self.alike = alike
+        self.alike, self.detail = alike, detail
 
 
 class Plugin:

@@ -1,42 +1,60 @@
-"""1 when the final answer equals the label as a number or as text.
+"""1 when the final answer equals the label: as text, or as mathematics by the library math-verify (https://github.com/huggingface/Math-Verify).
 
-The final answer is the last \\boxed{...}, else what follows the last `####`, else the last number of the response.
+The final answer is the last \\boxed{...}, else what follows the last `####`, else what math-verify finds: the last formula or number.
 """
 
-import re
-from fractions import Fraction
+import contextlib
+import importlib.util
+from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from rollout.response import Response
 
-MAX_DIGITS = 1000
-"""Longer numbers are compared as text: `1e999999999` would take for ever."""
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+SEARCHED_CHARS = 4096
+"""Of the end of a response without a marked answer."""
+
+
+def missing() -> str:
+    """Why it cannot be used here."""
+    return "" if importlib.util.find_spec("math_verify") else "needs the package math-verify; pip install 'slimebus[rollout]'"
 
 
 def reward(response: Response) -> float:
     """1.0 or 0.0."""
-    answer = final_answer(response.text)
-    return float(answer is not None and same(answer, stated_answer(str(response.label))))
+    return float(is_answer(stated_answer(response.text), str(response.label), response.text[-SEARCHED_CHARS:]))
 
 
-def stated_answer(label: str) -> str:
-    """A label's own answer: boxed, after `####`, or all of it."""
-    boxed = _last_boxed(label)
-    return label.rpartition("####")[2].strip() if boxed is None else boxed
+def is_answer(answer: str | None, label: str, text: str = "") -> bool:
+    """Whether the answer is the label's; None: whichever math-verify finds in the text."""
+    from math_verify import parse, verify
+
+    wanted = stated_answer(label) or label.strip()
+    if answer is not None:
+        if "".join(answer.split()) == "".join(wanted.split()):
+            return True
+        with contextlib.suppress(InvalidOperation):  # one of them is no plain number; compared so, 1e999999999 takes no time
+            return _number(answer) == _number(wanted)
+    found: Any = parse(text if answer is None else boxed(answer))
+    return bool(found) and bool(verify(parse(boxed(wanted)), found))
 
 
-def final_answer(text: str) -> str | None:
-    """The answer a response commits to, or None."""
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    if "####" in text:
-        return text.rpartition("####")[2].strip()
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+def _number(text: str) -> Decimal:
+    return Decimal(text.strip("$ ").replace(",", ""))
 
 
-def _last_boxed(text: str) -> str | None:
+def boxed(answer: str) -> str:
+    """As math-verify finds it for certain."""
+    return f"\\boxed{{{answer}}}"
+
+
+def stated_answer(text: str) -> str | None:
+    """What is boxed last, or follows the last `####`."""
+    found = last_boxed(text)
+    return text.rpartition("####")[2].strip() if found is None and "####" in text else found
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete \\boxed{...}; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -46,22 +64,3 @@ def _last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin:i].strip()
     return None
-
-
-def same(a: str, b: str) -> bool:
-    """Equal as numbers (commas, units of money and percent signs aside), else equal as text without spaces."""
-    x, y = _number(a), _number(b)
-    if x is not None and y is not None:
-        return x == y
-    return a.replace(" ", "") == b.replace(" ", "")
-
-
-def _number(text: str) -> Fraction | None:
-    cleaned = text.strip().strip("$").rstrip("%.").replace(",", "").replace(" ", "")
-    exponent = re.search(r"[eE][+-]?(\d[\d_]*)$", cleaned)
-    if len(cleaned) > MAX_DIGITS or (exponent is not None and (len(exponent[1]) > 4 or int(exponent[1]) > MAX_DIGITS)):
-        return None
-    try:
-        return Fraction(cleaned)
-    except (ValueError, ZeroDivisionError):
-        return None

@@ -3,32 +3,31 @@
 import asyncio
 from collections.abc import Sequence
 
-from rollout.plugins import Plugin, PluginError
-from rollout.response import Response, reward_number
-from slimebus.bus.sample_table import MAX_REWARD
-from slimebus.cli.hooks import text_of
+from rollout.plugins import PluginError
+from rollout.response import Response
+from rollout.rewards.pool import RewardPool
+from rollout.rewards.registry import IN_WORKER
+from rollout.rewards.wire import RewardSpec
 
 
-async def score(reward: Plugin, responses: Sequence[Response], timeout_s: float) -> list[PluginError | None]:
-    """Set the reward of each response that has none yet; for each, the error that kept it from getting one.
+class Reward:
+    """One reward of a run, in processes of its own but for built-in ones that can do no harm."""
 
-    A plain function runs in threads, for one response after the other; a coroutine function runs for all responses at once.
-    """
-    if reward.is_async:
-        return await asyncio.gather(*(_score_one(reward, r, timeout_s) for r in responses))
-    return [await _score_one(reward, r, timeout_s) for r in responses]
+    def __init__(self, spec: RewardSpec) -> None:
+        self.spec, self._plugin = spec, spec.load()
+        self.name, self.pool = self._plugin.name, None if spec.path in IN_WORKER else RewardPool(spec, self._plugin)
 
+    async def score(self, responses: Sequence[Response]) -> list[PluginError | None]:
+        """Set the reward of each response that has none yet; for each, the error that kept it from getting one.
 
-async def _score_one(reward: Plugin, response: Response, timeout_s: float) -> PluginError | None:
-    if response.reward is not None:
-        return None
-    try:
-        value = await reward(response, timeout_s=timeout_s)
-    except PluginError as bad:
-        return bad
-    try:
-        response.reward = reward_number("it", value)
-    except Exception:  # noqa: BLE001  a plug-in's own class may fail in any way when it is asked for a number
-        response.reward = None
-        return PluginError(f"{reward.name} gave {text_of(value)}", f"expected a number within +-{MAX_REWARD:g}")
-    return None
+        A group reward is called once, with all responses. What a reward writes into `metadata` and `extras` of a response stays there.
+        """
+        left = [response for response in responses if response.reward is None]
+        if self.pool is None:
+            for response in left:
+                response.reward = self._plugin.function(response)
+            return [None] * len(responses)
+        calls = [list(responses)] if self.spec.is_group and left else [[response] for response in left]
+        outcomes = await asyncio.gather(*map(self.pool.call, calls))
+        problems = {id(one): problem for call, found in zip(calls, outcomes, strict=True) for one, problem in zip(call, found, strict=True)}
+        return [problems.get(id(response)) for response in responses]

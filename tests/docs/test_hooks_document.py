@@ -65,6 +65,12 @@ def test_the_reward_scores_right_wrong_long_and_cut_off(tmp_path: Path) -> None:
     assert [sample.reward for sample in samples] == [1.0, 0.0, pytest.approx(0.8)]
 
 
+def test_the_group_reward_ranks_by_length_and_gives_advantages(tmp_path: Path) -> None:
+    samples = make(tmp_path, "custom_rm_path", "ranked", Scripted("4444", "4", "44"), 3)
+    assert [sample.reward for sample in samples] == [0.0, 1.0, 0.5]
+    assert [sample.extras["advantages"].tolist() for sample in samples] == [[-0.5], [0.5], [0.0]]
+
+
 def test_the_generate_hook_tries_again_and_trains_both_turns_but_not_the_hint(tmp_path: Path) -> None:
     engines = Scripted("5", "4")
     (sample,) = make(tmp_path, "custom_generate_function_path", "generate", engines, 1)
@@ -158,7 +164,7 @@ def test_the_algorithm_clips_rewards_and_leaves_out_what_was_cut_off(tmp_path: P
 def test_every_hook_of_the_config_has_its_section_and_example() -> None:
     hooks = {doc.name.rpartition(".")[2] for _, _, docs in sections() for doc in docs if doc.unit == "hook"}
     assert hooks == set(re.findall(r"^## (\w+_path)$", PAGE, re.MULTILINE))
-    assert len(EXAMPLES) == len(hooks) + 2  # and an agent, and one of the trainer's side
+    assert len(EXAMPLES) == len(hooks) + 3  # and a group reward, an agent, and one of the trainer's side
 
 
 def test_built_in_rewards_are_listed() -> None:

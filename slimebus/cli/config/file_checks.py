@@ -23,6 +23,8 @@ from slimebus.model_folder import read_config, vocabulary_problems
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 JSONL = (".jsonl", ".jsonl.gz")
+UNLABELLED = ("random", "ifbench", "remote", "graded")
+"""Built-in rewards that need no label."""
 ROWS_READ = 10_000
 FIND_S = 60.0
 LOOK = "import importlib.util, sys; sys.path.pop(0); found = importlib.util.find_spec('sglang'); print(found.origin if found else '')"
@@ -100,11 +102,11 @@ def _num_rows(path: Path) -> int:
 def label_problems(resolved: Resolved) -> Iterator[str]:
     """Jsonl files in which no row has the label that the built-in reward compares with; rows beyond the first 10,000 are not looked at."""
     r, data = resolved.config.rollout, resolved.config.data
-    compares = not r.custom_rm_path and r.rm_type != "random" and not r.custom_generate_function_path
+    compares = not r.custom_rm_path and r.rm_type not in UNLABELLED and not r.custom_generate_function_path
     for place, name, spec in _specs(resolved):
         own, needs_label = resolved.config.eval.datasets.get(name), compares
         if own is not None and (own.custom_rm_path or own.rm_type):
-            needs_label = not own.custom_rm_path and own.rm_type != "random"
+            needs_label = not own.custom_rm_path and own.rm_type not in UNLABELLED
         if needs_label and spec.path.name.endswith(JSONL) and (keys := _keys_without_label(spec.path, resolved)):
             yield (
                 f"{place}: {spec.path}: no row has the key {data.label_key!r} (data.label_key), which the reward compares with; the first "

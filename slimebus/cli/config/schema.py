@@ -27,6 +27,10 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
 
+RewardName = Literal["exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "code", "remote", "graded", "random"]
+"""rollout/rewards has a file for each."""
+
+
 class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """A part of the config; every field is also a command-line flag and an environment variable."""
 
@@ -141,10 +145,14 @@ class RolloutConfig(Section, frozen=True):
     """[strings] Generation ends at any of these."""
     rollout_stop_token_ids: list[TokenId] = []
     """[token ids] Generation ends at any of these, besides the model's own end token."""
-    rm_type: Literal["exact", "math", "random"] = "exact"
+    rm_type: RewardName = "exact"
     """[choice] Built-in reward (docs/hooks.md)."""
+    rm_url: str = ""
+    """[URL] Of the server that the rewards remote and graded ask."""
+    reward_key: str = ""
+    """[name] The key of the reward where a reward gives a map; its other values go into the sample's metadata."""
     custom_rm_path: str = ""
-    """[hook] Reward of one sample, instead of rm_type."""
+    """[hook] Reward of one sample, or of all samples of a group at once, instead of rm_type."""
     custom_generate_function_path: str = ""
     """[hook] Makes one sample (or several that count as one), instead of a call of the engine; called once per sample of a group."""
     dynamic_sampling_filter_path: str = ""
@@ -226,8 +234,8 @@ class EvalDataset(Section, frozen=True):
     """[ratio] 0 is greedy."""
     max_response_len: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     """[tokens] Most new tokens; 0: rollout_max_response_len."""
-    rm_type: Literal["", "exact", "math", "random"] = ""
-    """[choice] Built-in reward: exact, math or random; empty: the training reward."""
+    rm_type: Literal[RewardName, ""] = ""
+    """[choice] Built-in reward; empty: the training reward."""
     custom_rm_path: str = ""
     """[hook] Reward of one sample; empty: the training reward."""
 

@@ -77,7 +77,7 @@ def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None
         ("name: 3\n", "name: got 3; expected text (in quotes"),
         ("seed:\n", "run.yaml:1: seed: got nothing; expected a whole number >= 0"),
         ("seed: 1\nseed: 2\n", "run.yaml:2: seed is given twice"),
-        ("rollout:\n  rm_type: exakt\n", "rollout.rm_type: got 'exakt'; expected one of exact, math, random"),
+        ("rollout:\n  rm_type: exakt\n", "rollout.rm_type: got 'exakt'; expected one of exact, math, dapo"),
         ("eval:\n  datasets: {h: x.jsonl}\n", "eval.datasets.h: got 'x.jsonl'; expected a map of its fields"),
         ("eval:\n  datasets: {h: {rm_type: exact}}\n", "eval.datasets.h.path is not set"),
         (

@@ -1,0 +1,92 @@
+"""1 when the program in a response passes its tests, else 0. It runs in namespaces of its own (Linux), by util-linux's `unshare`.
+
+It sees the interpreter and its packages, 64 MiB of /tmp, no network and no other process; it has SECONDS, 1 GiB of memory a process,
+32 processes, 32 MiB a file and MAX_OUTPUT bytes of output. The program is the last ``` block. The label is Python that is run behind it
+and raises when a test fails; or a list of `{"input": ..., "output": ...}` (also as JSON), standard input and what it must print, spaces at
+ends of lines aside.
+"""
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout.response import Response
+
+SECONDS = 10
+"""Of each run."""
+MAX_OUTPUT = 1 << 20
+SANDBOX = Path(__file__).parent / "sandbox.sh"
+NAMESPACES = ["--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "--uts"]
+FIRST_UID = 1 << 20
+"""With a process id added, a user that nobody is; root has no limit of processes."""
+
+
+def missing() -> str:
+    """Why it cannot be used here."""
+    try:
+        code, out, errors = run("print(6 * 7)")
+    except OSError as bad:
+        code, out, errors = 1, "", str(bad)
+    remedy = "run the worker as root with CAP_SYS_ADMIN, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1)"
+    return "" if (code, out) == (0, "42\n") else f"needs Linux namespaces, and here they fail: {errors.strip()}; {remedy}"
+
+
+def reward(response: Response) -> float:
+    """1.0 or 0.0."""
+    program, tests = program_of(response.text), _cases(response.label)
+    if isinstance(tests, str):
+        # Only a program that comes to its end has passed, and not one that leaves in the middle.
+        mark = secrets.token_hex(16)
+        code, out, _ = run(f"{program}\n\n{tests}\n\nimport os\nos.write(1, b'\\n{mark}')\n")
+        return float(code == 0 and out.endswith(mark))
+    return float(bool(tests) and all(_passes(program, case) for case in tests))
+
+
+def program_of(text: str) -> str:
+    """The last ``` block; all of it without one."""
+    blocks = re.findall(r"```[\w+-]*\n(.*?)```", text, re.DOTALL)
+    return blocks[-1] if blocks else text
+
+
+def _cases(label: Any) -> str | list[dict[str, str]]:
+    """The tests as a program, or as inputs and outputs. Raises msgspec.ValidationError for a list of anything else."""
+    if isinstance(label, str):
+        try:
+            label = msgspec.json.decode(label)
+        except msgspec.DecodeError:
+            return str(label)
+    return msgspec.convert(label, list[dict[str, str]])
+
+
+def _passes(program: str, case: dict[str, str]) -> bool:
+    code, out, _ = run(program, case["input"])
+    return code == 0 and [line.rstrip() for line in out.rstrip().split("\n")] == [s.rstrip() for s in case["output"].rstrip().split("\n")]
+
+
+def run(program: str, stdin: str = "", seconds: int = SECONDS) -> tuple[int, str, str]:
+    """Its exit status, the first MAX_OUTPUT bytes of its output, and the end of its errors."""
+    is_root = os.geteuid() == 0
+    uid = FIRST_UID + os.getpid() if is_root else 0
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        root = Path(folder) / "root"
+        root.mkdir()
+        Path(f"{root}.py").write_text(program, errors="replace")
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        own_user = [] if is_root else ["--user", "--map-root-user"]
+        sandbox: list[str | Path] = ["sh", SANDBOX, root, sys.executable, str(seconds), str(uid), sys.prefix, sys.base_prefix]
+        words: list[str | Path] = ["unshare", *own_user, *NAMESPACES, *sandbox]
+        with subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, stderr=errors) as process:
+            assert process.stdout is not None
+            out = process.stdout.read(MAX_OUTPUT)
+            if len(out) == MAX_OUTPUT:
+                process.kill()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
+        return process.returncode, out.decode(errors="replace"), errors.read().decode(errors="replace")

@@ -1,0 +1,172 @@
+"""Processes for one reward, each of which can be killed: a late reward, or one that ends its process, costs its own sample alone.
+
+call --> least busy process --> verdicts
+              |  silent for reward_timeout_s, or ended: killed; the call that ran has failed
+              '--> the calls that waited behind it, or beside it, go to another process
+"""
+
+import asyncio
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import Future, InvalidStateError
+
+import msgspec
+
+from rollout.engines.process import GUARD_PATH, ending
+from rollout.plugins import Plugin, PluginError
+from rollout.response import Response
+from rollout.rewards import wire
+from rollout.rewards.wire import RewardSpec
+from slimebus.cli.hooks import text_of
+
+MAX_PROCESSES = max(2, min(8, (os.cpu_count() or 2) // 2))
+SLOW_S = 0.1
+"""A reward that takes longer gets another process for the calls that wait, up to MAX_PROCESSES."""
+START_S = 300.0
+"""Until a process has loaded the hook: it may load a model."""
+CANCEL_S = 10.0
+"""A coroutine function ends its own late calls within this; a process silent for longer is blocked."""
+POLL_S, READ_BYTES = 0.5, 1 << 20
+
+Verdicts = list[wire.Verdict]
+
+
+class HeldUp(Exception):
+    """Another call ended the process; this one may be made again."""
+
+
+class RewardProcess:
+    """One process and its calls, the oldest first. It ends when it is closed, and with this process, killed or not."""
+
+    def __init__(self, spec: RewardSpec, plugin: Plugin) -> None:
+        self.spec, self.name = spec, plugin.name
+        self.limit_s = spec.timeout_s + (CANCEL_S if plugin.is_async else 0.0)
+        self.calls: dict[int, Future[Verdicts]] = {}
+        self.is_ready = self.has_ended = False
+        self.heard_at = time.monotonic()
+        self._lock, self._next, self._unsent = threading.Lock(), 1, queue.SimpleQueue[bytes]()
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "rollout.rewards.process", msgspec.json.encode(spec).decode()]
+        with theirs:
+            guarded = [sys.executable, str(GUARD_PATH), str(os.getpid()), *command]
+            self._process = subprocess.Popen(guarded, stdin=theirs.fileno(), start_new_session=True)
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name=self.name, daemon=True).start()
+
+    def submit(self, responses: list[Response]) -> Future[Verdicts]:
+        """What it will answer. Raises HeldUp when it has ended, and an Exception for responses that cannot be sent."""
+        with self._lock:
+            if self.has_ended:
+                raise HeldUp
+            call, self._next = self._next, self._next + 1
+            self._unsent.put(wire.encode((call, responses)))
+            if not self.calls:
+                self.heard_at = max(self.heard_at, time.monotonic())
+            self.calls[call] = Future()
+            return self.calls[call]
+
+    def close(self) -> None:
+        """End it; it need not be waited for."""
+        self._unsent.put(b"")
+
+    def _write(self) -> None:
+        try:
+            while frame := self._unsent.get():
+                self._socket.sendall(frame)
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it has ended, which is noticed where it is read from
+            return
+
+    def _read(self) -> None:
+        unpacker, running, poll = wire.unpacker(), 0, select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            silent_s = time.monotonic() - self.heard_at
+            if self.calls and silent_s > (self.limit_s if self.is_ready else max(START_S, self.limit_s)):
+                return self._end(running, f"took longer than reward_timeout_s = {self.spec.timeout_s:g} s")
+            if not poll.poll(1000 * min(POLL_S, self.limit_s / 4)):
+                continue
+            try:
+                got = self._socket.recv(READ_BYTES)
+            except OSError:
+                got = b""
+            if not got:
+                return self._end(running)
+            self.heard_at, self.is_ready = time.monotonic(), True
+            unpacker.feed(got)
+            try:
+                answers = [wire.typed(value, wire.Answer) for value in unpacker]
+            except Exception:  # noqa: BLE001  a hook may write to any file of its process
+                return self._end(running, "gave an answer that cannot be read")
+            for call, running_now, verdicts in answers:
+                running = running_now or running
+                if verdicts is not None:
+                    with self._lock:
+                        _settle(self.calls.pop(call, Future()), verdicts)
+
+    def _end(self, running: int, why: str = "") -> None:
+        """Kill it. The call that ran, or else the oldest, has failed; where the reward could not be loaded, all of them."""
+        self._process.terminate()
+        with self._lock:
+            self.has_ended, calls = True, dict(self.calls)
+            self.calls.clear()
+        how = "" if why else ending(self._process.wait())
+        culprit = running if running in calls else next(iter(calls), 0)
+        alike = f"{self.name} {why or ('ended its process' if self.is_ready else 'could not be loaded in its process')}"
+        for call, future in calls.items():
+            _settle(future, [wire.Verdict(failure=(alike, how))] if call == culprit or not self.is_ready else HeldUp())
+        self._unsent.put(b"")
+        self._process.wait()
+        self._socket.close()
+
+
+def _settle(future: Future[Verdicts], outcome: Verdicts | HeldUp) -> None:
+    try:
+        future.set_exception(outcome) if isinstance(outcome, HeldUp) else future.set_result(outcome)
+    except InvalidStateError:  # its group was cancelled
+        return
+
+
+class RewardPool:
+    """The processes of one reward, started as they are needed."""
+
+    def __init__(self, spec: RewardSpec, plugin: Plugin) -> None:
+        self.spec, self.plugin = spec, plugin
+        self.most = 1 if plugin.is_async else MAX_PROCESSES
+        self.processes: list[RewardProcess] = []
+        weakref.finalize(self, _close, self.processes)
+
+    async def call(self, responses: list[Response]) -> list[PluginError | None]:
+        """Call the reward once, with these; for each what kept it from a reward."""
+        while True:
+            try:
+                future = self._choose().submit(responses)
+                verdicts = await asyncio.wrap_future(future)
+            except HeldUp:
+                continue
+            except (TypeError, ValueError, OverflowError, RecursionError) as bad:  # what a generate hook put into a response
+                return [PluginError(f"{self.plugin.name} cannot be given a response", text_of(bad))] * len(responses)
+            if len(verdicts) != len(responses):
+                verdicts = verdicts[:1] * len(responses)
+            return [verdict.apply(response) for verdict, response in zip(verdicts, responses, strict=True)]
+
+    def _choose(self) -> RewardProcess:
+        self.processes[:] = [process for process in self.processes if not process.has_ended]
+        best = min(self.processes, key=lambda process: len(process.calls), default=None)
+        is_slow = best is not None and best.is_ready and bool(best.calls) and time.monotonic() - best.heard_at > SLOW_S
+        if best is None or (is_slow and len(self.processes) < self.most):
+            best = RewardProcess(self.spec, self.plugin)
+            self.processes.append(best)
+        return best
+
+
+def _close(processes: list[RewardProcess]) -> None:
+    for process in processes:
+        process.close()
