@@ -11,7 +11,7 @@ import msgspec
 
 from broker.observe import status, watchdog
 from broker.source.interface import PromptSource
-from broker.state import batches, clients, damage, leases, timeline
+from broker.state import batches, clients, damage, leases, staleness, timeline
 from broker.state.broker_state import State
 from broker.state.effects import Effect, Event, Reply, StatusDocument, Table
 from broker.state.features import commands, consumers, edits, evaluation, pushes, settings
@@ -97,6 +97,9 @@ class Machine:
         members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
         state.members_before = {(c.name, c.instance) for c in members}
         state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)
+        for lease, group in state.groups.by_lease.items():
+            if group.lease.is_recalled:
+                state.timers.set(("recalled lease", lease), state.now + state.rules.lease_s)
         for worker in state.groups.by_worker:
             state.timers.set(("leases of", worker), state.now + state.rules.lease_s)
         if state.meta.finishing:
@@ -169,7 +172,8 @@ class Machine:
             case m.Status():
                 return Reply(event.to, m.StatusReply(), [StatusDocument(self.status(now))])
             case m.Heartbeat() if clients.keep_alive(state, event):
-                return Reply(event.to, m.HeartbeatReply(**msgspec.structs.asdict(last), hints=state.hints_address))
+                told = {name: getattr(last, name) for name in (*state.meta.newest(), "finished")}
+                return Reply(event.to, m.HeartbeatReply(**told, hints=state.hints_address))
         return Reply(event.to, m.Error(code=problem.code, text=problem.text, retryable=True))
 
     # --- questions ---
@@ -219,6 +223,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
 DUE: dict[str, Callable[[State, Any], None]] = {
     "unconfirmed lease": leases.expire_unconfirmed,
     "leases of": leases.expire_worker,
+    "recalled lease": staleness.end_recalled,
     "lease": leases.answer_timed_out,
     "batch": batches.answer_timed_out,
     "read": consumers.answer_timed_out,

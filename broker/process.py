@@ -184,6 +184,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
         max_parked=max(4096, config.broker.max_clients),
         max_pushed=MAX_PUSHED,
         waits_for_push=config.data.wait_for_push,
+        masks_offpolicy=r.mask_offpolicy_in_partial_rollout,
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
         sampling=sampling(config),
         agreed=agreed or {},

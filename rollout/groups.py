@@ -85,7 +85,11 @@ class GroupMaker:
         """
         tasks = self._tasks(leased, record)
         self._check_length(leased, len(tasks[0].prompt_ids))
-        made = await self._generate(tasks, self._begun(tasks, partial), is_eval=leased.kind == "eval")
+        begun = self._begun(tasks, partial)
+        made = await self._generate(tasks, begun, is_eval=leased.kind == "eval")
+        if begun and self.config.rollout.mask_offpolicy_in_partial_rollout:
+            for responses in made:
+                partials.mask_older(responses[-1], leased.version)
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
         problems = await reward.score([responses[-1] for responses in made])
         for problem in {p.alike: p for p in problems if p is not None}.values():

@@ -77,6 +77,13 @@ def sampling_of(begun: Response) -> dict[str, Any]:
     return sampling
 
 
+def mask_older(response: Response, version: int) -> None:
+    """What an older version than this one made is context: loss_mask 0."""
+    versions, lengths = np.array(response.versions, np.int64).reshape(-1, 2).T
+    is_new = np.repeat(versions >= version, lengths).astype(np.uint8)
+    response.loss_mask = is_new if response.loss_mask is None else response.loss_mask * is_new
+
+
 def give_back(leased: LeasedGroup, lineage: str, responses: list[Response], reason: str = "worker left") -> tuple[GiveBack, list[bytes]]:
     """The message that hands a group over with what there is of it; without samples when nothing was made yet."""
     if not any(len(r.token_ids) for r in responses):

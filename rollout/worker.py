@@ -53,6 +53,7 @@ class Worker:
         self.spans = Spans(resolved.run_dir / "metrics", name)
         self.finished = False
         self._lists_leases = False
+        self._recalls = 0
         self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -256,8 +257,13 @@ class Worker:
             self.commands.take(news.commands)
             for lease in news.lost:
                 self.attempts.abort(lease, logging.WARNING, "was lost; its group is sampled by someone else")
+            for lease in news.recalled:
+                self.attempts.recall(lease)
             for lease in news.surplus:
                 self.attempts.abort(lease, logging.INFO, "is surplus; its group can be in no step any more")
+        elif news.recalls != self._recalls:
+            self._recalls = news.recalls
+            self.client.beat_now()
         if news.finished:
             self._end()
 

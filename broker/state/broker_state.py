@@ -62,6 +62,7 @@ class State:
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.recent_leases: dict[int, str] = {}
         self.lease_since: dict[int, float] = {}
+        self.num_recalls = 0
         self.pace = Pace()
         self.stale_removed_at: tuple[int, float] | None = None
         self.finish_is_announced = False
@@ -110,8 +111,8 @@ class State:
         self._effects.append(Record(row))
 
     def notify(self) -> None:
-        """Hint at the newest version and whether the run is over."""
-        self._effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished)))
+        """Hint at the newest version, whether the run is over, and at recalled leases."""
+        self._effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
 
     def save(self, table: Table, key: str, value: Any) -> None:
         """Write opaque bytes or frames."""
@@ -198,6 +199,7 @@ class State:
 
     def _lease_ended(self, group: Group) -> None:
         self.timers.cancel(("unconfirmed lease", group.lease.id))
+        self.timers.cancel(("recalled lease", group.lease.id))
         self.lease_since.pop(group.lease.id, None)
         if group.lease.worker not in self.groups.by_worker:
             self.timers.cancel(("leases of", group.lease.worker))

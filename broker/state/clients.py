@@ -297,6 +297,7 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
         num_confirmed = len(leases.groups) - len(leases.unconfirmed)
         confirmed_sum = leases.lease_sum - sum(leases.unconfirmed) if num_confirmed else 0
         reply.list_leases = not _are(num_confirmed, confirmed_sum, beat)
+    reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
     if not reply.list_leases:
         _extend(state, client, leases)
     state.reply(event.to, reply)

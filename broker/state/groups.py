@@ -45,7 +45,7 @@ class LateField(msgspec.Struct, array_like=True, gc=False):
 
 class LeaseRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's right to one group. request: the id of the request that was granted it; version: what the worker served, of `lineage`
-    (NO_VERSION: it needs no weights). num_samples: that it was asked for.
+    (NO_VERSION: it needs no weights). num_samples: that it was asked for. is_recalled: it is to be given back.
     """
 
     id: int = 0
@@ -54,6 +54,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lineage: str = ""
     version: int = NO_VERSION
     num_samples: int = 0
+    is_recalled: bool = False
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -47,7 +47,8 @@ class Rules(Checked, frozen=True):
     max_attempts: failed attempts (failed, expired) before a group is dead. buffer_capacity: leased + ready + assigned groups;
     0 is what the bound can use (`capacity`).
     batch_tokens: tokens a step instead of batch_size groups, which is then the first guess of how many fill it; 0: by groups.
-    over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size.
+    over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. masks_offpolicy: workers do not train the
+    tokens that a continued sample had before its lease, so that a partial never grows too stale.
     needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
     max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.
@@ -70,6 +71,7 @@ class Rules(Checked, frozen=True):
     buffer_capacity: Count = 4096
     batch_tokens: Count = 0
     over_sampling: Count = 0
+    masks_offpolicy: bool = False
     needs_spread: bool = False
     max_filtered: Positive = 1024
     max_parked: Positive = 4096

@@ -3,6 +3,8 @@
 A group made by version w is fresh enough up to the last step whose version is at most w + max_staleness: its deadline.
 """
 
+import msgspec
+
 from broker.state import transitions
 from broker.state.broker_state import State
 from broker.state.groups import Group
@@ -31,16 +33,37 @@ def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
 
 
 def end_stale_leases(state: State, step: int, reason: str) -> None:
-    """End the leases of groups begun by versions too old for `step`: their workers learn it with the next heartbeat."""
+    """End the leases of groups begun by versions too old for `step`: their workers learn it with the next heartbeat.
+
+    Where a later lease can train what it adds to them (masks_offpolicy), they are recalled with what there is.
+    """
     for group in state.groups.leased_for_training():
-        if last_step(state, begun_by(group)) < step:
-            remove_stale(state, group, reason)
+        if last_step(state, begun_by(state, group)) < step and not group.lease.is_recalled:
+            if state.rules.masks_offpolicy:
+                recall(state, group)
+            else:
+                remove_stale(state, group, reason)
 
 
-def begun_by(group: Group) -> int:
-    """The version that made the first tokens of a group in flight: of its lease, or of the partial it continues."""
+def begun_by(state: State, group: Group) -> int:
+    """The version that made the first trained tokens of a group in flight: of its lease, or of the partial it continues."""
     partial, version = group.partial.oldest_version, group.lease.version
-    return version if partial == NO_VERSION else min(version, partial)
+    return version if partial == NO_VERSION or state.rules.masks_offpolicy else min(version, partial)
+
+
+def recall(state: State, group: Group) -> None:
+    """Have the worker give a leased group back with what there is of it, within the lease time."""
+    group.lease = msgspec.structs.replace(group.lease, is_recalled=True)
+    state.changed("groups", group.id)
+    state.timers.set(("recalled lease", group.lease.id), state.now + state.rules.lease_s)
+    state.tally(state.meta.counted, "leases recalled")
+    state.num_recalls += 1
+    state.notify()
+
+
+def end_recalled(state: State, lease: int) -> None:
+    """A recalled lease was not given back in time."""
+    remove_stale(state, state.groups.by_lease[lease], "recalled in vain")
 
 
 def last_step(state: State, version: int) -> float:

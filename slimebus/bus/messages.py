@@ -164,8 +164,9 @@ class HeartbeatReply(Message):
     """The truth that hints may have lost. `finished`: the run is over, leave.
 
     list_leases: the broker counts other leases; the next heartbeat, at once, lists them all. Of listed leases: `lost` are held no more,
-    `surplus` neither, as their groups can be in no step any more. `hints`: as in the welcome; a restarted broker may have another
-    address. `commands`: those whose outcome no heartbeat has told.
+    `surplus` neither, as their groups can be in no step any more. `recalled`: of all leases, those to be given back now, as a partial
+    where that can be; the broker takes them back itself after its lease time. `hints`: as in the welcome; a restarted broker may have
+    another address. `commands`: those whose outcome no heartbeat has told.
     """
 
     lineage: Lineage = ""
@@ -175,6 +176,7 @@ class HeartbeatReply(Message):
     list_leases: bool = False
     lost: list[Id] = []
     surplus: list[Id] = []
+    recalled: list[Id] = []
     finished: bool = False
     hints: str = ""
     commands: list[Command] = []
@@ -185,13 +187,17 @@ class Goodbye(Message):
 
 
 class Hint(Message):
-    """Published on the XPUB socket: something changed; may be lost."""
+    """Published on the XPUB socket: something changed; may be lost.
+
+    recalls: how often this broker has recalled leases; a worker that sees another number sends a heartbeat at once, to learn which.
+    """
 
     lineage: Lineage = ""
     version: Version = NO_VERSION
     publishers: Publishers = []
     digest: Digest = ""
     finished: bool = False
+    recalls: Count = 0
 
 
 # --- samples ------------------------------------------------------------------------------------------------------

@@ -216,13 +216,15 @@ class Invariants:
             group = state.groups.by_lease.get(leased.lease)
             if group is None or group.kind != TRAIN or not group.lease.lineage or state.lease_since.get(leased.lease) != state.now:
                 continue
+            if group.lease.is_recalled:  # the turn that let it in chose the batch that it would have been for
+                continue
             self._check_pace(state, group)
 
     def _check_pace(self, state: State, group: Group) -> None:
         """A group is let in only if it is still fresh when its turn comes: floor(N / B) <= w + eta, N counted from the first free step."""
         ahead = sum(g.kind == TRAIN and g.phase in (LEASED, READY) and g.lease.id < group.lease.id for g in state.groups.by_id.values())
         chosen = [step for step, record in state.steps.items() if not record.is_committed]
-        step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // state.rules.batch_size
+        step = max([state.meta.next_step - 1, *chosen]) + 1 + ahead // (state.rules.over_sampling or state.rules.batch_size)
         lag = self.world.version_of(step) - group.lease.version
         require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease.version} is let in for step {step}")
 
@@ -277,6 +279,8 @@ class Invariants:
         prompts = {name for name, group in groups.items() if group.kind == TRAIN} | dead
         require(tables["prompts"].keys() == prompts, f"prompt records that leak or lack: {sorted(tables['prompts'].keys() ^ prompts)}")
         payloads = {name for name, group in groups.items() if group.phase in (READY, ASSIGNED, COMMITTED)}
+        partials = {name for name, group in groups.items() if group.partial.num_frames}
+        require(tables["partials"].keys() == partials, f"partials that leak or lack: {sorted(tables['partials'].keys() ^ partials)}")
         require(tables["payloads"].keys() == payloads, f"payloads that leak or lack: {sorted(tables['payloads'].keys() ^ payloads)}")
 
     def _check_indexes(self, state: State) -> None:
@@ -305,6 +309,7 @@ class Invariants:
         timers = set(state.timers._deadline)
         needed: set[Any] = {("unconfirmed lease", lease) for held in state.groups.by_worker.values() for lease in held.unconfirmed}
         needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
+        needed |= {("recalled lease", lease) for lease, group in state.groups.by_lease.items() if group.lease.is_recalled}
         overdue_s = self.world.broker.broker_clock.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
         held_s = 10.0  # while a full disk holds the broker, nobody is judged
         require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S + held_s, f"a lease outlives its deadline by {overdue_s:.1f} s")

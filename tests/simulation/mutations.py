@@ -11,6 +11,7 @@ from broker import suspend_tolerant_clock
 from broker.machine import Machine
 from broker.state import admission, batches, clients, leases, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
+from broker.state.features import partials
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
 from slimebus.bus import sample_table
@@ -19,6 +20,7 @@ Patch = tuple[Any, str, Callable[..., Any]]
 
 _apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
 _park, _restore_meta = WaitingRequests.park, Machine._restore_meta
+_recall = staleness.recall
 _commit = broker_process.BrokerProcess._commit
 
 
@@ -35,6 +37,16 @@ def _forget_expiry(state: State, group: Group, cause: str, reason: str = "") -> 
 def _keep_payloads(state: State, table: Any, key: str) -> None:
     if table != "payloads":
         _delete(state, table, key)
+
+
+def _keep_partials(state: State, table: Any, key: str) -> None:
+    if table != "partials":
+        _delete(state, table, key)
+
+
+def _recall_without_deadline(state: State, group: Group) -> None:
+    _recall(state, group)
+    state.timers.cancel(("recalled lease", group.lease.id))
 
 
 def _keep_prompts(state: State, table: Any, key: str) -> None:
@@ -114,6 +126,9 @@ MUTATIONS: dict[str, Patch] = {
         "refusal_for",
         lambda state, client, needs_weights: admission.unready_weights(state, client),
     ),
+    "a rewind keeps partials of abandoned versions": (partials, "rewind", lambda state, step, version: None),
+    "a recall has no deadline": (staleness, "recall", _recall_without_deadline),
+    "partials are never deleted": (State, "delete", _keep_partials),
     "a put needs no lease": (
         leases,
         "_why_lost",

@@ -118,8 +118,9 @@ def worker_plan(rng: random.Random, slowness: float) -> WorkerPlan:
 
 
 def _rules(rng: random.Random, num_steps: int | None, patience: float, *, evaluates: bool) -> Rules:
+    batch_size = rng.choice([1, 2, 4])
     return Rules(
-        batch_size=rng.choice([1, 2, 4]),
+        batch_size=batch_size,
         samples_per_prompt=rng.choice([1, 2]),
         max_staleness=rng.choice([0, 1, 2, 3, float("inf")]),
         publish_interval=rng.choice([1, 1, 2]),
@@ -132,4 +133,6 @@ def _rules(rng: random.Random, num_steps: int | None, patience: float, *, evalua
         buffer_capacity=rng.choice([4, 16, 64]),
         eval_datasets={"held": EvalDataset(num_prompts=3, num_samples=2)} if evaluates else {},
         eval_interval=rng.choice([0, 2]),
+        over_sampling=rng.choice([0, 0, 2 * batch_size]),
+        masks_offpolicy=rng.random() < 0.7,
     )

@@ -163,9 +163,9 @@ class Trainer(Actor):
         bound = self.world.bound_of(self.batches[step])
         lag = trained_at - oldest if versions else 0
         require(0 <= lag <= bound, f"{group.group} of version {oldest} in step {step}, version {trained_at}, bound {bound}")
-        for version in sorted(set(truth.made_by) - {m.NO_VERSION}):
-            known = self.world.account.is_ancestor(truth.lineage, version, self)
-            require(known, f"{group.group}: version {version} of {truth.lineage} never was in the timeline of {self.lineage}")
+        for lineage, version in {*truth.earlier, *((truth.lineage, version) for version in truth.made_by if version != m.NO_VERSION)}:
+            known = self.world.account.is_ancestor(lineage, version, self)
+            require(known, f"{group.group}: version {version} of {lineage} never was in the timeline of {self.lineage}")
 
     # --- training ---
 

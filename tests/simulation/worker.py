@@ -22,13 +22,15 @@ LEAVE_S = 5.0
 class Truth(msgspec.Struct, array_like=True):
     """What really made a group's samples; travels as an opaque frame, so only the trainer reads it.
 
-    trained: for each good sample the versions of its trainable tokens; made_by: every version in it.
+    trained: for each good sample the versions of its trainable tokens; made_by: every version in it; earlier: lineage and version of
+    those that made the partial it goes on from.
     """
 
     group: str
     lineage: str
     trained: list[list[int]]
     made_by: list[int]
+    earlier: list[tuple[str, int]] = []
 
 
 class Worker(Actor):
@@ -39,6 +41,8 @@ class Worker(Actor):
     def __init__(self, world: "World", name: str, plan: WorkerPlan) -> None:
         self.plan, self.lineage, self.serving = plan, "", m.NO_VERSION
         self.held: dict[int, m.LeasedGroup] = {}
+        self.begun: dict[int, tuple[str, int, list[tuple[str, int]]]] = {}
+        """Of what is being made: lineage and version that it was begun with, and who made the partial before it."""
         self.putting: set[int] = set()
         self.is_leasing = self.is_leaving = self.lists_leases = False
         self._wanted = ("", m.NO_VERSION)
@@ -98,12 +102,17 @@ class Worker(Actor):
         for lease in [*reply.lost, *reply.surplus]:
             if lease not in self.putting:
                 self._release(lease)
+        for lease in reply.recalled:
+            if lease in self.held and lease not in self.putting and not self.plan.is_rude:
+                self._hand_back(self.held[lease])
         self._news(reply.lineage, reply.version)
         if reply.finished:
             self._finished()
 
     def told(self, hint: m.Hint) -> None:
         self._news(hint.lineage, hint.version)
+        if hint.recalls and self.epoch and not self.is_leaving:
+            self.ask(self.beat(), lambda reply, _: self.beaten(reply), timeout_s=4 * self.world.rules.heartbeat_s)
         if hint.finished and self.epoch:
             self._finished()
 
@@ -132,21 +141,28 @@ class Worker(Actor):
         self.is_leasing = True
         needs_weights = self.world.scenario.needs_weights
         lineage, serving = (self.lineage, self.serving) if needs_weights else ("", m.NO_VERSION)
-        ask = m.Lease(want=want, wait_s=self.world.scenario.wait_s, lineage=lineage, serving=serving, needs_weights=needs_weights)
+        wait_s = self.world.scenario.wait_s
+        ask = m.Lease(want=want, wait_s=wait_s, lineage=lineage, serving=serving, needs_weights=needs_weights, takes_partials=needs_weights)
         self.ask(ask, self._leased)
 
     def _leased(self, reply: m.LeaseReply, bulk: list[Any]) -> None:
         self.is_leasing = False
-        require(len(bulk) == len(reply.groups), f"{len(bulk)} prompts for {len(reply.groups)} leased groups")
+        at = len(reply.groups)
         for group in reply.groups:
+            frames = bulk[at : at + group.partial_frames]
+            at += group.partial_frames
+            truth = msgspec.msgpack.decode(frames[-1], type=Truth) if frames else Truth(group.group, "", [], [])
+            require(truth.group == group.group, f"the partial of {truth.group} came with {group.group}")
             self.held[group.lease] = group
-            self._start(group)
+            self._start(group, [*truth.earlier, *((truth.lineage, version) for version in sorted(set(truth.made_by)))])
+        require(len(bulk) == at, f"{len(bulk)} frames for {len(reply.groups)} leased groups and their partials")
         self.later(0.0 if reply.groups else 0.1, self._lease)
 
-    def _start(self, group: m.LeasedGroup) -> None:
+    def _start(self, group: m.LeasedGroup, earlier: list[tuple[str, int]]) -> None:
         rng, lineage, version = self.world.random, self.lineage, self.serving
         if not self.world.scenario.needs_weights:
             lineage, version = "", m.NO_VERSION  # demonstrations: no policy makes them
+        self.begun[group.lease] = (lineage, version, earlier)
         seconds = rng.expovariate(1 / self.plan.mean_s)
         if self.world.is_poison(group.group) and group.kind == "train":
             self.later(seconds, self.crash)
@@ -165,6 +181,14 @@ class Worker(Actor):
         else:
             self._put(group, lineage, version, failed=luck < 0.2)
 
+    def _hand_back(self, group: m.LeasedGroup) -> None:
+        """A recalled group goes back with what there is of it."""
+        self.putting.add(group.lease)
+        lineage, version, _ = self.begun[group.lease]
+        back = m.GiveBack(group=group.group, lease=group.lease, outcome="partial", reason="recalled", lineage=lineage)
+        self.world.faults["recall"] += 1
+        self.ask(back, lambda *_: self._release(group.lease), self._make(group, lineage, version, failed=False, is_cut=True))
+
     def _put(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> None:
         put = m.Put(group=group.group, lease=group.lease, lineage=lineage)
         frames, wrong = self._make(group, lineage, version, failed=failed), ""
@@ -181,24 +205,26 @@ class Worker(Actor):
         self.putting.add(group.lease)
         self.ask(put, done, frames)
 
-    def _make(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool) -> list[bytes]:
-        """Samples begun with `version`; a newer version of the same lineage may have been taken up in the middle."""
+    def _make(self, group: m.LeasedGroup, lineage: str, version: int, *, failed: bool, is_cut: bool = False) -> list[bytes]:
+        """Samples begun with `version`, behind those of a partial; a newer version of that lineage may have come in the middle."""
         rng, newest = self.world.random, self.serving if lineage and self.lineage == lineage else version
         table = SampleTable(num_tokens=[], versions=[], fields=[m.Field(name=name, dtype=dtype) for name, dtype in TOKEN_FIELDS.items()])
-        mask = b""
-        truth = Truth(group.group, lineage, [], [])
+        mask, earlier = b"", self.begun[group.lease][2]
+        before = [] if self.world.rules.masks_offpolicy else [v for _, v in earlier]
+        truth = Truth(group.group, lineage, [], [], earlier)
         for i in range(group.num_samples):
             made_by = [version, newest] if version != newest and rng.random() < 0.7 else [version]
             trained = made_by[-1:] if rng.random() < 0.2 else made_by  # the loss mask may leave out what the older version made
-            good = not failed and (i == 0 or self.world.is_calm or rng.random() < 0.9)
-            table.num_tokens.append(2 + 2 * len(made_by))
-            table.versions.append([(m.NO_VERSION, 2), *((v, 2) for v in made_by)])
-            table.reward = [*table.reward, 1.0 if good else None]
-            table.status = [*table.status, "completed" if good else "failed"]
-            mask += bytes([0] * (2 + 2 * (len(made_by) - len(trained))) + [1] * 2 * len(trained))
+            good = is_cut or (not failed and (i == 0 or self.world.is_calm or rng.random() < 0.9))
+            table.num_tokens.append(2 + 2 * len(earlier) + 2 * len(made_by))
+            table.versions.append([(m.NO_VERSION, 2), *((v, 2) for _, v in earlier), *((v, 2) for v in made_by)])
+            table.reward = [*table.reward, 1.0 if good and not is_cut else None]
+            table.status = [*table.status, "aborted" if is_cut else "completed" if good else "failed"]
+            mask += bytes([0] * 2 + [1 if before else 0] * 2 * len(earlier))
+            mask += bytes([0] * 2 * (len(made_by) - len(trained)) + [1] * 2 * len(trained))
             if good:
                 truth.made_by += made_by
-                truth.trained.append(trained)
+                truth.trained.append([*before, *trained])
         frame = msgspec.msgpack.encode(truth)
         table.fields.append(m.Field(name="truth", dtype="uint8", shapes=[[len(frame)]] + [[0]] * (group.num_samples - 1)))
         total = sum(table.num_tokens)
@@ -206,6 +232,7 @@ class Worker(Actor):
 
     def _release(self, lease: int) -> None:
         self.putting.discard(lease)
+        self.begun.pop(lease, None)
         if self.held.pop(lease, None) is not None:
             self._lease()
 

@@ -1,4 +1,4 @@
-"""Partial groups: what a worker had made of a group when it had to leave, kept for whoever samples the group next.
+"""Partial groups: what a worker had made of a group when it left, was out of time or was asked for it, kept for whoever samples it next.
 
 A partial is a group's samples, some finished and some cut off, in the frames of a put. It lives beside the prompt from the
 give-back until samples of the group are accepted, the group ends, or it can no longer be trained: then its tokens are wasted.
@@ -21,7 +21,7 @@ def version_range(samples: Sequence[SampleFacts]) -> tuple[int, int]:
 
 
 def keep(state: State, group: Group, made: CheckedGroup) -> None:
-    """Store what a leaving worker made of a group it holds, in place of an older partial."""
+    """Store what a worker made of a group it holds, in place of an older partial."""
     oldest, newest = version_range(made.samples)
     behind = state.steps_behind(newest) if newest != NO_VERSION else 0
     group.partial = Partial(len(made.frames), sum(made.table.num_tokens), oldest, newest, behind)
@@ -34,7 +34,11 @@ def offer(state: State, group: Group, *, is_wanted: bool) -> None:
     oldest = group.partial.oldest_version
     if not is_wanted:
         state.waste_partial(group, "partial for a worker that continues none")
-    elif oldest != NO_VERSION and state.version_of(admission.step_of_next(state)) - oldest > state.rules.max_staleness:
+    elif (
+        oldest != NO_VERSION
+        and not state.rules.masks_offpolicy
+        and state.version_of(admission.step_of_next(state)) - oldest > state.rules.max_staleness
+    ):
         state.waste_partial(group, "partial grew too stale")
 
 

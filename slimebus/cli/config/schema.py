@@ -165,6 +165,9 @@ class RolloutConfig(Section, frozen=True):
     are trained in the next step while they are fresh enough, else they follow on_stale; 0: as many as are trained."""
     reward_timeout_s: Seconds = 60.0
     """[seconds] A reward that takes longer marks its sample failed."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """[switch] Tokens of a continued sample that were made before its present lease are context, and not trained. With
+    over_sampling_batch_size, groups in flight that a batch leaves behind too old for the next are then recalled and continued."""
     generate_timeout_s: Seconds = 600.0
     """[seconds] A group whose sampling takes longer, rewards aside, is given back with what there is of it, and continued; it is a failed
     attempt where nothing was made, or a hook makes it."""

@@ -32,9 +32,9 @@ EXAMPLES: list[m.Message] = [
         max_message_bytes=1024,
     ),
     m.Heartbeat(state="serving", lineage="a1", serving=7, num_leases=2, lease_sum=23, leases=[11, 12], metrics={"tokens_per_s": 950.0}),
-    m.HeartbeatReply(lineage="a1", version=7, publishers=["tcp://h:1"], list_leases=True, lost=[11], surplus=[12]),
+    m.HeartbeatReply(lineage="a1", version=7, publishers=["tcp://h:1"], list_leases=True, lost=[11], surplus=[12], recalled=[13]),
     m.Goodbye(),
-    m.Hint(lineage="a1", version=7, publishers=["tcp://h:1"]),
+    m.Hint(lineage="a1", version=7, publishers=["tcp://h:1"], recalls=2),
     m.Lease(want=2, wait_s=30.0, lineage="a1", serving=7),
     m.LeaseReply(
         groups=[m.LeasedGroup(group="0/42", lease=11, num_samples=8, deadline_s=60.0, sampling={"temperature": 1.0, "stop": ["\n"]})]

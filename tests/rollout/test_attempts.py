@@ -1,0 +1,188 @@
+"""What becomes of a leased group that does not end by itself: recalled, or out of time."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from parrot import maker
+
+from rollout import partials
+from rollout.attempts import Attempts
+from rollout.response import Response, Task
+from slimebus.bus.messages import GiveBack, LeasedGroup, Message, Ok, Put, PutReply
+from slimebus.bus.samples import decode_group
+from slimebus.bus.transport.request import Reply
+from slimebus.cli.config import resolve
+from slimebus.cli.spans import Spans
+
+PROMPT = {"prompt": "ab", "label": "x"}
+
+
+class Endless:
+    """An engine that makes `per_call` tokens of version 5 for each sample and then goes on for ever, until it is asked to end."""
+
+    lineage = "L"
+
+    def __init__(self, per_call: int) -> None:
+        self.per_call, self.begun, self.ended, self.began = per_call, [], asyncio.Event(), asyncio.Event()  # type: ignore[var-annotated]
+
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
+        made = begun or [partials.empty(task) for task in tasks]
+        self.begun = [len(response.token_ids) for response in made]
+        self.began.set()
+        await self.ended.wait()
+        self.ended.clear()
+        more = np.arange(self.per_call, dtype=np.int32)
+        raise partials.Unfinished([self._more(response, more) for response in made])
+
+    def _more(self, response: Response, more: np.ndarray) -> Response:
+        versions = partials.joined(response.versions, [(5, len(more))])
+        logprobs = np.concatenate([response.logprobs, np.zeros(len(more), np.float32)])
+        return msgspec.structs.replace(response, token_ids=np.concatenate([response.token_ids, more]), logprobs=logprobs, versions=versions)
+
+    async def recall(self, group: str) -> None:
+        self.ended.set()
+
+    def forget(self, group: str) -> None:
+        pass
+
+
+class Broker:
+    """Takes whatever it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Message, Any]] = []
+
+    async def ask(self, message: Message, bulk: Any = (), **_: Any) -> Reply:
+        self.told.append((message, bulk))
+        return Reply(PutReply(result="accepted") if isinstance(message, Put) else Ok(), [])
+
+
+def lease(number: int, partial: Any = ()) -> tuple[LeasedGroup, bytes, Any]:
+    leased = LeasedGroup(group="0/1", lease=number, num_samples=2, deadline_s=60, version=5, partial_frames=len(partial))
+    return leased, msgspec.msgpack.encode(PROMPT), partial
+
+
+def attempts(tmp_path: Path, engine: Any, plug: str = "", **flags: str) -> tuple[Attempts, Broker]:
+    broker, made = Broker(), maker(tmp_path, plug, engine, **flags)
+    config = resolve(None, {f"rollout.{name}": value for name, value in flags.items()}, {}).config
+    spans = Spans(tmp_path, "w")
+    return Attempts(config.rollout, broker, made, engine, max_group_bytes=0, spans=spans, give_up=_fail), broker  # type: ignore[arg-type]
+
+
+def _fail(error: BaseException) -> None:
+    raise error
+
+
+async def done(of: Attempts) -> None:
+    await asyncio.wait_for(asyncio.gather(*(attempt.task for attempt in of.running.values()), return_exceptions=True), 10)
+
+
+def test_a_group_out_of_time_is_given_back_with_what_there_is_and_no_attempt_is_counted(tmp_path: Path) -> None:
+    async def run() -> list[tuple[Message, Any]]:
+        of, broker = attempts(tmp_path, Endless(3), generate_timeout_s="0.05")
+        of.begin(*lease(1))
+        await done(of)
+        of.begin(*lease(2, broker.told[0][1]))
+        await done(of)
+        assert of.counts.failed == 0
+        return broker.told
+
+    told = asyncio.run(run())
+    assert [(back.outcome, back.reason) for back, _ in told if isinstance(back, GiveBack)] == [
+        ("partial", "no end within generate_timeout_s = 0.05 s")
+    ] * 2
+    samples = decode_group(told[1][1])
+    assert [(s.tokens.tolist(), s.versions, s.status) for s in samples] == [([97, 98, 0, 1, 2, 0, 1, 2], [(-1, 2), (5, 6)], "aborted")] * 2
+
+
+def test_a_group_out_of_time_without_a_new_token_is_a_failed_attempt(tmp_path: Path) -> None:
+    async def run() -> GiveBack:
+        of, broker = attempts(tmp_path, Endless(0), generate_timeout_s="0.05")
+        begun = await _begun(tmp_path)
+        of.begin(*lease(1, begun))
+        await done(of)
+        assert of.counts.failed == 1
+        (back, frames) = broker.told[0]
+        assert isinstance(back, GiveBack)
+        assert not frames
+        return back
+
+    back = asyncio.run(run())
+    assert (back.outcome, back.reason) == ("fail", "no end within generate_timeout_s = 0.05 s, and no token")
+
+
+async def _begun(tmp_path: Path) -> Any:
+    """The frames of a partial of three tokens a sample."""
+    of, broker = attempts(tmp_path, Endless(3), generate_timeout_s="0.05")
+    of.begin(*lease(9))
+    await done(of)
+    return broker.told[0][1]
+
+
+def test_a_recalled_group_is_given_back_with_what_there_is(tmp_path: Path) -> None:
+    async def run() -> list[tuple[Message, Any]]:
+        engine = Endless(2)
+        of, broker = attempts(tmp_path, engine)
+        of.begin(*lease(1))
+        await engine.began.wait()
+        for _ in range(3):  # each heartbeat says so again
+            of.recall(1)
+        of.recall(77)
+        await done(of)
+        return broker.told
+
+    ((back, frames),) = asyncio.run(run())
+    assert isinstance(back, GiveBack)
+    assert (back.outcome, back.reason, back.lineage) == ("partial", "recalled", "L")
+    assert [s.tokens.tolist() for s in decode_group(frames)] == [[97, 98, 0, 1]] * 2
+
+
+def test_what_a_hook_makes_is_given_back_at_once_and_begun_anew(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> list[tuple[Message, Any]]:
+        engine = Endless(2)
+        plug = "async def g(session): await session.generate()"
+        of, broker = attempts(tmp_path, engine, plug, custom_generate_function_path="plug.py:g")
+        of.begin(*lease(1))
+        await engine.began.wait()
+        of.recall(1)
+        await done(of)
+        return broker.told
+
+    ((back, frames),) = asyncio.run(run())
+    assert isinstance(back, GiveBack)
+    assert (back.outcome, frames) == ("requeue", [])
+    assert "is recalled; what a hook began is begun anew" in caplog.text
+
+
+def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: Path) -> None:
+    class Ends(Endless):
+        async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
+            made = begun or [partials.empty(task) for task in tasks]
+            return [
+                msgspec.structs.replace(
+                    response,
+                    token_ids=np.append(response.token_ids, np.int32(7)),
+                    logprobs=np.append(response.logprobs, np.float32(-1)),
+                    versions=partials.joined(response.versions, [(6, 1)]),
+                    finish_reason="stop",
+                )
+                for response in made
+            ]
+
+    async def run(mask: str) -> list[Any]:
+        begun = await _begun(tmp_path)
+        of, broker = attempts(tmp_path, Ends(0), mask_offpolicy_in_partial_rollout=mask)
+        leased, record, partial = lease(2, begun)
+        of.begin(msgspec.structs.replace(leased, version=6), record, partial)
+        await done(of)
+        return [(s.loss_mask.tolist(), s.versions) for s in decode_group(broker.told[-1][1])]
+
+    versions = [(-1, 2), (5, 3), (6, 1)]
+    assert asyncio.run(run("true")) == [([0, 0, 0, 0, 0, 1], versions)] * 2
+    assert asyncio.run(run("false")) == [([0, 0, 1, 1, 1, 1], versions)] * 2
