@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 from broker.buffer_filter import buffer_filter, load_plugin
+from broker.page.history import History
 from broker.page.process import PageProcess
 from broker.service import Broker
 from broker.source import FileRows, FileSource, HookSource, load_source
@@ -99,9 +100,17 @@ def _page(resolved: Resolved, endpoint: str) -> PageProcess | None:
 
 
 def _write_status(path: Path, broker: Broker) -> None:
-    """The last status, for whoever looks later; a disk that takes no more must not hide how the run ended."""
+    """The last status, and of a finished run advice, for whoever looks later; a disk that takes no more must not hide how the run ended."""
+    status = broker.last_status()
+    if status["state"] == "finished":
+        history = History(path.parent)
+        while history.read():
+            continue
+        status["advice"] = history.advice(status)
+        for sentence in status["advice"]:
+            log.info("%s", sentence)
     try:
-        path.write_text(json.dumps(broker.last_status(), indent=1))
+        path.write_text(json.dumps(status, indent=1))
     except OSError as bad:
         log.error("the last status cannot be written to %s: %s", path, bad)
 

@@ -37,9 +37,10 @@ def view(ctx: click.Context, words: tuple[str, ...], http: str, broker: str | No
     resolved = _run_of(ctx, words)
     import asyncio
 
-    from broker.page.process import last_url, listen, token_of
+    from broker.page.process import listen, token_of
     from broker.page.server import Page, serve
     from slimebus.cli import logs
+    from slimebus.view.report import page_url
 
     logs.set_up("page")
     if listening is None:
@@ -48,7 +49,7 @@ def view(ctx: click.Context, words: tuple[str, ...], http: str, broker: str | No
         click.echo(f"page: {url}")
     else:
         os.nice(NICENESS)
-        sock, url = socket.socket(fileno=listening), last_url(resolved.run_dir)
+        sock, url = socket.socket(fileno=listening), page_url(resolved.run_dir)
 
     async def run() -> None:
         await serve(Page(resolved, broker, token_of(url)), sock)

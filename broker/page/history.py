@@ -6,7 +6,6 @@ R steps on record   P points of a chart: at most MAX_POINTS, each the mean of as
 import math
 import os
 from array import array
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from slimebus.view.report import STEP_PARTS, WARM_STEPS, worker_idle
 CHUNK_BYTES = 4 << 20
 """Read at once: a long run's records are taken in while the page is served."""
 MAX_POINTS = 600
-MAX_EVALUATIONS = 2000
+MAX_EVALUATIONS = 500
 VERSIONS_SHOWN = 12
 WARNINGS_SHOWN, WARNINGS_BYTES = 60, 64 << 10
 MEANS = ("reward", "loss", "lag_mean", "ready", "leased", "queued", "wait_s", "train_s", "publish_s", "save_s")
@@ -139,6 +138,14 @@ class History:
 
     # --- what is shown ---
 
+    def shown(self) -> dict[str, Any]:
+        """What the charts are drawn from."""
+        return self.thinned() | {"evaluations": list(self.evaluations.values()), "weights": self.weights()}
+
+    def remarks(self, status: dict[str, Any]) -> dict[str, Any]:
+        """What there is to say beside a status."""
+        return {"advice": self.advice(status), "warnings": self.warnings()}
+
     def thinned(self) -> dict[str, Any]:
         """The charts' columns, [P] each: means over equal numbers of steps, rates since the point before; None where nothing is known."""
         num_steps = len(self.columns["step"])
@@ -186,14 +193,12 @@ class History:
 
     def warnings(self) -> list[dict[str, Any]]:
         """The newest warnings and errors that processes on this machine logged, newest first."""
-        newest: deque[dict[str, Any]] = deque(maxlen=WARNINGS_SHOWN)
         found = []
         for path in (self.folder.parent / "logs").glob("warnings-*.jsonl"):
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - WARNINGS_BYTES))
                 found += list(rows_of(file.read()))
-        newest.extend(sorted(found, key=lambda row: row.get("time", 0.0)))
-        return list(newest)[::-1]
+        return sorted(found, key=lambda row: -row.get("time", 0.0))[:WARNINGS_SHOWN]
 
 
 def _number(value: object) -> float:

@@ -1,27 +1,20 @@
-"""The page's process beside a broker: its address, its start, and another start where it ended."""
+"""The page's process beside a broker: its address and its start."""
 
 import contextlib
-import logging
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from slimebus.atomic_file import replacing
 from slimebus.bus.errors import UsageError
 from slimebus.bus.security.exposure import OUTSIDE, advertised, is_local, reachable
 from slimebus.cli.config import Resolved
 from slimebus.cli.launch import end_with_parent
-
-log = logging.getLogger("slimebus.page")
-
-URL_FILE = "page.url"
-STOP_S = 2.0
-LONGEST_REST_S = 60.0
+from slimebus.view.report import page_url
 
 
 def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
@@ -58,49 +51,25 @@ def token_of(url: str) -> str:
 
 
 class PageProcess:
-    """The page of a broker at `endpoint`, at the address `url`, from now until `stop`; a process that ends is started again."""
+    """The page of a broker at `endpoint`, at the address `url`, from now until `stop`."""
 
     def __init__(self, resolved: Resolved, endpoint: str) -> None:
         """Raises UsageError when broker.http cannot be bound."""
-        file = resolved.run_dir / URL_FILE
-        self._listening, self.url = listen(resolved.config.broker.http, file.read_text() if file.is_file() else "")
-        file.unlink(missing_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(self.url)
-        self._words = ["view", str(resolved.run_dir), "--broker", reachable(endpoint), "--listening", str(self._listening.fileno())]
-        self._words += ["--keys", str(resolved.keys_path.resolve())] if resolved.keys_path else []
-        self._stopping = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep_running, name="page", daemon=True)
-        self._thread.start()
-
-    def _keep_running(self) -> None:
-        rest_s = 1.0
-        while not self._stopping.is_set():
+        keys = resolved.keys_path
+        listening, self.url = listen(resolved.config.broker.http, page_url(resolved.run_dir))
+        with replacing(resolved.run_dir / "page.url", mode=0o600, sync=False) as out:
+            out.write(self.url.encode())
+        with listening:
+            words = ["view", str(resolved.run_dir), "--broker", reachable(endpoint), "--listening", str(listening.fileno())]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slimebus", *self._words],
+                [sys.executable, "-P", "-m", "slimebus", *words, *(["--keys", str(keys.resolve())] if keys else [])],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[self._listening.fileno()],
+                pass_fds=[listening.fileno()],
                 start_new_session=True,
                 preexec_fn=end_with_parent(signal.SIGKILL, os.getpid()),
             )
-            code = self._process.wait()
-            if not self._stopping.is_set():
-                log.warning("the page's process ended with code %d; the run goes on, and the page is started again", code)
-                self._stopping.wait(rest_s)
-                rest_s = min(LONGEST_REST_S, 2 * rest_s)
 
     def stop(self) -> None:
-        """End the page."""
-        self._stopping.set()
-        if self._process is not None:
-            self._process.kill()  # it holds nothing that could be lost
-        self._thread.join(STOP_S)
-        self._listening.close()
-
-
-def last_url(run_dir: Path) -> str:
-    """Where the run's broker serves its page; empty where it serves none."""
-    with contextlib.suppress(OSError):
-        return (run_dir / URL_FILE).read_text()
-    return ""
+        """End the page; it holds nothing that could be lost."""
+        self._process.kill()
+        self._process.wait()

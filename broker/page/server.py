@@ -8,6 +8,7 @@ import functools
 import hmac
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
@@ -34,7 +35,6 @@ LOOK_S, HISTORY_S = 1.0, 2.0
 TIMES_ANSWER = 50.0
 """The broker is asked again after so many times as long as it took to answer: looking costs it a fiftieth of its time at most."""
 ALIVE_S = 10.0
-MAX_VIEWERS = 64
 MAX_BODY_BYTES = 1 << 20
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -54,7 +54,7 @@ class Page:
         self.resolved, self.token = resolved, token
         self.live, self.history = Live(resolved, broker), History(resolved.run_dir)
         self.decode = functools.cache(lambda: text_of(resolved))
-        self._asking, self._reading = ThreadPoolExecutor(1, "ask"), ThreadPoolExecutor(1, "read")
+        self._reader, self._one_asks = ThreadPoolExecutor(1, "read"), asyncio.Lock()
         self._frames: dict[str, bytes] = {}
         self._changed, self._wanted, self._viewers = asyncio.Condition(), asyncio.Event(), 0
         self._shown = -1
@@ -66,50 +66,37 @@ class Page:
         await asyncio.gather(self._follow_records(), self._follow_status())
 
     async def _follow_records(self) -> None:
-        clock = asyncio.get_running_loop().time
-        shown_at = clock()
+        shown_at = 0.0
         while True:
-            is_more = await self._in(self._reading, self.history.read)
-            if self._viewers and clock() - shown_at >= HISTORY_S:
+            is_more = await self._read(self.history.read)
+            if self._viewers and time.monotonic() - shown_at >= HISTORY_S:
                 await self._show_records()
-                shown_at = clock()
+                shown_at = time.monotonic()
             await asyncio.sleep(0.0 if is_more else LOOK_S)
 
     async def _show_records(self) -> None:
         if self._shown != self.history.serial:
             self._shown = self.history.serial
-            await self._send("history", await self._in(self._reading, self._charts))
-
-    def _charts(self) -> dict[str, Any]:
-        history = self.history
-        evaluations = [
-            {name: row.get(name) for name in ("dataset", "version", "step", "mean_reward", "low", "high", "num_samples")}
-            for row in list(history.evaluations.values())
-        ]
-        return history.thinned() | {
-            "evaluations": evaluations,
-            "weights": history.weights(),
-        }
+            await self._send("history", await self._read(self.history.shown))
 
     async def _follow_status(self) -> None:
         while True:
             await self._wanted.wait()
             await self.look()
-            await self._send("status", self.live.shown() | await self._in(self._reading, self._remarks))
+            await self._send("status", self.live.shown() | await self._read(lambda: self.history.remarks(self.live.status)))
             await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
             if not self._viewers:
                 self._wanted.clear()
 
-    def _remarks(self) -> dict[str, Any]:
-        return {"advice": self.history.advice(self.live.status), "warnings": self.history.warnings()}
-
     async def look(self) -> None:
         """Ask the broker now."""
-        await self._in(self._asking, self.live.look)
-        await self._in(self._reading, lambda: self.history.add_pulls(self.live.status.get("clients", [])))
+        async with self._one_asks:
+            await asyncio.to_thread(self.live.look)
+        await self._read(lambda: self.history.add_pulls(self.live.status.get("clients", [])))
 
-    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Done by the one thread that reads records and store."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
     async def _send(self, kind: str, what: dict[str, Any]) -> None:
         async with self._changed:
@@ -128,8 +115,6 @@ class Page:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """The newest status and records whenever there are newer ones; a slow viewer skips some."""
-        if self._viewers >= MAX_VIEWERS:
-            raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} viewers are served already")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
         await response.prepare(request)
         self._viewers += 1
@@ -171,7 +156,7 @@ class Page:
                 return ask(store)
 
         try:
-            return _json(await self._in(self._reading, read))
+            return _json(await self._read(read))
         except SlimebusError as bad:
             return _json({"problem": bad.text}, 404)
 
@@ -179,7 +164,7 @@ class Page:
         """Try dead letters again, through the run's broker."""
         try:
             wanted = msgspec.json.decode(await request.read(), type=dict[str, list[str]])["groups"]
-            done = await self._in(self._asking, lambda: self.live.replay(wanted))
+            done = await asyncio.to_thread(self.live.replay, wanted)
         except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
             return _json({"problem": 'expected {"groups": [id, ...]}'}, 400)
         except SlimebusError as bad:
@@ -255,4 +240,3 @@ async def serve(page: Page, listening: socket.socket) -> None:
         await page.follow()
     finally:
         await runner.cleanup()
-        page.live.close()

@@ -202,6 +202,7 @@ def finish(run_dir: Path, seed: int) -> None:
         machine=f"{os.cpu_count()} CPU cores",
     )
     console.print(result_table(result))
+    console.print("\n".join(found.status.get("advice", [])), soft_wrap=True, markup=False)
     console.print("[dim]held-out problems, solved by the exported model with transformers alone:[/]")
     places = ["--model", str(run_dir / "rl" / "hf"), "--problems", str(run_dir / "task" / "heldout.jsonl")]
     if subprocess.run([sys.executable, str(HERE / "solve.py"), *places], check=False).returncode:

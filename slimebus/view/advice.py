@@ -58,27 +58,20 @@ def advice(run: Measured) -> list[str]:
 
 
 def _on_waiting(run: Measured) -> str:
-    waited = f"The trainer waited {run.trainer_idle:.0%} of the time"
+    waited, had = f"The trainer waited {run.trainer_idle:.0%} of the time", f"{run.workers} worker{'' if run.workers == 1 else 's'}"
     if run.worker_idle is None:
-        remedy = "more workers would help" if run.trainer_idle >= IDLE else "more workers would gain nothing"
-        return f"{waited}: {remedy} (how busy workers were is not on record here)."
-    idle = f"workers {'had nothing to do for' if run.worker_idle >= IDLE else 'were idle for'} {run.worker_idle:.0%} of theirs"
-    busy, needed = run.workers * (1 - run.worker_idle), 1 - run.trainer_idle
+        remedy = "help" if run.trainer_idle >= IDLE else "gain nothing"
+        return f"{waited}: more workers would {remedy} (how busy the present ones were is not on record here)."
+    needed = max(1, math.ceil(run.workers * (1 - run.worker_idle) / max(0.01, 1 - run.trainer_idle)))
     if run.trainer_idle >= IDLE > run.worker_idle:
-        more = max(1, math.ceil(busy / max(needed, 0.01)) - run.workers)
-        return f"{waited} and {idle}: {more} more like the present {_workers(run)} would remove the wait."
-    if run.trainer_idle >= IDLE:
-        wider = "" if math.isinf(run.max_staleness) else f"; a broker.max_staleness above {run.max_staleness:g} lets them overlap more"
-        return f"{waited} and {idle}: they wait for each other{wider}."
-    spare = run.workers - max(1, math.ceil(busy / max(needed, 0.01)))
-    if spare > 0:
-        return f"{waited} and {idle}: {run.workers - spare} of the {_workers(run)} would do."
-    slower = "the trainer is the slower side, so more workers would gain nothing" if run.worker_idle >= IDLE else "both sides are busy"
-    return f"{waited} and {idle}: {slower}."
-
-
-def _workers(run: Measured) -> str:
-    return f"{run.workers} worker{'' if run.workers == 1 else 's'}"
+        remedy = f"{max(1, needed - run.workers)} more like the present {had} would remove the wait"
+    elif run.trainer_idle >= IDLE:
+        remedy = "they wait for each other; a larger broker.max_staleness lets them overlap more"
+    elif needed < run.workers:
+        remedy = f"{needed} of the {had} would do"
+    else:
+        remedy = "both sides are busy" if run.worker_idle < IDLE else "the trainer is the slower side, so more workers would gain nothing"
+    return f"{waited} and workers were idle for {run.worker_idle:.0%} of theirs: {remedy}."
 
 
 def _on_staleness(run: Measured) -> str:
@@ -103,5 +96,5 @@ def _on_waste(run: Measured) -> str:
     if not worst or shares[worst] < 0.01:
         return "Less than 1% of what was sampled was wasted."
     what = "trained groups gave no gradient" if worst in run.unused else "sampled tokens were wasted"
-    remedy = next((text for part, text in REMEDIES.items() if part in worst), "see the reasons in the status")
+    remedy = next((text for part, text in REMEDIES.items() if part in worst), "the status lists the reasons")
     return f"{shares[worst]:.0%} of the {what} ({worst}): {remedy}."

@@ -59,6 +59,7 @@ class LocalRun:
         self.failed: Child | None = None
         self._restarts: Counter[str] = Counter()
         self._asked_at = self._shown_at = 0.0
+        self._page = ""
 
     def run(self) -> int:
         """Run until all processes ended; the exit code: 0, that of the first that failed (`failed`), or 130 and 143 for a signal."""
@@ -101,6 +102,9 @@ class LocalRun:
             status = ask_status(client, timeout_s=STATUS_TIMEOUT_S)
             self.panel.take(status)
             self._show(live)
+            if self.quiet and self._page != (url := report.page_url(self.resolved.run_dir)):
+                self._page = url
+                self._say(f"page: {url}")
         if (child := left_too_early(fleet.children, status)) is not None:
             self._start_again(fleet, child, status)
 

@@ -53,6 +53,12 @@ def _rows(file: Path) -> Rows:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
+def page_url(run_dir: Path) -> str:
+    """Where the run's broker serves, or last served, the run's page; empty where it serves none."""
+    file = run_dir / "page.url"
+    return file.read_text() if file.is_file() else ""
+
+
 def summarise(report: Report) -> dict[str, Any]:
     """Steps, lag, dropped groups by reason, delta size and idle shares of a run (the keys of result.json)."""
     steps = report.steps

@@ -12,9 +12,9 @@ from browser import Browser
 from live_broker import LiveBroker
 from raw_cast import LINEAGE, begin, put, sample
 
-from broker.page.process import last_url
 from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Heartbeat, Lease, LeaseReply, Publish
 from slimebus.bus.transport.client import Client
+from slimebus.view.report import page_url
 
 pytestmark = pytest.mark.integration
 
@@ -63,7 +63,7 @@ class SeededRun:
         self.worker.call(GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason=f"the hook failed: {HOSTILE}"))
         self.dead = dead.group
         self.browser = Browser(folder / "chromium")
-        self.browser.goto(last_url(self.broker.run_dir))
+        self.browser.goto(page_url(self.broker.run_dir))
         self.browser.wait_for(f"state.status && state.records && state.records.step.length === {STEPS}")
 
     def _worker(self, name: str) -> Client:
@@ -124,7 +124,7 @@ def test_each_panel_shows_the_true_figures(run: SeededRun) -> None:
     found = {row[0]: dict(zip(("name", "role", "state", "version", "lag"), row, strict=False)) for row in rows}
     assert found["w1"] == {"name": "w1", "role": "rollout", "state": "serving", "version": "0", "lag": "3"}
     assert found["t"]["role"] == "trainer"
-    page.wait_for("state.status.workers.some((row) => row[0] === 'w1' && row[5] > 50 && row[5] < 200)")  # 50 tokens each 0.5 s
+    page.wait_for("state.status.workers.some((row) => row[0] === 'w1' && row.at(-1) > 50 && row.at(-1) < 200)")  # 50 tokens each 0.5 s
     page.wait_for("document.querySelector('#versions tr:last-child').innerText.includes('0.5 s')")
     versions = page.js("[...document.querySelectorAll('#versions tr')].slice(1).map((row) => row.innerText.split('\\t'))")
     newest, first = versions[0], versions[-1]
@@ -182,12 +182,12 @@ def test_keys_themes_and_a_phone(run: SeededRun, tmp_path: Path) -> None:
 
 def test_the_page_outlives_a_killed_broker(run: SeededRun) -> None:
     page = run.browser
-    url, asked = last_url(run.broker.run_dir), page.js("window.loaded = 1")
+    url, asked = page_url(run.broker.run_dir), page.js("window.loaded = 1")
     run.broker.kill()
     page.wait_for("!document.querySelector('#problem').hidden")
     run.broker.start()
     page.wait_for("document.querySelector('#problem').hidden && state.status.step === 3")
-    assert last_url(run.broker.run_dir) == url
+    assert page_url(run.broker.run_dir) == url
     for group in run.lease(GROUPS):
         put(run.worker, group, [sample(3)])
     run.train(STEPS)

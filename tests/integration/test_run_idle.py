@@ -9,7 +9,7 @@ import psutil
 import pytest
 from live_run import Process, Run, clients, cpu_share
 
-from broker.page.process import last_url
+from slimebus.view.report import page_url
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ def test_processes_that_wait_use_next_to_nothing(tmp_path: Path, task: Path) -> 
 
         worker.send(signal.SIGSTOP)
         broker = run.start("broker")
-        urllib.request.urlopen(last_url(run.run_dir), timeout=60).close()  # its page is up: that takes a moment of CPU
+        urllib.request.urlopen(page_url(run.run_dir), timeout=60).close()  # its page is up: that takes a moment of CPU
         run.wait_for("a trainer that waits for a batch", lambda s: any(p["kind"] == "batch" for p in s["parked"]))
         assert_idle([broker, trainer], "waiting for a batch; broker without workers")
 

@@ -148,8 +148,24 @@ chart("chart-waste", [["wasted tokens in all", "f", filled("f")]], columns("wast
 
 // --- what changes with every status ---
 
+// adds to the row of each process: lag, tokens per second, and `lost` for one that is gone
+const rates = new Map();
+function measure(s) {
+  const at = Object.fromEntries(s.worker_columns.map((name, i) => [name, i])), now = performance.now() / 1000;
+  s.worker_columns = [...s.worker_columns, "lag", "tokens_per_s"];
+  for (const row of s.workers) {
+    const tokens = row[at.tokens] || 0;
+    let rate = rates.get(row[at.name]) || { since: now, tokens, value: 0 };
+    if (now - rate.since >= 3) rate = { since: now, tokens, value: Math.max(0, tokens - rate.tokens) / (now - rate.since) };
+    rates.set(row[at.name], rate);
+    const isLost = row[at.state] === "gone";
+    if (isLost) row[at.state] = "lost";
+    row.push(row[at.role] === "rollout" && row[at.version] >= 0 ? s.version - row[at.version] : null, isLost ? 0 : rate.value);
+  }
+}
 function showStatus() {
   const s = state.status;
+  measure(s);
   const stalled = s.stalled;
   document.title = `${s.run || "slimebus"} · ${s.step ?? "?"}/${s.num_steps ?? "?"}`;
   $("run").textContent = s.run || "slimebus";

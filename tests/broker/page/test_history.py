@@ -87,7 +87,7 @@ def test_workers_idle_share_starts_where_they_are_warm_and_a_restarted_one_begin
     write(history, *(step(i, wait_s=9.0 if i < 5 else 1.0, train_s=1.0, publish_s=0.0, save_s=0.0) for i in range(10)))
     read(history)
     status = {"settings": {"max_staleness": 1}, "lag": {"histogram": {"0": 1}}, "pace": {"workers": 1}}
-    assert history.advice(status)[0].startswith("The trainer waited 50% of the time and workers had nothing to do for 50% of theirs")
+    assert history.advice(status)[0].startswith("The trainer waited 50% of the time and workers were idle for 50% of theirs")
     write(history, {"step": 21, "serving_s": 1.0, "busy_s": 1.0}, file="rollout-w1")
     read(history)
     assert "not on record here" in history.advice(status)[0]

@@ -32,15 +32,17 @@ def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: 
     history.evaluations["held", 0] = {"mean_reward": 0.75, "version": 0}
     found = parsed(exposition(desk.status, history))
     assert found["slimebus_broker_up", ()] == 1.0
-    assert found["slimebus_rollout_tokens", (("worker", 'w"1'),)] == 7.0
-    assert found["slimebus_weights_sync_s", (("worker", 'w"1'),)] == 0.5
+    assert found["slimebus_rollout_tokens", (("process", 'w"1'),)] == 7.0
+    assert found["slimebus_weights_sync_s", (("process", 'w"1'),)] == 0.5
+    assert found["slimebus_broker_silent_seconds", (("process", 'w"1'), ("role", "rollout"))] == 0.0
+    assert found["slimebus_broker_groups", (("phase", "queued"),)] == 0.0
+    assert found["slimebus_broker_bounds_hits", (("bound", "max_clients"),)] == 0.0
     assert found["slimebus_weights_copy_s", ()] == 0.1
     assert found["slimebus_train_loss", ()] == 0.25
     assert found["slimebus_train_lag_ess_token", (("lag", "3-4"),)] == 0.5
     assert found["slimebus_eval_mean_reward", (("dataset", "held"),)] == 0.75
-    assert found["slimebus_broker_clients", (("role", "trainer"), ("state", "joined"))] == 1.0
     assert not [name for name, _ in found if "odd" in name]
 
 
 def test_without_its_broker_a_run_is_down_and_what_is_on_record_stays(tmp_path: Path) -> None:
-    assert parsed(exposition({}, History(tmp_path))) == {("slimebus_broker_up", ()): 0.0}
+    assert parsed(exposition({}, History(tmp_path))) == {("slimebus_broker_up", ()): 0.0, ("slimebus_broker_stalled_seconds", ()): 0.0}

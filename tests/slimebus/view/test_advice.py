@@ -19,7 +19,7 @@ def run(**changes: Any) -> Measured:
         (0.38, 0.0, 3, "2 more like the present 3 workers would remove the wait"),  # 3 / 0.62 = 4.8
         (0.1, 0.0, 1, "1 more like the present 1 worker would remove the wait"),
         (0.5, 0.04, 4, "4 more like the present 4 workers"),
-        (0.2, 0.3, 3, "they wait for each other; a broker.max_staleness above 2 lets them overlap more"),
+        (0.2, 0.3, 3, "they wait for each other; a larger broker.max_staleness lets them overlap more"),
         (0.0, 0.5, 4, "2 of the 4 workers would do"),
         (0.0, 0.2, 2, "the trainer is the slower side"),
         (0.01, 0.01, 3, "both sides are busy"),
