@@ -61,7 +61,7 @@ class Top(App[None]):
                     yield DataTable(cursor_type="row", zebra_stripes=True)
         yield Footer()
 
-    def on_mount(self) -> None:
+    def on_ready(self) -> None:
         """Ask now, and from now on; the arrow keys go from tab to tab."""
         self.query_one(Tabs).focus()
         self.look()

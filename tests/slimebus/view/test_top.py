@@ -18,11 +18,17 @@ def drive(ask: Callable[[], dict[str, Any]], steps: Callable[[Top, Pilot[None]],
     async def run() -> None:
         app = Top(ask)
         async with app.run_test(size=(100, 30)) as pilot:
-            await app.workers.wait_for_complete()
-            await pilot.pause()
+            await shown(app, pilot, lambda text: "asking" not in text)
             await steps(app, pilot)
 
     asyncio.run(run())
+
+
+async def shown(app: Top, pilot: Pilot[None], is_there: Callable[[str], bool]) -> None:
+    """Wait until the panel's text is as wanted; the test's own deadline ends it otherwise."""
+    while not is_there(panel(app)):
+        await pilot.pause(0.01)
+    await pilot.pause()
 
 
 def panel(app: Top) -> str:
@@ -78,10 +84,7 @@ def test_an_absent_broker_is_named_and_the_run_is_shown_again_once_it_answers() 
 
     async def steps(app: Top, pilot: Pilot[None]) -> None:
         assert "no broker answers at tcp://[x]:1" in panel(app)
-        app.look()
-        await app.workers.wait_for_complete()
-        await pilot.pause()
-        assert "3/8" in panel(app)
+        await shown(app, pilot, lambda text: "3/8" in text)
 
     drive(ask, steps)
 
