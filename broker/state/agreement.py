@@ -49,8 +49,8 @@ def _which_holds(key: str, client: Client) -> str:
 
 def _other_models(state: State, client: Client) -> Iterator[str]:
     """Between the trainer and each worker: the broker itself has no model."""
-    mine = client.settings.get(MODEL)
-    for other in state.clients.values():
+    mine, trainer = client.settings.get(MODEL), state.clients.get(state.pace.trainer)
+    for other in state.clients.values() if client.role == "trainer" else [trainer] if trainer else []:  # thousands of workers may join
         theirs = other.settings.get(MODEL)
         is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced
         if is_peer and mine and theirs and mine != theirs:

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from simulation.clock import Act
-
+from broker.simulate.timeline import Act
 from broker.state.effects import Address, Event
 from slimebus.bus import messages as m
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from simulation.clock import Act, Timeline
+from broker.simulate.timeline import Act, Timeline
 
 MEAN_DELAY_S = 0.05
 LONG_DELAY_S = (2.0, 60.0)

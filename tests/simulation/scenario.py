@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from broker.source.interface import Prompt, PromptSource
+from broker.simulate.numbered_prompts import NumberedPrompts
 from broker.state.rules import EvalDataset, Rules
 
 Durability = Literal["fsync", "os"]
@@ -13,35 +13,6 @@ SLOW_SHARE = 0.01
 """Of the worlds in which a group takes an hour. One costs about 20 times as much as another."""
 WIDE = "\U0001f422"
 """A character of four bytes: names are bounded in characters here and in bytes there."""
-
-
-class Numbers(PromptSource):
-    """Numbered prompts: `size` of them, `epochs` times over."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, size: int, epochs: int) -> None:
-        self.size, self.epochs = size, epochs
-
-    @property
-    def total(self) -> int:
-        """Prompts of all epochs."""
-        return self.size * self.epochs
-
-    def id_at(self, position: int) -> str:
-        """The prompt id of a position."""
-        return f"{position // self.size}/{position % self.size}"
-
-    def take(self, position: int) -> Prompt | None:
-        """The prompt at a position, or None past the end."""
-        if position >= self.total:
-            return None
-        return Prompt(self.id_at(position), position, b"prompt")
-
-    def find(self, prompt_id: str) -> Prompt | None:
-        """The prompt of an id."""
-        epoch, row = map(int, prompt_id.split("/"))
-        return self.take(epoch * self.size + row)
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -60,7 +31,7 @@ class Scenario(msgspec.Struct, frozen=True):
     """Everything about a world that does not change while it runs."""
 
     rules: Rules
-    source: Numbers
+    source: NumberedPrompts
     durability: Durability
     workers: list[WorkerPlan]
     needs_weights: bool
@@ -96,7 +67,7 @@ def draw(rng: random.Random, *, faults: bool) -> Scenario:
         num_steps = 3
     return Scenario(
         rules=_rules(rng, num_steps, 12.0 if is_slow else 1.0, evaluates=needs_weights and rng.random() < 0.5),
-        source=Numbers(rng.randint(8, 40), rng.choice([1, 2])) if num_steps is None else Numbers(1000, 3),
+        source=NumberedPrompts(rng.randint(8, 40), rng.choice([1, 2])) if num_steps is None else NumberedPrompts(1000, 3),
         durability=rng.choice(["fsync", "fsync", "os"]),
         workers=[worker_plan(rng, slowness) for _ in range(rng.choice([1, 2, 5]))],
         needs_weights=needs_weights,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simulation.account import Steps
 from simulation.actor import TIMEOUT_RESENDS, Actor, Request, require
-from simulation.clock import Act
 from simulation.worker import Truth
 
+from broker.simulate.timeline import Act
 from slimebus.bus import messages as m
 
 if TYPE_CHECKING:

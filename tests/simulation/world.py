@@ -14,12 +14,12 @@ from simulation import scenario as scenarios
 from simulation.account import Account
 from simulation.actor import Actor, Broken, require
 from simulation.broker_process import BrokerProcess
-from simulation.clock import Timeline
 from simulation.invariants import Invariants
 from simulation.network import Network
 from simulation.trainer import Checkpoint, Trainer
 from simulation.worker import Worker
 
+from broker.simulate.timeline import Timeline
 from broker.state.effects import Address
 from broker.state.rules import Rules
 from slimebus.bus import messages as m

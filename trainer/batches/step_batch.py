@@ -12,6 +12,7 @@ from trainer.batches.batch import Group
 from trainer.model import parallel
 
 ZERO_VARIANCE = "zero_variance"
+NUM_QUANTILES = 21
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -55,14 +56,17 @@ class StepBatch(msgspec.Struct):
         return StepPlan(num_steps=min(max_steps, len(self.groups)), publishes=self.next_version > self.version)
 
     def record(self) -> dict[str, Any]:
-        """What this step is given: its groups by id, and how many trained tokens have which staleness; demonstrations have none."""
+        """What this step is given: its groups by id, how many trained tokens have which staleness (demonstrations have none), and
+        NUM_QUANTILES evenly spaced quantiles of the trained tokens of a sample."""
         tokens: Counter[int] = Counter()
         for sample in self.samples:
             versions, lengths = np.array(sample.versions, np.int64).reshape(-1, 2).T
             made_by = np.repeat(versions, lengths)[sample.loss_mask > 0]
             tokens.update(np.where(made_by == NO_VERSION, 0, self.version - made_by).tolist())
         lags = {str(lag): count for lag, count in sorted(tokens.items())}
-        return {"version": self.version, "groups": [group.id for group in self.groups], "lag_tokens": lags}
+        lengths = [int((sample.loss_mask > 0).sum()) for sample in self.samples]
+        quantiles = np.quantile(lengths, np.linspace(0, 1, NUM_QUANTILES)).round(1).tolist() if lengths else []
+        return {"version": self.version, "groups": [group.id for group in self.groups], "lag_tokens": lags, "lengths": quantiles}
 
     def without_gradient(self) -> dict[str, str]:
         """Groups that trained nothing, by the reason: the advantages of all their tokens were zero. Known once the batch is trained."""

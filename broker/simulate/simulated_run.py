@@ -1,0 +1,298 @@
+"""The real state machine among timed workers and a timed trainer.
+
+Broker time stands still: waits, leases and silence are not what is asked about here, and 10,000 workers without heartbeats are quicker
+by far. Failures of workers are told to the machine when it would have noticed them.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from broker.machine import Machine
+from broker.simulate.engine import SimulatedEngine, SimulatedGroup
+from broker.simulate.numbered_prompts import NumberedPrompts
+from broker.simulate.timeline import Timeline
+from broker.simulate.workload import Workload
+from broker.state.effects import Address, Event, Reply
+from slimebus.bus import messages as m
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.sample_table import TOKEN_FIELDS, SampleTable, encode_table
+
+RUN, LINEAGE, TRAINER = "simulated", "simulated", "trainer"
+BROKER_NOW = 0.0
+WAIT_S = 3600.0
+AHEAD = 2
+"""Batches that a trainer has asked for: the one it trains, and the next one."""
+TOGETHER = 1e-3
+"""Of a step's time: what happens within it reaches the broker in one burst, as with a real one that is busy."""
+WARM_SHARE, MAX_WARM = 0.1, 20
+"""The first steps, in which the pipeline fills, are left out of all rates."""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What came of it, from the end of the first steps on. Idle: share of the time. lag_tokens: staleness -> trained tokens."""
+
+    steps_per_s: float
+    tokens_per_s: float
+    trainer_idle: float
+    worker_idle: float
+    lag_mean: float
+    lag_tokens: dict[int, float]
+    wasted_tokens: float
+    """Share of all sampled tokens."""
+    wasted_groups: dict[str, int]
+    seconds: float
+
+
+class SimulatedWorker:
+    """One worker: its engine, and what it leases."""
+
+    __slots__ = ("engine", "groups", "is_asking", "is_dead", "name", "turn")
+
+    def __init__(self, name: str, engine: SimulatedEngine) -> None:
+        self.name, self.engine = name, engine
+        self.groups: dict[int, SimulatedGroup] = {}
+        self.is_asking = self.is_dead = False
+        self.turn = 0
+        """Which of the planned looks at the engine is the valid one."""
+
+
+class SimulatedRun:
+    """`run` plays all steps and says what came of it. Raises SlimebusError where the machine refuses what is asked."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.timeline, self.random = workload, Timeline(), random.Random(workload.seed)
+        self.machine = Machine(workload.rules(), NumberedPrompts(1 << 62, 1), run=RUN)
+        self._events: deque[Event] = deque()
+        self._done: dict[Address, Callable[[Any], None]] = {}
+        self._epochs: dict[str, int] = {}
+        self.workers: list[SimulatedWorker] = []
+        self._unasked: deque[SimulatedWorker] = deque()
+        self._asking: dict[str, SimulatedWorker] = {}
+        self._most_asking = self.machine.state.rules.capacity
+        self.step, self.serving = 0, m.NO_VERSION
+        self.batches: dict[int, m.BatchReply] = {}
+        self.is_training = self.is_over = False
+        self._waits_since = 0.0
+        self.made: dict[str, SimulatedGroup] = {}
+        self.idle_s = self.tokens = self.wasted = self.sampled = 0.0
+        self.lag_tokens: defaultdict[int, float] = defaultdict(float)
+        self._warm = min(MAX_WARM, int(WARM_SHARE * workload.steps))
+        self._together_s = TOGETHER * workload.train_seconds(workload.batch * workload.samples * workload.mean_length)
+        self._frames: dict[tuple[int, ...], list[bytes]] = {}
+        self._warm_at = self._warm_busy = 0.0
+
+    def run(self) -> Outcome:
+        """Play every step."""
+        self._join(TRAINER, "trainer", lambda _: self._ask(TRAINER, m.Resume(step=0, version=0, lineage=LINEAGE), lambda _: self._begin()))
+        for i in range(self.workload.workers):
+            self._start_worker(f"w{i}")
+        while not self.is_over:
+            self._apply()
+            until = self.timeline.next_at() + self._together_s
+            while self.timeline.next_at() <= until and not self.is_over:
+                self.timeline.step()
+        return self._outcome()
+
+    # --- the machine ---
+
+    def _join(self, name: str, role: Any, then: Callable[[Any], None]) -> None:
+        def joined(welcome: m.Welcome) -> None:
+            self._epochs[name] = welcome.epoch
+            then(welcome)
+
+        self._epochs[name] = 0
+        self._ask(name, m.Hello(role=role, instance=f"{name}#{self.timeline.serial()}"), joined)
+
+    def _ask(self, sender: str, message: m.Message, done: Callable[[Any], None] = lambda _: None, bulk: list[bytes] = []) -> None:  # noqa: B006
+        """Send a request; `done` gets its answer."""
+        to = Address(sender.encode(), self.timeline.serial())
+        self._done[to] = done
+        self._events.append(Event(to=to, sender=sender, epoch=self._epochs[sender], run=RUN, message=message, bulk=bulk))
+
+    def _apply(self) -> None:
+        """Have the machine decide on what was asked, and on what its answers lead to."""
+        while self._events:
+            burst = list(self._events)
+            self._events.clear()
+            for effect in self.machine.apply(burst, BROKER_NOW):
+                if isinstance(effect, Reply):
+                    self._answer(effect)
+
+    def _answer(self, reply: Reply) -> None:
+        if isinstance(reply.message, m.Error):
+            raise SlimebusError(f"the simulated broker refused: {reply.message.text}", code=reply.message.code)
+        self._done.pop(reply.to)(reply.message)
+
+    # --- the trainer ---
+
+    def _begin(self) -> None:
+        self._publish(0)
+        self._next_step()
+
+    def _publish(self, version: int) -> None:
+        self._ask(TRAINER, m.Publish(lineage=LINEAGE, version=version, publishers=["x"], digest="d"))
+        self.timeline.later(self.workload.pull_s, lambda: self._pulled(version))
+
+    def _next_step(self) -> None:
+        self._waits_since = self.timeline.now
+        if self.step == self._warm:
+            self._warm_at, self._warm_busy = self.timeline.now, sum(worker.engine.busy_s for worker in self.workers)
+            self.idle_s = self.tokens = self.wasted = self.sampled = 0.0
+            self.lag_tokens.clear()
+        for step in range(self.step, min(self.step + AHEAD, self.workload.steps)):
+            if step not in self.batches:
+                self.batches[step] = m.BatchReply(step=step)
+                self._ask(TRAINER, m.Batch(step=step, wait_s=WAIT_S, trained=self.step), self._got_batch)
+        self._train_if_ready()
+
+    def _got_batch(self, batch: m.BatchReply) -> None:
+        self.batches[batch.step] = batch
+        self._train_if_ready()
+
+    def _train_if_ready(self) -> None:
+        batch = self.batches.get(self.step)
+        if self.is_training or batch is None or not batch.groups:
+            return
+        self.is_training = True
+        self.idle_s += self.timeline.now - self._waits_since
+        tokens = 0.0
+        for group in batch.groups:
+            made = self.made.pop(group.group)
+            tokens += made.tokens
+            for version, count in made.runs.items():
+                self.lag_tokens[batch.version - version] += count
+        self.tokens += tokens
+        self.timeline.later(self.workload.train_seconds(tokens) + self.workload.publish_s, self._trained)
+
+    def _trained(self) -> None:
+        batch = self.batches.pop(self.step)
+        if batch.next_version > batch.version:
+            self._publish(batch.next_version)
+        self._ask(TRAINER, m.Commit(step=self.step, checkpoint=self.step + 1))
+        self.step += 1
+        self.is_training = False
+        if self.step < self.workload.steps:
+            self._next_step()
+        else:
+            self.is_over = True
+
+    # --- workers ---
+
+    def _start_worker(self, name: str) -> None:
+        worker = SimulatedWorker(name, SimulatedEngine(self.workload, self.random))
+        self.workers.append(worker)
+        if self.workload.life_s:
+            self.timeline.later(self.random.expovariate(1 / self.workload.life_s), lambda: self._fail(worker))
+        self._join(name, "rollout", lambda _: self._lease(worker) if self.serving != m.NO_VERSION else None)
+
+    def _fail(self, worker: SimulatedWorker) -> None:
+        """It is gone; the broker notices when its leases expire, and another one comes."""
+        worker.is_dead = True
+        self._asking.pop(worker.name, None)
+        self.wasted += sum(group.tokens for group in worker.groups.values())
+        self.timeline.later(self.workload.lease_s, lambda: self._ask(worker.name, m.Goodbye()))
+        self.timeline.later(self.workload.restart_s, lambda: self._start_worker(f"w{self.timeline.serial()}-again"))
+
+    def _pulled(self, version: int) -> None:
+        """Every worker serves a version; those that wait for a lease say so at once."""
+        is_first, self.serving = self.serving == m.NO_VERSION, version
+        for worker in self.workers:
+            if worker.groups:
+                worker.engine.take_version(version, self.timeline.now)
+            if is_first:
+                self._lease(worker)
+        for name in self._asking:
+            self._ask(name, m.Heartbeat(state="serving", lineage=LINEAGE, serving=version))
+
+    def _lease(self, worker: SimulatedWorker) -> None:
+        """Ask for as much as it has room for. More waiting requests than groups could be given to are not sent: nobody would answer."""
+        want = self.workload.groups_per_worker - len(worker.groups)
+        if worker.is_asking or worker.is_dead or want < 1:
+            return
+        worker.is_asking = True
+        if len(self._asking) >= self._most_asking:
+            self._unasked.append(worker)
+        else:
+            self._send_lease(worker, want)
+
+    def _send_lease(self, worker: SimulatedWorker, want: int) -> None:
+        self._asking[worker.name] = worker
+        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving)
+        self._ask(worker.name, lease, lambda reply: self._leased(worker, reply))
+
+    def _leased(self, worker: SimulatedWorker, reply: m.LeaseReply) -> None:
+        worker.is_asking = False
+        self._asking.pop(worker.name, None)
+        if self._unasked and not reply.finished:
+            other = self._unasked.popleft()
+            if not other.is_dead:
+                self._send_lease(other, self.workload.groups_per_worker - len(other.groups))
+        if worker.is_dead or reply.finished:
+            return
+        for leased in reply.groups:
+            group = worker.groups[leased.lease] = SimulatedGroup(leased.group, leased.lease, leased.num_samples)
+            worker.engine.begin(group, self.serving, self.timeline.now)
+        self._look_at_engine(worker)
+        self._lease(worker)
+
+    def _look_at_engine(self, worker: SimulatedWorker) -> None:
+        """Come back when its next sample is done, unless something changes before."""
+        worker.turn += 1
+        turn, at = worker.turn, worker.engine.next_at()
+        if at < float("inf"):
+            self.timeline.later(at - self.timeline.now, lambda: self._sample_done(worker, turn))
+
+    def _sample_done(self, worker: SimulatedWorker, turn: int) -> None:
+        if turn != worker.turn or worker.is_dead:
+            return
+        group = worker.engine.finish_next(self.timeline.now)
+        if group is not None:
+            self.timeline.later(self.workload.overhead_s, lambda: self._put(worker, group))
+        self._look_at_engine(worker)
+
+    def _put(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
+        if worker.is_dead or worker.groups.pop(group.lease, None) is None:
+            return
+        self.sampled += group.tokens
+        if (before := self.made.get(group.id)) is not None:
+            self.wasted += before.tokens  # it was too stale, and its prompt was sampled again
+        self.made[group.id] = group
+        self._ask(worker.name, m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), bulk=self._bulk(tuple(sorted(group.runs))))
+        self._lease(worker)
+
+    def _bulk(self, versions: tuple[int, ...]) -> list[bytes]:
+        """Samples of one token for each version: the machine asks for no more than these, and how many there are is kept here."""
+        if versions not in self._frames:
+            n, k = self.workload.samples, len(versions)
+            fields = [m.Field(name=name, dtype=dtype) for name, dtype in TOKEN_FIELDS.items()]
+            table = SampleTable(num_tokens=[k] * n, versions=[[(v, 1) for v in versions]] * n, fields=fields)
+            table.reward, table.status = [0.0] * n, ["completed"] * n
+            self._frames[versions] = [encode_table(table), bytes(4 * n * k), b"\1" * (n * k), bytes(4 * n * k)]
+        return self._frames[versions]
+
+    # --- the end ---
+
+    def _outcome(self) -> Outcome:
+        seconds = max(1e-9, self.timeline.now - self._warm_at)
+        lag = dict(sorted(self.lag_tokens.items()))
+        busy_s = sum(worker.engine.busy_s for worker in self.workers) - self._warm_busy
+        return Outcome(
+            steps_per_s=(self.workload.steps - self._warm) / seconds,
+            tokens_per_s=self.tokens / seconds,
+            trainer_idle=self.idle_s / seconds,
+            worker_idle=max(0.0, 1 - busy_s / (seconds * self.workload.workers)),
+            lag_mean=sum(k * n for k, n in lag.items()) / (sum(lag.values()) or 1.0),
+            lag_tokens=lag,
+            wasted_tokens=self.wasted / (self.sampled or 1.0),
+            wasted_groups={reason: groups for reason, (groups, _) in self.machine.state.meta.waste.items()},
+            seconds=self.timeline.now,
+        )
+
+
+def simulate(workload: Workload) -> Outcome:
+    """What a run of this workload comes to."""
+    return SimulatedRun(workload).run()

@@ -1,0 +1,87 @@
+"""Whole simulated runs: limits that can be worked out, the bound, failures, and what is refused."""
+
+import msgspec
+import pytest
+
+from broker.simulate.closed_form import load_ratio, mean_staleness
+from broker.simulate.simulated_run import Outcome, simulate
+from broker.simulate.workload import Workload, lognormal_lengths
+from slimebus.bus.errors import ConfigError
+
+SMALL = Workload(steps=50, batch=16, samples=4, groups_per_worker=16, lengths=lognormal_lengths(100, 0.6, 800), worker_tokens_per_s=3000.0)
+
+
+def play(**changes: object) -> Outcome:
+    return simulate(msgspec.structs.replace(SMALL, **changes))
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert play(seed=3) == play(seed=3)
+    assert play(seed=3).tokens_per_s != play(seed=4).tokens_per_s
+
+
+def test_a_trainer_that_is_the_slower_side_sets_the_pace_and_never_waits() -> None:
+    found = play(workers=8, max_staleness=2, step_s=1.0, publish_s=0.25)
+    assert found.steps_per_s == pytest.approx(0.8, rel=1e-6)
+    assert found.trainer_idle == 0.0
+    assert found.lag_mean == pytest.approx(2.0, abs=0.01)
+
+
+def test_workers_that_are_the_slower_side_sample_all_the_time() -> None:
+    found = play(workers=1, max_staleness=8, step_s=0.1)
+    assert found.steps_per_s == pytest.approx(3000 / (16 * 4 * SMALL.mean_length), rel=0.03)
+    assert found.worker_idle < 0.01
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_token_is_older_than_the_bound(bound: int) -> None:
+    found = play(workers=3, max_staleness=bound, step_s=0.5, pull_s=0.3)
+    assert max(found.lag_tokens) <= bound
+    assert found.tokens_per_s > 0
+
+
+def test_on_policy_both_sides_wait_for_each_other() -> None:
+    found = play(workers=1, max_staleness=0, step_s=1.0)
+    assert found.lag_mean == 0.0
+    assert found.trainer_idle > 0.5
+    assert found.worker_idle > 0.1
+
+
+def test_groups_that_grew_too_old_are_wasted_and_counted() -> None:
+    found = play(workers=1, max_staleness=1, groups_per_worker=32, lengths=lognormal_lengths(100, 1.2, 3000))
+    assert found.wasted_tokens > 0.05
+    assert found.wasted_groups["stale"] > 10
+
+
+def test_workers_that_fail_cost_time_and_no_step() -> None:
+    whole, failing = play(workers=4, max_staleness=2), play(workers=4, max_staleness=2, life_s=20.0, lease_s=5.0, restart_s=5.0)
+    assert failing.steps_per_s < 0.95 * whole.steps_per_s
+    assert max(failing.lag_tokens) <= 2
+
+
+def test_ten_thousand_workers_are_played() -> None:
+    found = play(steps=5, workers=10_000, batch=128, max_staleness=2, step_s=1.0)
+    assert found.worker_idle > 0.9
+
+
+@pytest.mark.parametrize("rate", [1000.0, 3000.0])
+@pytest.mark.parametrize("groups", [8, 16])
+def test_the_closed_form_is_near_where_workers_are_the_slower_side(rate: float, groups: int) -> None:
+    workload = msgspec.structs.replace(SMALL, worker_tokens_per_s=rate, groups_per_worker=groups, max_staleness=8, step_s=1.0)
+    assert load_ratio(workload) < 1
+    assert mean_staleness(workload) == pytest.approx(simulate(workload).lag_mean, rel=0.25)
+
+
+def test_the_closed_form_is_the_bound_where_the_trainer_is_the_slower_side() -> None:
+    assert mean_staleness(msgspec.structs.replace(SMALL, workers=8, max_staleness=3, step_s=1.0)) == 3
+
+
+def test_lengths_that_are_no_quantiles_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rising quantiles"):
+        Workload(lengths=(5.0, 2.0))
+
+
+def test_log_normal_lengths_have_their_mean_and_are_cut() -> None:
+    lengths = lognormal_lengths(100, 0.5, 1e9)
+    assert Workload(lengths=lengths).mean_length == pytest.approx(100, rel=0.02)
+    assert max(lognormal_lengths(100, 1.0, 150)) == 150
