@@ -64,8 +64,8 @@ class StepBatch(msgspec.Struct):
             made_by = np.repeat(versions, lengths)[sample.loss_mask > 0]
             tokens.update(np.where(made_by == NO_VERSION, 0, self.version - made_by).tolist())
         lags = {str(lag): count for lag, count in sorted(tokens.items())}
-        lengths = [int((sample.loss_mask > 0).sum()) for sample in self.samples]
-        quantiles = np.quantile(lengths, np.linspace(0, 1, NUM_QUANTILES)).round(1).tolist() if lengths else []
+        made = [int((sample.loss_mask > 0).sum()) for sample in self.samples]
+        quantiles = np.quantile(made, np.linspace(0, 1, NUM_QUANTILES)).round(1).tolist() if made else []
         return {"version": self.version, "groups": [group.id for group in self.groups], "lag_tokens": lags, "lengths": quantiles}
 
     def without_gradient(self) -> dict[str, str]:
