@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -25,7 +25,7 @@ RETRY_LONGEST_S = 2.0
 # SGLang aborts every request whose id begins with the given one: a closing mark keeps "w-1" from ending "w-10".
 RID_END = "."
 UNAUTHORIZED = 401
-RETRIED_STATUS = (502, 503, 504)
+DONE_STATUS, RETRIED_STATUS = (200, 202), (502, 503, 504)
 
 
 class EngineError(SlimebusError):
@@ -111,18 +111,20 @@ class EngineClient:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompts: Sequence[list[int]], sampling: Sampling | Sequence[Sampling], rids: Sequence[str], *, cache_key: str = ""
-    ) -> list[Completion]:
+        self, prompts: Sequence[list[int]], sampling: Sampling | Sequence[Sampling], rids: Sequence[str], *,
+        cache_key: str = "", session: str = "",
+    ) -> list[Completion]:  # fmt: skip
         """One completion for each prompt, in order; `sampling` is one dict for all or one each, `rids` one each.
 
-        cache_key: only requests with the same one share keys and values of a common prefix. A lost connection is retried under other
-        names of the same rids, since SGLang refuses one that it still runs: a sequence may be generated twice, but is returned once.
+        cache_key: only requests with the same one share keys and values of a common prefix. session: what a router keeps together.
+        A lost connection is retried under other names of the same rids, since SGLang refuses one that it still runs: a sequence may be
+        generated twice, but is returned once.
         UsageError for a request that the engine refuses (400) or whose token ids are outside the vocabulary, EngineError
         for any other answer.
         """
         body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}
         body |= {"extra_key": cache_key} if cache_key else {}
-        return [self._completion(answer) for answer in await self._generate(body, rids)]
+        return [self._completion(answer) for answer in await self._generate(body, rids, session)]
 
     async def score(self, tokens: list[int], rid: str) -> npt.NDArray[np.float32]:
         """log p(tokens[t] | tokens[:t]) of the model that is served, at temperature 1 always, float32 [T]; 0 for the first.
@@ -134,16 +136,18 @@ class EngineClient:
         scored = answer.meta_info.input_token_logprobs or []  # the first has none, for nothing stands before it
         return self._logprobs(rid, tokens, [(0.0, tokens[0], None), *scored[1:]])
 
-    async def _generate(self, body: dict[str, Any], rids: Sequence[str]) -> list[_Answer]:
-        prompts: Sequence[list[int]] = body["input_ids"]
-        self._check(prompts, rids)
+    async def _generate(self, body: dict[str, Any], rids: Sequence[str], session: str = "") -> list[_Answer]:
+        self._check(body["input_ids"], rids)
         reply = await self._call("/generate", {**body, "return_logprob": True}, rids=rids, timeout_s=GENERATE_TIMEOUT_S)
+        return self._answers(reply, len(rids))
+
+    def _answers(self, reply: bytes, number: int) -> list[_Answer]:
         try:
             answers = _decode_answers(reply)
         except msgspec.DecodeError as error:
             raise EngineError(f"engine {self.url}: the answer to /generate is not SGLang's: {error}") from None
-        if len(answers) != len(prompts):
-            raise EngineError(f"engine {self.url}: {len(answers)} answers to {len(prompts)} prompts")
+        if len(answers) != number:
+            raise EngineError(f"engine {self.url}: {len(answers)} answers to {number} prompts")
         return answers
 
     def _check(self, prompts: Sequence[list[int]], rids: Sequence[str]) -> None:
@@ -233,16 +237,16 @@ class EngineClient:
 
     async def is_ready(self, timeout_s: float = 2.0) -> bool:
         """Whether `/ready` answers 200 within `timeout_s`: it is up and not paused. Never raises."""
-        return await self._status("/ready", timeout_s) == 200
+        return await self.status("/ready", timeout_s) == 200
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether anything answers within `timeout_s`, be it an error. Never raises."""
-        return await self._status("/ping", timeout_s) != 0
+        return await self.status("/ping", timeout_s) != 0
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
         """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or once `is_dead()`. UsageError for a router."""
         deadline_s = time.monotonic() + timeout_s
-        while 200 not in (found := [await self._status(path, 2.0) for path in ("/ready", "/ping")]):
+        while 200 not in (found := [await self.status(path, 2.0) for path in ("/ready", "/ping")]):
             if found == [404, 404]:
                 raise UsageError(
                     f"what answers at {self.url} knows neither /ready nor /ping and is no engine; a router does not pass weights on: "
@@ -275,7 +279,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         return self._session
 
-    async def _status(self, path: str, timeout_s: float) -> int:
+    async def status(self, path: str, timeout_s: float) -> int:
         """Of the answer to a GET; 0 when there is none in time. Never raises."""
         try:
             return (await self._send(path, None, timeout_s))[0]
@@ -287,26 +291,29 @@ class EngineClient:
         path: str,
         body: dict[str, Any] | None = None,
         *,
-        rids: Sequence[str] = (),
+        rids: Sequence[str] | str = (),
         timeout_s: float = 60.0,
         retry_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        method: str = "",
     ) -> bytes:
-        """The body of a 200 to a POST, or GET without a body; lost connections and busy answers are retried for `retry_s` from the first.
+        """The body of a 200 (or 202) to a POST, or GET without a body. Lost connections and busy answers are retried for `retry_s`.
 
         rids: of the requests in the body, which have another name in each attempt.
         """
         retry_s = self._retry_s if retry_s is None else retry_s
         failing_since_s, pause_s = 0.0, RETRY_FIRST_S
         for attempt in itertools.count():
-            named = {**(body or {}), "rid": [_name(rid, attempt) for rid in rids]} if rids else body
+            names = _name(rids, attempt) if isinstance(rids, str) else [_name(rid, attempt) for rid in rids]
+            named = {**(body or {}), "rid": names} if rids else body
             payload = None if named is None else msgspec.json.encode(named, enc_hook=_as_plain)
             try:
-                status, reply = await self._send(path, payload, timeout_s)
+                status, reply = await self._send(path, payload, timeout_s, headers, method)
             except TimeoutError:
                 raise Unreachable(f"engine {self.url} did not answer {path} within {timeout_s:.0f} s") from None
             except aiohttp.ClientError as error:
                 status, reply = 0, (str(error) or type(error).__name__).encode()
-            if status == 200:
+            if status in DONE_STATUS:
                 return reply
             if status and status not in RETRIED_STATUS:
                 text = f"engine {self.url}: {path} answered {status}: {_text(reply)}"
@@ -320,10 +327,12 @@ class EngineClient:
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
         raise AssertionError("unreachable")
 
-    async def _send(self, path: str, payload: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    async def _send(
+        self, path: str, payload: bytes | None, timeout_s: float, headers: Mapping[str, str] | None = None, method: str = ""
+    ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0)
-        method = "GET" if payload is None else "POST"
-        async with self._open().request(method, self.url + path, data=payload, timeout=timeout) as response:
+        method = method or ("GET" if payload is None else "POST")
+        async with self._open().request(method, self.url + path, data=payload, timeout=timeout, headers=headers) as response:
             return response.status, await response.read()
 
 

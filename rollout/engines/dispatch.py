@@ -59,7 +59,7 @@ class Dispatch:
             return [NOTHING] * len(prompts)
         rids = [f"{self.pool.name}-{next(self._ids):012d}" for _ in prompts]  # equal length: SGLang aborts by prefix
         try:
-            completions = await engine.generate(prompts, samplings, rids, group=group)
+            completions = await engine.generate(prompts, samplings, rids, group=group, session=session)
         except Unreachable:
             await self._report_if_lost(engine)
             raise
@@ -76,6 +76,8 @@ class Dispatch:
             if not up and not model:
                 self.pool.on_lost()  # again, should it have been lost just when its last update was done
                 raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
+            if self.pool.router is not None and not model:  # it may ask any of them: none may be between two versions
+                up = [self.pool.router.target] if all(engine.state == "serving" for engine in up) else []
             home = self._homes.get(session) if session else None
             if home not in up:
                 home = min(up, key=lambda engine: engine.running, default=None)
@@ -90,8 +92,10 @@ class Dispatch:
         return None
 
     async def _report_if_lost(self, engine: Engine) -> None:
-        if await engine.is_lost():
-            self.pool.report_lost(engine)
+        is_router = self.pool.router is not None and engine is self.pool.router.target
+        for one in self.pool.of("") if is_router else [engine]:
+            if await one.is_lost():
+                self.pool.report_lost(one)
 
     def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
         """Runs (version, length) over its tokens. Raises WeightsError for weights that came from elsewhere."""
@@ -152,4 +156,4 @@ class Dispatch:
 
     async def _abort(self, group: str | None) -> None:
         # One engine that cannot be reached keeps no other from handing over.
-        await asyncio.gather(*(engine.abort(group) for engine in self.pool.engines), return_exceptions=True)
+        await asyncio.gather(*(engine.abort(group) for engine in self.pool.asked), return_exceptions=True)

@@ -23,6 +23,7 @@ from rollout.weights.engine_weights import EngineWeights
 from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.bus.messages import NO_VERSION, EngineReport
 from slimebus.cli.config.schema import EngineConfig
+from slimebus.cli.engine_plan import Kind
 from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -39,7 +40,8 @@ OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
 class Engine:
     """One engine: its client, the process if it was started here, what it serves, and what it is running.
 
-    model: its name in engine.sglang_config; empty: the policy. on_change: called with each change of `state`.
+    model: its name in engine.sglang_config; empty: the policy. kind: its part where several engines make one sample; bootstrap_port: where
+    one that prefills meets those that decode. on_change: called with each change of `state`.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class Engine:
         *,
         model: str = "",
         is_frozen: bool = False,
+        kind: Kind = "regular",
+        bootstrap_port: int = 0,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.vocab_size, self.config, self.model, self.is_frozen, self.on_change = vocab_size, config, model, is_frozen, on_change
-        self.running = 0
+        self.kind, self.bootstrap_port, self.running = kind, bootstrap_port, 0
         self._calls: set[asyncio.Task[list[Completion]]] = set()
         self._groups: dict[str, str] = {}
         self._updating = asyncio.Lock()
@@ -161,12 +165,17 @@ class Engine:
 
     # --- requests ---
 
+    @property
+    def requests(self) -> list[str]:
+        """Names of those that it has."""
+        return list(self._groups)
+
     async def generate(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str], *, group: str = ""
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str], *, group: str = "", session: str = ""
     ) -> list[Completion]:
         """One completion a prompt. Raises WeightsError when the engine lost its weights meanwhile: what it made then is worth nothing."""
         self._check_service()
-        call = asyncio.ensure_future(self.client.generate(prompts, samplings, rids, cache_key=self.weights.cache_key))
+        call = asyncio.ensure_future(self.client.generate(prompts, samplings, rids, cache_key=self.weights.cache_key, session=session))
         self._calls.add(call)
         self._groups |= dict.fromkeys(rids, group)
         self.running += len(prompts)

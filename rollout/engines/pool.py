@@ -15,6 +15,7 @@ from pathlib import Path
 from rollout.engines.claim import claim
 from rollout.engines.engine import ABORT_POLL_S, SETTLE_S, Engine
 from rollout.engines.process import EngineProcess, embedded_engine
+from rollout.engines.router import Router
 from rollout.engines.sglang import option_list, sglang_server
 from rollout.weights.policy import PolicyWeights
 from slimebus.bus.errors import SlimebusError, UsageError
@@ -51,6 +52,7 @@ class EnginePool:
         self._watching: dict[Engine, asyncio.Task[None]] = {}
         self._claims: dict[Engine, socket.socket] = {}
         self._changed = asyncio.Event()
+        self.router: Router | None = None
         self.on_lost: Callable[[], None] = lambda: None
         """Called when no engine of the policy has its weights any more."""
 
@@ -61,6 +63,11 @@ class EnginePool:
             names = sorted({engine.model or "policy" for engine in self.engines})
             raise UsageError(f"no engine of model {model or 'policy'!r}; there are: {', '.join(names)}")
         return found
+
+    @property
+    def asked(self) -> list[Engine]:
+        """Where requests may be: at the engines, or at the router."""
+        return [*self.engines, *([self.router.target] if self.router is not None else [])]
 
     async def until_change(self) -> None:
         """Return once an engine changes its state, or ends a request."""
@@ -81,7 +88,8 @@ class EnginePool:
         for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
             process, config = self._launch(spec), self.config.engine
             size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
-            engine = Engine(process.url, process, size, config, model=spec.model, is_frozen=spec.is_frozen, on_change=self.note_change)
+            about = {"model": spec.model, "is_frozen": spec.is_frozen, "kind": spec.kind, "bootstrap_port": spec.bootstrap_port}
+            engine = Engine(process.url, process, size, config, on_change=self.note_change, **about)  # type: ignore[arg-type]
             self.engines.append(engine)
             self._specs[engine] = spec
         first = [asyncio.create_task(self._enlist(engine)) for engine in self.engines]
@@ -93,6 +101,10 @@ class EnginePool:
             for task in first:
                 task.cancel()
             raise
+        if self.config.engine.use_router:
+            log_file = self.log_dir / f"router-{self.name}.log"
+            self.router = Router(self.config, log_file, lambda: self.of(""), self.vocab_size, on_change=self.note_change)
+            await self.router.start()
 
     async def _claim(self, url: str) -> Engine:
         claimed = await claim(url)
@@ -224,6 +236,8 @@ class EnginePool:
         if not any(other.state == "serving" for other in self.of(engine.model if engine.is_frozen else "") if other is not engine):
             raise UsageError(f"{url} is the only engine in service of its model; attach another first, or drain the worker")
         await engine.drain()
+        if self.router is not None:
+            await self.router.let_go(engine)
         await self._remove(engine)
         return f"{url} is detached{'' if engine.process is None else ' and ended: this worker had started it'}"
 
@@ -255,6 +269,8 @@ class EnginePool:
     async def stop(self) -> None:
         """Close the clients and end the processes that were started here, for certain."""
         await self.weights.stop_recovering()
+        if self.router is not None:
+            await self.router.stop()
         while self.engines:
             await asyncio.gather(*(self._remove(engine) for engine in list(self.engines)))
 

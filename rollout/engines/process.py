@@ -68,9 +68,10 @@ class EngineProcess:
             try:
                 await client.wait_ready(timeout_s, is_dead=self.is_dead)
             except Unreachable as error:
-                raise EngineStartError(self._why(error.text)) from None
+                raise EngineStartError(self.why(error.text)) from None
 
-    def _why(self, text: str) -> str:
+    def why(self, text: str) -> str:
+        """This text, how the process ended, and the tail of its log."""
         status = None if self._process is None else self._process.poll()
         ended = "" if status is None else f" ({ending(status)})"
         tail = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

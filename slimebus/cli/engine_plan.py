@@ -20,6 +20,8 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "encode": {"encoder_only": True},
 }
 """What SGLang's server is told of its part."""
+BOOTSTRAP_PORT = 8998
+"""SGLang's own first port, where an engine that prefills meets those that decode."""
 RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"))
 REPLICAS = ("dp_size", "data_parallel_size", "dp")
 
@@ -35,6 +37,11 @@ class EngineSpec(NamedTuple):
     arguments: dict[str, Any]
     suffix: str
     """Of its log file."""
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where an engine that prefills meets those that decode; 0 for others."""
+        return int(self.arguments.get("disaggregation_bootstrap_port", 0))
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,6 +77,8 @@ def engine_specs(config: RunConfig, model_dir: Path, base: Path) -> list[EngineS
         raise ConfigError(f"engine.gpus: {len(gpus)} GPUs for a worker whose engines need {num_wanted}; give more, or start fewer workers")
     if not gpus and len(wanted) > 1:
         gpus = list(range(num_wanted))
+    if not config.engine.use_router and {group.worker_type for _, group, _ in wanted} & OF_KIND.keys():
+        raise ConfigError("engine.sglang_config: prefill, decode and encode groups need engine.use_router: true")
     taken = iter(gpus)
     return [
         EngineSpec(
@@ -78,11 +87,15 @@ def engine_specs(config: RunConfig, model_dir: Path, base: Path) -> list[EngineS
             not model.update_weights,
             group.worker_type,
             tuple(itertools.islice(taken, group.num_gpus)),
-            {**config.sglang, **OF_KIND.get(group.worker_type, {}), **group.overrides},
+            {**config.sglang, **OF_KIND.get(group.worker_type, {}), **_meeting(group, i), **group.overrides},
             f"-{i + 1}" if len(wanted) > 1 else "",
         )
         for i, (model, group, directory) in enumerate(wanted)
     ]
+
+
+def _meeting(group: _Group, number: int) -> dict[str, Any]:
+    return {"disaggregation_bootstrap_port": BOOTSTRAP_PORT + number} if group.worker_type == "prefill" else {}
 
 
 def _read(file: Path) -> list[_Model]:

@@ -77,9 +77,7 @@ class Scripted:
         self.release = asyncio.Event()
         self.release.set()
 
-    async def generate(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str], *, cache_key: str
-    ) -> list[Completion]:
+    async def generate(self, prompts: list[list[int]], samplings: list[dict[str, Any]], rids: list[str], **_: str) -> list[Completion]:
         self.asked.append((prompts, samplings))
         await self.release.wait()
         return self.rounds.pop(0)

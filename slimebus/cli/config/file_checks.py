@@ -19,6 +19,7 @@ from slimebus.cli.config.convert import nearest
 from slimebus.cli.config.flags import trainer_command, trainer_flags
 from slimebus.cli.config.load import Resolved
 from slimebus.cli.dynamic_filter import is_reward_spread
+from slimebus.cli.engine_plan import engine_specs
 from slimebus.model_folder import read_config, vocabulary_problems
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -27,9 +28,10 @@ UNLABELLED = ("random", "ifbench", "remote", "graded")
 """Built-in rewards that need no label."""
 ROWS_READ = 10_000
 FIND_S = 60.0
-LOOK = "import importlib.util, sys; sys.path.pop(0); found = importlib.util.find_spec('sglang'); print(found.origin if found else '')"
+LOOK = "import importlib.util, sys; sys.path.pop(0); found = importlib.util.find_spec(sys.argv[1]); print(found.origin if found else '')"
 SGLANG_OPTION = re.compile(r"\"--([a-z][\w-]+)\"|^    ([a-z]\w+):", re.MULTILINE)
-"""In sglang/srt/server_args.py: an argument, or a field of ServerArgs."""
+"""In the sources that declare arguments: one, or a field that is one."""
+SGLANG_SOURCES = ("srt/server_args.py", "srt/arg_groups/**/*.py")
 
 
 def file_problems(resolved: Resolved) -> list[str]:
@@ -186,7 +188,7 @@ def _algorithm(resolved: Resolved) -> list[str]:
 
 
 def _unknown(resolved: Resolved, section: str, known: Collection[str], what: str) -> Iterator[str]:
-    for name in getattr(resolved.config, section):
+    for name in getattr(resolved.config, section) if known else ():
         if name.lstrip("-").replace("-", "_") not in known:
             place = resolved.origin.get(f"{section}.{name}", "config")
             yield f"{place}: {section}.{name}: no {what}{nearest(name, sorted(known))}"
@@ -212,6 +214,20 @@ def _hooks(resolved: Resolved, wanted: Iterable[tuple[str, str, str]]) -> Iterat
 
 def _engine(resolved: Resolved) -> Iterator[str]:
     engine = resolved.config.engine
+    if engine.use_router:
+        if (package := _package(engine.engine_python, "sglang_router")) is None:
+            yield f"engine.use_router: true, but {engine.engine_python or sys.executable} has no package sglang-router; install it there"
+        else:
+            yield from _unknown(resolved, "router", _arguments(package, ("router_args.py",)), "argument of sglang-router")
+    specs = []
+    if not engine.engine_url and engine.engine != "none":
+        try:
+            specs = engine_specs(resolved.config, resolved.path(resolved.config.model.hf_checkpoint), resolved.base)
+        except ConfigError as bad:
+            yield bad.text
+        yield from (
+            f"engine.sglang_config: no model at {s.directory}" for s in specs if s.is_frozen and not (s.directory / "config.json").is_file()
+        )
     if engine.engine != "sglang" or engine.engine_url:
         return
     remedy = "bin/install-sglang installs it into .venv-sglang; give engine.engine_python: .venv-sglang/bin/python"
@@ -221,19 +237,30 @@ def _engine(resolved: Resolved) -> Iterator[str]:
     elif (package := _sglang(python)) is None:
         yield f"engine.engine: sglang, but {python or sys.executable} has no package sglang; {remedy}"
     else:
-        with contextlib.suppress(OSError):  # a release that keeps its arguments elsewhere
-            found = SGLANG_OPTION.findall((package / "srt" / "server_args.py").read_text())
-            known = {name.replace("-", "_") for option in found for name in option if name}
-            yield from _unknown(resolved, "sglang", known, "argument of the SGLang server")
+        known = _arguments(package, SGLANG_SOURCES)
+        yield from _unknown(resolved, "sglang", known, "argument of the SGLang server")
+        for name in {name for spec in specs for name in spec.arguments} - resolved.config.sglang.keys() if known else ():
+            if name.replace("-", "_") not in known:
+                yield f"engine.sglang_config: {name}: no argument of the SGLang server{nearest(name, sorted(known))}"
+
+
+def _arguments(package: Path, sources: Iterable[str]) -> set[str]:
+    """The names of what a package declares as arguments; none for a release that keeps them elsewhere."""
+    texts = [file.read_text() for source in sources for file in package.glob(source)]
+    return {name.replace("-", "_") for text in texts for option in SGLANG_OPTION.findall(text) for name in option if name}
 
 
 def _sglang(python: str) -> Path | None:
-    """The folder of the package sglang that this Python has; None without one."""
+    return _package(python, "sglang")
+
+
+def _package(python: str, name: str) -> Path | None:
+    """The folder of a package that this Python has; None without one."""
     if not python:
-        spec = importlib.util.find_spec("sglang")
+        spec = importlib.util.find_spec(name)
         return Path(spec.origin).parent if spec is not None and spec.origin else None
     try:
-        done = subprocess.run([python, "-c", LOOK], check=False, timeout=FIND_S, capture_output=True, text=True)
+        done = subprocess.run([python, "-c", LOOK, name], check=False, timeout=FIND_S, capture_output=True, text=True)
         return Path(done.stdout.strip()).parent if done.stdout.strip() else None
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -26,7 +26,7 @@ class Client:
         self.engine, self.asked, self.waiting = engine, 0, dict[str, asyncio.Future[str]]()
         self.is_gone = False
 
-    async def generate(self, prompts: list[Any], samplings: list[Any], rids: list[str], *, cache_key: str) -> list[Completion]:
+    async def generate(self, prompts: list[Any], samplings: list[Any], rids: list[str], **_: str) -> list[Completion]:
         self.asked += len(prompts)
         if self.is_gone:
             raise Unreachable("nobody there")

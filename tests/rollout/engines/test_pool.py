@@ -24,6 +24,7 @@ from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
 from rollout.engines.pool import EnginePool
 from rollout.engines.process import EngineProcess, embedded_engine
+from rollout.partials import Unfinished
 from rollout.response import Task
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.cli.config.schema import EngineConfig, RunConfig
@@ -230,3 +231,30 @@ def test_engine_urls_may_be_repeated_and_listed():
     show = [sys.executable, "-m", "slimebus", "config", "show", "--engine-url", "http://a:1,http://b:2", "--engine-url", "http://c:3"]
     shown = subprocess.run(show, capture_output=True, text=True, check=False)
     assert all(url in shown.stdout for url in ("http://a:1", "http://b:2", "http://c:3")), shown.stdout + shown.stderr
+
+
+def test_a_router_asks_only_engines_that_serve_and_a_killed_one_costs_no_truncated_sample(model: Path):
+    async def talk(engines: Dispatch) -> None:
+        first, router = engines.pool.engines[0], engines.pool.router
+        assert router is not None
+        await engines.pool.update_weights(version(model, 2))
+        (response,) = await engines.sample([task(SHORT)])
+        assert response.versions == [(2, 3)]
+        begun = [asyncio.ensure_future(engines.sample([task(LONG)])) for _ in range(6)]
+        await until(lambda: router.target.running == 6, 10)
+        assert first.process is not None
+        os.kill(server_of(first.process), signal.SIGKILL)
+        for outcome in await asyncio.gather(*begun, return_exceptions=True):
+            if isinstance(outcome, list):
+                assert len(outcome[0].token_ids) == LONG["max_new_tokens"]
+            else:
+                assert isinstance(outcome, SlimebusError), outcome
+        await until(lambda: [engine.state for engine in engines.pool.engines] == ["serving", "serving"], 60)
+        assert first.weights.tag == "L:2"
+        cut_off = asyncio.ensure_future(engines.sample([task(LONG)]))
+        await until(lambda: router.target.running == 1, 10)
+        await engines.leave()
+        with pytest.raises(Unfinished):
+            await cut_off
+
+    run(model, talk, num_engines=2, use_router=True)

@@ -7,7 +7,7 @@ import pytest
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import resolve
 from slimebus.cli.config.fields import docstrings, sections
-from slimebus.cli.config.schema import paths
+from slimebus.cli.config.schema import flag_of, paths
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -143,5 +143,6 @@ def test_every_field_is_documented_with_its_unit() -> None:
 
 
 def test_flags_are_unambiguous_across_sections() -> None:
-    last = [name.rpartition(".")[2] for name in paths()]
-    assert len(last) == len(set(last))
+    flags = [flag_of(name) for name in paths()]
+    assert len(flags) == len(set(flags))
+    assert {"engine-gpus", "trainer-gpus", "num-engines"} <= set(flags)

@@ -1,0 +1,142 @@
+"""sglang-router in front of a pool: samples come through it, everything else goes to the engines themselves.
+
+It passes on no pause, abort or weight update, takes one prompt a request, and asks whatever engine it was told of. So it is told of an
+engine once that serves, and again when it ceases to; its own health checks, which would take out an engine that is paused, are off.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout.engines.client import GENERATE_TIMEOUT_S, EngineClient
+from rollout.engines.engine import Engine
+from rollout.engines.process import EngineProcess
+from rollout.engines.sglang import option_list
+from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.cli.config.schema import RunConfig
+from slimebus.cli.launch import free_port
+
+log = logging.getLogger("rollout")
+
+START_TIMEOUT_S, POLL_S, STOP_S = 60.0, 0.1, 1.0
+KEY_HEADER = "X-SMG-Routing-Key"
+OURS = {"policy": "manual", "disable_health_check": True, "log_level": "warn"}
+"""manual: requests with the same key go to the same engine."""
+
+
+class RouterClient(EngineClient):
+    """Samples through a router. engines: those behind it, which are told of aborts."""
+
+    def __init__(self, url: str, engines: Callable[[], Sequence[Engine]], **options: Any) -> None:
+        super().__init__(url, **options)
+        self._engines = engines
+
+    async def _generate(self, body: dict[str, Any], rids: Sequence[str], session: str = "") -> list[Any]:
+        prompts, sampling = body["input_ids"], body["sampling_params"]
+        self._check(prompts, rids)
+        samplings = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
+        calls = [
+            self._call(
+                "/generate",
+                {**body, "input_ids": prompt, "sampling_params": one, "return_logprob": True},
+                rids=rid,
+                timeout_s=GENERATE_TIMEOUT_S,
+                headers={KEY_HEADER: session or rid},
+            )
+            for prompt, one, rid in zip(prompts, samplings, rids, strict=True)
+        ]
+        return self._answers(b"[" + b",".join(await asyncio.gather(*calls)) + b"]", len(prompts))
+
+    async def abort(self, rid: str) -> None:
+        await asyncio.gather(*(engine.client.abort(rid) for engine in self._engines()), return_exceptions=True)
+
+
+class Router:
+    """The router's process, kept running, and the engines that it knows. `target` stands for all of them in dispatch."""
+
+    def __init__(
+        self, config: RunConfig, log_file: Path, engines: Callable[[], list[Engine]], vocab_size: int | None, *,
+        on_change: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.config, self.engines, port = config, engines, free_port()
+        parts = {engine.kind for engine in engines()}
+        ours = OURS | ({"pd_disaggregation": True} if "prefill" in parts else {})
+        arguments = option_list({"host": "127.0.0.1", "port": port, "prometheus_port": free_port(), **ours, **_plain(config.router)})
+        command = [config.engine.engine_python or sys.executable, "-m", "sglang_router.launch_router", *arguments]
+        self.process = EngineProcess(command, f"http://127.0.0.1:{port}", log_file)
+        self.target = Engine(self.process.url, None, vocab_size, config.engine, on_change=on_change)
+        self.target.client = RouterClient(self.process.url, engines, vocab_size=vocab_size)
+        self._known: dict[str, str] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it, wait until it is up, and keep it so. Raises Unreachable with the tail of its log."""
+        await self._launch()
+        self._following = asyncio.create_task(self._follow())
+
+    async def _launch(self) -> None:
+        self._known = {}
+        self.process.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while await self.target.client.status("/health", 2.0) != 200:
+            if self.process.is_dead() or time.monotonic() > deadline:
+                raise Unreachable(self.process.why(f"the router at {self.process.url} did not start"))
+            await asyncio.sleep(POLL_S)
+        log.info("started sglang-router at %s (log: %s)", self.process.url, self.process.log_path)
+
+    async def _follow(self) -> None:
+        """Tell it of engines that begin or cease to serve; start it again when it ends."""
+        while True:
+            try:
+                if self.process.is_dead():
+                    self.target.turn("sick")
+                    log.error("the router at %s ended; starting it again", self.process.url)
+                    await self._launch()
+                await self._tell()
+            except SlimebusError as bad:
+                log.warning("%s", bad.text)
+            await asyncio.sleep(POLL_S)
+
+    async def _tell(self) -> None:
+        serving = {engine.url: engine for engine in self.engines() if engine.is_up and engine.kind != "encode"}
+        self.target.weights.cache_key = next((engine.weights.cache_key for engine in serving.values()), "")
+        if serving.keys() == self._known.keys() and self.target.state == "serving":
+            return
+        for url in self._known.keys() - serving.keys():
+            await self._ask(f"/workers/{self._known.pop(url)}", method="DELETE")
+        for url in serving.keys() - self._known.keys():
+            self._known[url] = str((await self._ask("/workers", self._about(serving[url])))["worker_id"])
+        listed = {one["url"] for one in (await self._ask("/workers"))["workers"]}
+        self.target.turn("serving" if self._known.keys() <= listed and listed else "syncing")
+
+    def _about(self, engine: Engine) -> dict[str, Any]:
+        key = self.config.engine.engine_api_key if engine.process is None else engine.process.api_key
+        about = {"url": engine.url, "worker_type": engine.kind, "api_key": key or None, "bootstrap_port": engine.bootstrap_port or None}
+        return {name: value for name, value in about.items() if value is not None}
+
+    async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
+        reply: dict[str, Any] = msgspec.json.decode(await self.target.client._call(path, body, method=method))
+        return reply
+
+    async def let_go(self, engine: Engine) -> None:
+        """It asks this engine, which is draining, no more, and what the engine had of it ends."""
+        while engine.url in self._known:
+            await asyncio.sleep(POLL_S)
+        await asyncio.gather(*map(engine.client.abort, self.target.requests), return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End it."""
+        if self._following is not None:
+            self._following.cancel()
+        await self.target.close()
+        await asyncio.to_thread(self.process.stop, STOP_S)
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
