@@ -24,6 +24,18 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprob_start_len: int | list[int] | None = None
     extra_key: str | list[str] | None = None
     stream: bool = False
+    model: str | None = None
+    log_metrics: bool = True
+    no_logs: bool = False
+    background: bool = False
+    return_text_in_logprobs: bool = False
+    return_hidden_states: bool = False
+    return_bytes: bool = False
+    return_entropy: bool = False
+
+
+ONLY_OFF = ("background", "return_text_in_logprobs", "return_hidden_states", "return_bytes", "return_entropy")
+"""A router names them in each request, as off."""
 
 
 class RequestExpander:
@@ -34,6 +46,8 @@ class RequestExpander:
 
     def expand(self, body: GenerateBody) -> tuple[list[Sequence], bool]:
         """One sequence a prompt, or n of each, and whether the answer is one object; ranges, token ids and lengths checked."""
+        if asked := [name for name in ONLY_OFF if getattr(body, name)]:
+            raise ValueError(f"{asked[0]}: this engine does not have it; use SGLang")
         prompts, is_single = self._prompts(body)
         count = len(prompts)
         samplings = [SamplingParams.read(given, self._config.vocab_size) for given in _per_prompt(body.sampling_params, count, {})]
