@@ -15,6 +15,7 @@ from slimebus.cli import logs
 from slimebus.cli.config import Resolved
 from slimebus.cli.config.file_checks import trainer_problems
 from slimebus.cli.config.load import raise_all
+from slimebus.cli.engine_plan import visible
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
 from trainer.arguments.agreement import shared_settings
@@ -41,7 +42,7 @@ def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_r
     """
     is_nproc_given = "trainer.nproc_per_node" in resolved.origin
     plan = make_plan(node, resolved.config.trainer.nproc_per_node, os.environ, is_nproc_given=is_nproc_given)
-    os.environ.update(plan.environment)
+    os.environ.update({**plan.environment, **visible(resolved.config.trainer.gpus)})
     is_launched = LAUNCHED in os.environ
     problems = [] if is_launched else [*start_problems(resolved, plan.world_size)]
     if plan.is_rank or plan.is_alone:

@@ -47,7 +47,7 @@ class RequestExpander:
     def expand(self, body: GenerateBody) -> tuple[list[Sequence], bool]:
         """One sequence a prompt, or n of each, and whether the answer is one object; ranges, token ids and lengths checked."""
         if asked := [name for name in ONLY_OFF if getattr(body, name)]:
-            raise ValueError(f"{asked[0]}: this engine does not have it; use SGLang")
+            raise ValueError(f"unknown field `{asked[0]}`, but for off; for other fields of /generate use SGLang")
         prompts, is_single = self._prompts(body)
         count = len(prompts)
         samplings = [SamplingParams.read(given, self._config.vocab_size) for given in _per_prompt(body.sampling_params, count, {})]

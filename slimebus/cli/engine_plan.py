@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import yaml
 
-from slimebus.bus.errors import ConfigError
+from slimebus.bus.errors import ConfigError, UsageError
 from slimebus.cli.config.schema import RunConfig
 
 Kind = Literal["regular", "prefill", "decode", "encode"]
@@ -142,6 +142,29 @@ def gpus_of(config: RunConfig) -> list[int]:
 def visible(gpus: Sequence[int]) -> dict[str, str]:
     """The environment of a process that is to see these GPUs; nothing for none."""
     return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
+
+
+def placement(config: RunConfig, roles: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each of these processes of one machine, by name: `trainer`, `critic`, `teacher`, `rollout`, `rollout-2`, ...
+
+    Those of the trainer and a critic are trainer.gpus, as many as each has ranks; a teacher's the last of engine.gpus, one engine's worth,
+    and the workers share the others evenly. Empty where none are named. Raises UsageError when they do not go round.
+    """
+    ranks, given = config.trainer.nproc_per_node, iter(config.trainer.gpus)
+    trainers = [role for role in ("trainer", "critic") if role in roles]
+    if config.trainer.gpus and len(config.trainer.gpus) < ranks * len(trainers):
+        raise UsageError(
+            f"trainer.gpus: {len(config.trainer.gpus)} GPUs for {ranks} ranks each of {' and '.join(trainers)}; give each rank one"
+        )
+    found = {role: tuple(itertools.islice(given, ranks)) for role in trainers}
+    gpus, workers = config.engine.gpus, [role for role in roles if role.partition("-")[0] == "rollout"]
+    if gpus and "teacher" in roles:
+        size = gpus_per_engine(config.sglang)
+        found["teacher"], gpus = tuple(gpus[-size:]), gpus[:-size]
+    each, rest = divmod(len(gpus), max(1, len(workers)))
+    if rest or (config.engine.gpus and not each):
+        raise UsageError(f"engine.gpus: {len(gpus)} GPUs do not divide among {len(workers)} workers; give --workers another number")
+    return found | {role: tuple(gpus[i * each : (i + 1) * each]) for i, role in enumerate(workers)}
 
 
 def placement_problems(config: RunConfig) -> Iterator[str]:

@@ -27,6 +27,7 @@ class Child:
         self, role: str, arguments: Sequence[str], log_file: Path, sink: LineSink | None, environment: Mapping[str, str] | None = None
     ) -> None:
         self.role, self.arguments, self.log_file, self.ended_at = role, arguments, log_file, 0.0
+        self.environment = environment
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "slimebus", *arguments],
             env=os.environ | (environment or {}),
@@ -82,7 +83,7 @@ class Fleet:
     def start_again(self, child: Child) -> None:
         """Another process in the place of one that ended."""
         child.finish()
-        self.children[self.children.index(child)] = Child(child.role, child.arguments, child.log_file, self.sink)
+        self.children[self.children.index(child)] = Child(child.role, child.arguments, child.log_file, self.sink, child.environment)
 
     def ended(self) -> list[Child]:
         """Children that are no longer running; `ended_at` is when that was noticed, by the monotonic clock."""

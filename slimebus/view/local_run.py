@@ -17,6 +17,7 @@ from slimebus.bus.security.exposure import reachable
 from slimebus.bus.transport.server import bind_socket
 from slimebus.cli.commands.status import ask_status
 from slimebus.cli.config import Resolved
+from slimebus.cli.engine_plan import placement, visible
 from slimebus.cli.launch import Child, Fleet, free_port
 from slimebus.client.connect import visit
 from slimebus.view import report
@@ -148,22 +149,32 @@ def _signals() -> Iterator[list[int]]:
 def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]]) -> str:
     """Start one broker, one trainer, `workers` rollout workers and these consumers; the broker's address.
 
-    Raises UsageError before any of them when the address is in use: they would join the run of the other broker, and disturb it.
+    Each sees the GPUs that trainer.gpus and engine.gpus give it. Raises UsageError before any of them where those do not go round, or when
+    the address is in use: they would join the run of the other broker, and disturb it.
     """
     address = resolved.config.broker.bind
     if address.endswith(":0"):
         address = f"{address[:-2]}:{free_port()}"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         bind_socket(socket, address)
+    children = {"trainer": ["trainer"], **consumers}
+    children |= {f"rollout-{i}" if i > 1 else "rollout": ["rollout", "--worker-name", f"worker-{i}"] for i in range(1, workers + 1)}
+    gpus = placement(resolved.config, list(children))
     fleet.start("broker", ["broker", *arguments, "--bind", address])
     reach = reachable(address)
-    fleet.start("trainer", ["trainer", *arguments, "--broker", reach])
-    for name, (role, *options) in consumers.items():
-        fleet.start(name, [role, *arguments, *options, "--broker", reach])
-    for i in range(workers):
-        role = "rollout" if i == 0 else f"rollout-{i + 1}"
-        fleet.start(role, ["rollout", *arguments, "--broker", reach, "--worker-name", f"worker-{i + 1}"])
+    for name, (role, *options) in children.items():
+        own = gpus.get(name, ())
+        placed = with_gpus(arguments, "--trainer-gpus" if role == "trainer" else "--engine-gpus", own)
+        fleet.start(name, [role, *placed, *options, "--broker", reach], visible(own))
     return reach
+
+
+def with_gpus(arguments: list[str], flag: str, gpus: Sequence[int]) -> list[str]:
+    """The command line with these GPUs instead of those that the flag names in it."""
+    if not gpus:
+        return arguments
+    at = arguments.index(flag) if flag in arguments else len(arguments)
+    return [*arguments[:at], *arguments[at + 2 :], flag, ",".join(map(str, gpus))]
 
 
 def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> Child | None:
