@@ -19,7 +19,7 @@ from broker.service import Broker
 from broker.source import FileRows, FileSource, HookSource, load_source
 from broker.source.interface import PromptSource
 from broker.state.features import settings
-from broker.state.rules import EvalDataset, Rules, Sampling
+from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
 from slimebus.bus.errors import ConfigError, UsageError
 from slimebus.bus.prompt_record import PromptKeys
@@ -195,29 +195,15 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
         waits_for_push=config.data.wait_for_push,
         masks_offpolicy=r.mask_offpolicy_in_partial_rollout,
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
-        sampling=sampling(config),
+        sampling=r.sampling,
         agreed=agreed or {},
         eval_datasets={
             name: EvalDataset(
                 num_prompts=eval_sizes[name],
                 num_samples=d.n_samples_per_eval_prompt,
-                sampling=sampling(config)
-                | {"temperature": d.temperature, "max_new_tokens": d.max_response_len or r.rollout_max_response_len},
+                sampling=r.sampling | d.own_sampling,
             )
             for name, d in config.eval.datasets.items()
         },
         eval_first=not config.eval.skip_eval_before_train,
     )
-
-
-def sampling(config: RunConfig) -> Sampling:
-    """The training sampling parameters, in SGLang's names."""
-    r = config.rollout
-    chosen: Sampling = {"temperature": r.rollout_temperature, "top_p": r.rollout_top_p, "max_new_tokens": r.rollout_max_response_len}
-    if r.rollout_top_k > 0:
-        chosen["top_k"] = r.rollout_top_k
-    if r.rollout_stop:
-        chosen["stop"] = list[str | int](r.rollout_stop)
-    if r.rollout_stop_token_ids:
-        chosen["stop_token_ids"] = list[str | int](r.rollout_stop_token_ids)
-    return chosen

@@ -108,7 +108,20 @@ STARVED_NS = "open('/proc/self/schedstat').read().split()[1] if sys.platform == 
 
 def commands() -> list[list[str]]:
     own = ["broker", "config", "config check", "config show", "eval", "export", "init", "rollout", "status", "trace", "trainer"]
-    own += ["up", "keys", "keys add", "keys init", "keys ls", "keys revoke", "keys rotate", "buffer", "buffer ls", "buffer import"]
+    own += [
+        "up",
+        "try",
+        "check-hooks",
+        "keys",
+        "keys add",
+        "keys init",
+        "keys ls",
+        "keys revoke",
+        "keys rotate",
+        "buffer",
+        "buffer ls",
+        "buffer import",
+    ]
     return [[], *(words.split() for words in own)]
 
 

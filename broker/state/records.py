@@ -8,6 +8,7 @@ import msgspec
 
 from broker.state.groups import Group
 from slimebus.bus.messages import NO_VERSION, Command, CommandReply, EngineReport, Scalar
+from slimebus.scores import Scores
 
 
 class Keyed(msgspec.Struct, kw_only=True):
@@ -129,16 +130,10 @@ class StepRecord(msgspec.Struct, kw_only=True):
     size_bytes: int = 0
 
 
-class Tally(msgspec.Struct, kw_only=True):
-    """Sums over the samples of one held-out set. `is_binary` while every reward was 0 or 1."""
+class Tally(Scores, kw_only=True):
+    """Sums over the samples of one held-out set, and the versions that made them."""
 
     num_prompts: int
-    num_done: int = 0
-    num_samples: int = 0
-    num_failed: int = 0
-    total: float = 0.0
-    total_squares: float = 0.0
-    is_binary: bool = True
     oldest_version: int = NO_VERSION
     newest_version: int = NO_VERSION
 

@@ -3,7 +3,6 @@
 Evaluation groups stand outside of admission, staleness and the buffer; their samples are scored and not kept.
 """
 
-import math
 from typing import Any
 
 import msgspec
@@ -18,13 +17,10 @@ from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Evaluate, EvaluateReply
 from slimebus.bus.sample_table import SampleFacts
-from slimebus.wilson_interval import Z_95, wilson
 
 MAX_RUNNING = 16
 MAX_DONE = 256
 """Results that are kept; the oldest goes first."""
-SHOWN = ("num_samples", "num_failed", "num_prompts", "num_done", "oldest_version", "newest_version")
-"""Of a tally, in a result."""
 
 
 # --- starting ---
@@ -110,12 +106,7 @@ def _start_asked(state: State, ask: Evaluate) -> Evaluation:
 def score(state: State, group: Group, good: list[SampleFacts], *, num_failed: int) -> None:
     """Add the samples of one prompt to the tally of its held-out set."""
     tally = state.evaluations[group.evaluation].tallies[group.dataset]
-    rewards = [s.reward for s in good if s.reward is not None]
-    tally.num_samples += len(rewards)
-    tally.num_failed += num_failed
-    tally.total += sum(rewards)
-    tally.total_squares += sum(r * r for r in rewards)
-    tally.is_binary = tally.is_binary and all(r in (0.0, 1.0) for r in rewards)
+    tally.add([s.reward for s in good if s.reward is not None], num_failed)
     oldest, newest = version_range(good)
     tally.newest_version = max(tally.newest_version, newest)
     tally.oldest_version = min((v for v in (tally.oldest_version, oldest) if v != NO_VERSION), default=NO_VERSION)
@@ -132,7 +123,7 @@ def retry(state: State, group: Group, cause: str, reason: str) -> None:
 
 def give_up_group(state: State, group: Group, reason: str) -> None:
     """Count the samples of a prompt as failed."""
-    state.evaluations[group.evaluation].tallies[group.dataset].num_failed += state.rules.eval_datasets[group.dataset].num_samples
+    state.evaluations[group.evaluation].tallies[group.dataset].add([], state.rules.eval_datasets[group.dataset].num_samples)
     _close(state, group, f"given up: {reason}")
 
 
@@ -148,7 +139,6 @@ def recover_group(state: State, group_id: str, reason: str) -> None:
 
 def _close(state: State, group: Group, reason: str) -> None:
     evaluation = state.evaluations[group.evaluation]
-    evaluation.tallies[group.dataset].num_done += 1
     state.retire(group, reason)
     state.changed("evaluations", evaluation.key)
     if all(t.num_done >= t.num_prompts for t in evaluation.tallies.values()):
@@ -200,34 +190,20 @@ def cancel_running(state: State, reason: str) -> None:
 
 
 def results(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """One row for each held-out set: mean reward over its samples with a 95% interval."""
+    """One row for each held-out set: mean reward and pass@k, with 95% intervals."""
     return [_result(evaluation, name, tally) for name, tally in evaluation.tallies.items()]
 
 
 def _result(evaluation: Evaluation, name: str, tally: Tally) -> dict[str, Any]:
-    low, high = interval_95(tally) if tally.num_samples else (None, None)
     return {
         "dataset": name,
         "version": evaluation.version,
         "lineage": evaluation.lineage,
         "step": evaluation.step,
-        "mean_reward": tally.total / tally.num_samples if tally.num_samples else None,
-        "low": low,
-        "high": high,
-        "interval": "wilson" if tally.is_binary else "normal",
-        **{field: getattr(tally, field) for field in SHOWN},
+        **tally.row(),
+        **{field: getattr(tally, field) for field in ("num_prompts", "oldest_version", "newest_version")},
         "reason": evaluation.reason,
     }
-
-
-def interval_95(tally: Tally) -> tuple[float, float]:
-    """Wilson's score interval for 0/1 rewards, mean +- z s / sqrt(n) for others."""
-    n, mean = tally.num_samples, tally.total / tally.num_samples
-    if tally.is_binary:
-        return wilson(mean, n)
-    variance = max(0.0, tally.total_squares - n * mean * mean) / max(1, n - 1)
-    half = Z_95 * math.sqrt(variance / n)
-    return mean - half, mean + half
 
 
 def _answer(state: State, to: Address, evaluation: Evaluation) -> None:

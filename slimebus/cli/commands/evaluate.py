@@ -1,38 +1,86 @@
 """`slimebus eval`: evaluate the newest version of a running run."""
 
+import importlib
 import json
 import secrets
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.bus.messages import Evaluate, EvaluateReply
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.config.file_checks import worker_problems
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.cli.config.load import raise_all
+from slimebus.cli.config.schema import EvalDataset
 from slimebus.client.connect import RESTART_S, visit
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from slimebus.bus.transport.client import Client
 
 WAIT_S = 10.0
+FILE_COLUMNS = 160
 
 
 @click.command("eval", cls=ConfigCommand, short_help="Evaluate the newest version on the run's workers.")
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--dataset", "datasets", multiple=True, help="[name] Of eval.datasets, may be repeated; default: all.")
+@click.option(
+    "--model", metavar="DIR", help="[path] Evaluate this model, in Hugging Face layout, with an engine of one's own; no run is asked."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context
-def evaluate(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: tuple[str, ...], as_json: bool) -> None:
-    """Evaluate the newest published version on the run's own workers; training goes on meanwhile."""
+def evaluate(
+    ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: tuple[str, ...], model: str | None, as_json: bool
+) -> None:
+    """Evaluate the newest published version on the run's own workers; training goes on meanwhile.
+
+    With --model: evaluate a model on this machine. The held-out sets are those of RUN.yaml, or --prompt-data, sampled as in training.
+    """
+    results = _evaluate_here(ctx, run_yaml, model, datasets) if model else _evaluate_there(ctx, run_yaml, broker, datasets)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS).print(_table(results))
+
+
+def _evaluate_there(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: Sequence[str]) -> list[dict[str, Any]]:
     request, said = Evaluate(key=secrets.token_hex(8), datasets=list(datasets), wait_s=WAIT_S), ""
     with visit(from_context(ctx, run_yaml), broker, what="eval", patience_s=RESTART_S) as client:
         while isinstance(results := _ask(client, request), str):
             if results != said:
                 said = results
                 click.echo(said, err=True)
-    click.echo(json.dumps(results, indent=2) if as_json else "\n".join(map(_sentence, results)))
+    return results
+
+
+def _evaluate_here(ctx: click.Context, run_yaml: Path | None, model: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    ctx.meta.setdefault(META, {})["model.hf_checkpoint"] = str(Path(model).resolve())
+    resolved = from_context(ctx, run_yaml)
+    config, r = resolved.config, resolved.config.rollout
+    known = config.eval.datasets
+    if not known:
+        n, temperature = r.n_samples_per_prompt, r.rollout_temperature
+        files = config.data.prompt_data
+        known = {Path(e).name: EvalDataset(path=e, n_samples_per_eval_prompt=n, temperature=temperature) for e in files}
+    unknown = [name for name in names if name not in known]
+    if unknown or not known:
+        what = f"no held-out set {unknown[0]!r}" if unknown else "no held-out set: give eval.datasets in RUN.yaml, or --prompt-data"
+        raise UsageError(f"{what}; known: {', '.join(known) or 'none'}")
+    config = msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, datasets=known))
+    resolved = msgspec.structs.replace(resolved, config=config)
+    raise_all(worker_problems(resolved))
+    results: list[dict[str, Any]] = importlib.import_module("rollout.local").evaluate(resolved, names or list(known))
+    return results
 
 
 def _ask(client: "Client", request: Evaluate) -> list[dict[str, Any]] | str:
@@ -47,8 +95,24 @@ def _ask(client: "Client", request: Evaluate) -> list[dict[str, Any]] | str:
     return list(json.loads(bytes(reply.bulk[0]))) if answer.done else answer.reason
 
 
-def _sentence(row: dict[str, Any]) -> str:
-    interval = f" [{row['low']:.3f}, {row['high']:.3f}]" if row.get("low") is not None else ""
-    mean = "no score" if row["mean_reward"] is None else f"{row['mean_reward']:.4f}{interval}"
-    why = f" ({row['reason']})" if row["reason"] else ""
-    return f"{row['dataset']}: {mean} over {row['num_samples']} samples, version {row['version']}{why}"
+def _table(results: list[dict[str, Any]]) -> "Table":
+    """A row for each held-out set, with 95% intervals."""
+    from rich import box
+    from rich.table import Table
+
+    ks = sorted({int(k) for row in results for k in row["pass_at"]})
+    reasons = [row.get("reason", "") for row in results]
+    head = ["dataset", "version", "reward", *(f"pass@{k}" for k in ks), "samples", "failed", *(["note"] if any(reasons) else [])]
+    table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row, reason in zip(results, reasons, strict=True):
+        reward = _with_interval(row["mean_reward"], row["low"], row["high"])
+        passed = [_with_interval(*row["pass_at"][str(k)]) if str(k) in row["pass_at"] else "" for k in ks]
+        version = str(row.get("version", Path(row.get("model", "")).name))
+        table.add_row(
+            row["dataset"], version, reward, *passed, str(row["num_samples"]), str(row["num_failed"]), *([reason] if any(reasons) else [])
+        )
+    return table
+
+
+def _with_interval(mean: float | None, low: float | None, high: float | None) -> str:
+    return "no score" if mean is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"

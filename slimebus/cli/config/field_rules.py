@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import MAX_BATCH_SIZE
 from slimebus.bus.security.exposure import check_bind
-from slimebus.cli.config.schema import RunConfig
+from slimebus.cli.config.schema import EVAL_SAMPLING, RunConfig
 from slimebus.cli.dynamic_filter import REWARD_SPREAD, is_reward_spread
 from slimebus.cli.engine_plan import placement_problems
 
@@ -123,5 +123,8 @@ def _engine_and_eval(config: RunConfig) -> Iterator[str]:
         yield "engine.engine is none, so rollout.custom_generate_function_path must make the samples"
     if config.engine.engine == "none" and config.engine.engine_url:
         yield "engine.engine_url is given although engine.engine is none; remove one of the two"
+    for name, dataset in config.eval.datasets.items():
+        for unknown in dataset.sampling.keys() - set(EVAL_SAMPLING):
+            yield f"eval.datasets.{name}.sampling: no sampling parameter {unknown!r}; expected one of {', '.join(EVAL_SAMPLING)}"
     if config.eval.eval_interval and not config.eval.datasets:
         yield "eval.eval_interval is set but eval.datasets is empty; name at least one dataset or set it to 0"

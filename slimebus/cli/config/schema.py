@@ -27,6 +27,11 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
 
+EVAL_SAMPLING = (
+    "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos", "repetition_penalty", "frequency_penalty",
+    "presence_penalty",
+)  # fmt: skip
+"""What an evaluation may set in `sampling`."""
 RewardName = Literal["exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "code", "remote", "graded", "random"]
 """rollout/rewards has a file for each."""
 
@@ -176,6 +181,16 @@ class RolloutConfig(Section, frozen=True):
     max_running_groups: Processes = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The training sampling parameters, in SGLang's names."""
+        chosen: dict[str, Any] = {"temperature": self.rollout_temperature, "top_p": self.rollout_top_p}
+        chosen |= {"max_new_tokens": self.rollout_max_response_len}
+        if self.rollout_top_k > 0:
+            chosen["top_k"] = self.rollout_top_k
+        given = {"stop": list(self.rollout_stop), "stop_token_ids": list(self.rollout_stop_token_ids)}
+        return chosen | {name: value for name, value in given.items() if value}
+
 
 class EngineConfig(Section, frozen=True):
     """The inference engine of a worker."""
@@ -237,10 +252,18 @@ class EvalDataset(Section, frozen=True):
     """[ratio] 0 is greedy."""
     max_response_len: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     """[tokens] Most new tokens; 0: rollout_max_response_len."""
+    sampling: dict[str, bool | int | float | str | list[str | int]] = {}
+    """[map] Other sampling parameters in SGLang's names, such as top_p, top_k and stop; those not given are those of training."""
     rm_type: Literal[RewardName, ""] = ""
     """[choice] Built-in reward; empty: the training reward."""
     custom_rm_path: str = ""
     """[hook] Reward of one sample; empty: the training reward."""
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """What differs from the training sampling parameters."""
+        most = {"max_new_tokens": self.max_response_len} if self.max_response_len else {}
+        return {"temperature": self.temperature} | most | self.sampling
 
 
 class EvalConfig(Section, frozen=True):

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from broker.state.features import evaluation
-from broker.state.features.evaluation import interval_95
 from broker.state.records import Tally
 from broker.state.rules import EvalDataset
 from slimebus.bus import messages as m
@@ -34,6 +33,7 @@ def test_the_first_version_is_evaluated_ahead_of_training(new_desk: Any) -> None
     (row,) = [r for r in desk.rows if "evaluation" in r]
     assert (row["dataset"], row["version"], row["num_samples"], row["interval"]) == ("held", 0, 6, "wilson")
     assert row["mean_reward"] == pytest.approx(4 / 6)
+    assert {k: mean for k, (mean, _, _) in row["pass_at"].items()} == pytest.approx({"1": 2 / 3, "2": 1.0})
     assert desk.status["groups"]["ready"] == 0, "samples of an evaluation are not kept"
     assert len(desk.lease(99)) == 3, "and do not count in admission"
 
@@ -121,7 +121,7 @@ def test_a_restart_with_other_held_out_sets_ends_what_cannot_be_scored(new_desk:
 
 
 def test_wilsons_interval_is_that_of_the_paper() -> None:
-    low, high = interval_95(Tally(num_prompts=10, num_samples=10, total=8.0, total_squares=8.0))
+    low, high = Tally(num_prompts=10, num_samples=10, total=8.0, total_squares=8.0).interval_95()
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
 
 

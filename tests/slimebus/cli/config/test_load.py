@@ -81,6 +81,10 @@ def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None
         ("eval:\n  datasets: {h: x.jsonl}\n", "eval.datasets.h: got 'x.jsonl'; expected a map of its fields"),
         ("eval:\n  datasets: {h: {rm_type: exact}}\n", "eval.datasets.h.path is not set"),
         (
+            "eval:\n  datasets: {h: {path: x, sampling: {top_q: 1}}}\n",
+            "eval.datasets.h.sampling: no sampling parameter 'top_q'; expected one of",
+        ),
+        (
             "rollout:\n  rollout_batch_size: 5\n  n_samples_per_prompt: 3\ntrainer:\n  nproc_per_node: 2\n",
             "15 samples do not divide over 2",
         ),

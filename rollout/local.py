@@ -1,0 +1,189 @@
+"""Groups without a broker: one prompt or held-out sets through the whole path of a worker, and every hook on one example.
+
+prompt --> chat template --> session --> engine --> reward --> samples
+"""
+
+import asyncio
+import contextlib
+import gzip
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollout import partials
+from rollout.engines.client import Completion
+from rollout.engines.dispatch import Dispatch
+from rollout.engines.pool import EnginePool
+from rollout.groups import Dropped, GroupMaker
+from rollout.plugins import contain_exits
+from rollout.response import Response, Task
+from rollout.tokenizer import Tokenizer
+from slimebus.bus.errors import DataError, SlimebusError
+from slimebus.bus.messages import LeasedGroup
+from slimebus.bus.prompt_files import parse
+from slimebus.bus.prompt_record import LineReader, PromptKeys
+from slimebus.bus.samples import Sample
+from slimebus.cli.config import Resolved
+from slimebus.model_folder import context_length
+from slimebus.scores import Scores
+
+
+class LocalDispatch(Dispatch):
+    """Samples from engines as they are: no trainer gives them weights, so their tokens have no version."""
+
+    async def generate(
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
+    ) -> list[Completion]:
+        """One completion a prompt, from the least busy engine of this model."""
+        engine = min(self.pool.of(model), key=lambda engine: engine.running)
+        rids = [f"{self.pool.name}-{next(self._ids):012d}" for _ in prompts]
+        engine.running += len(prompts)
+        try:
+            return await engine.client.generate(prompts, samplings, rids)
+        finally:
+            engine.running -= len(prompts)
+
+    def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
+        """One run without a version."""
+        return super().runs(completion, is_frozen=True)
+
+
+class LabelEngine(LocalDispatch):
+    """Stands in for an engine: each answer is the label, cut to the most tokens asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.tokens_made = tokenizer, 0
+
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
+        """One response to each task, all tokens with logprob -1."""
+        made = []
+        for task in tasks:
+            ids = self.tokenizer.encode(str(task.label) or "0")[: task.sampling.get("max_new_tokens") or None]
+            completion = Completion(ids, np.full(len(ids), -1.0, np.float32), "stop", [])
+            made.append(partials.continued(partials.empty(task), completion, self.runs(completion)))
+        return made
+
+
+@contextlib.asynccontextmanager
+async def local_maker(resolved: Resolved, *, has_engine: bool = True) -> AsyncIterator[GroupMaker]:
+    """A worker's GroupMaker with engines of its own, or with those of engine.engine_url; without an engine LabelEngine answers."""
+    contain_exits(asyncio.get_running_loop())
+    model, data = resolved.model_dir, resolved.config.data
+    tokenizer = Tokenizer(model, apply_chat_template=data.apply_chat_template, template_kwargs=data.apply_chat_template_kwargs)
+    with tempfile.TemporaryDirectory() as logs:
+        pool = EnginePool(resolved.config, model, Path(logs), name="local", base=resolved.base)
+        dispatch = LocalDispatch(pool) if has_engine else LabelEngine(tokenizer)
+        size, longest = pool.vocab_size, context_length(model)
+        maker = GroupMaker(resolved.config, resolved.base, tokenizer, dispatch, vocab_size=size, max_context_len=longest)
+        try:
+            if has_engine:
+                await pool.start()
+            await maker.setup()
+            yield maker
+        finally:
+            await maker.teardown()
+            await pool.stop()
+
+
+def leased(name: str, number: int, num_samples: int, sampling: dict[str, Any], kind: str = "eval") -> LeasedGroup:
+    """A group as a broker would lease it."""
+    dataset = name if kind == "eval" else ""
+    return LeasedGroup(
+        group=f"{name}/{number}", lease=number + 1, num_samples=num_samples, deadline_s=1e9, kind=kind, dataset=dataset, sampling=sampling
+    )
+
+
+def records(resolved: Resolved, entry: str) -> Iterator[bytes]:
+    """The prompts of a jsonl file (also .gz), or of a slice of it. Raises DataError with file, line and reason."""
+    data, spec = resolved.config.data, parse(str(resolved.path(entry)))
+    reader = LineReader(PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key))
+    if not spec.path.name.endswith((".jsonl", ".jsonl.gz")):
+        raise DataError(f"{spec.path}: expected a jsonl file, also .gz")
+    with gzip.open(spec.path) if spec.path.suffix == ".gz" else spec.path.open("rb") as file:
+        lines = [(number, line) for number, line in enumerate(file, 1) if not line.isspace()]
+    for i in spec.rows_of(len(lines)):
+        try:
+            yield reader.record(lines[i][1])
+        except DataError as bad:
+            raise DataError(f"{spec.path}:{lines[i][0]}: {bad.text}") from None
+
+
+# --- slimebus eval --model ---
+
+
+def evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each held-out set, as `evaluate_reply` has them (docs/protocol.md). Raises SlimebusError."""
+    return asyncio.run(_evaluate(resolved, names))
+
+
+async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
+    rows, room = [], asyncio.Semaphore(resolved.config.rollout.max_running_groups)
+    async with local_maker(resolved) as maker:
+        for name in names:
+            dataset, scores = resolved.config.eval.datasets[name], Scores()
+            number, sampling = dataset.n_samples_per_eval_prompt, resolved.config.rollout.sampling | dataset.own_sampling
+
+            async def score(lease: LeasedGroup, record: bytes, scores: Scores = scores) -> None:
+                async with room:
+                    samples = await maker.make(lease, record)
+                    rewards = [sample.reward for sample in samples if sample.reward is not None]
+                    scores.add(rewards, len(samples) - len(rewards))
+
+            prompts = enumerate(records(resolved, dataset.path))
+            async with asyncio.TaskGroup() as tasks:
+                for row, record in prompts:
+                    tasks.create_task(score(leased(name, row, number, sampling), record))
+            rows.append({"dataset": name, "model": str(resolved.model_dir), **scores.row()})
+    return rows
+
+
+# --- slimebus try ---
+
+
+def sample_prompt(resolved: Resolved, record: dict[str, Any], num_samples: int) -> tuple[list[Sample], list[list[str]]]:
+    """The samples of one prompt, and each one's tokens as text. Raises SlimebusError, PluginError for what a hook or reward did."""
+
+    async def work() -> tuple[list[Sample], list[list[str]]]:
+        async with local_maker(resolved) as maker:
+            lease = leased("try", 0, num_samples, resolved.config.rollout.sampling, "train")
+            samples = await maker.make(lease, msgspec.msgpack.encode(record))
+            return samples, [[maker.tokenizer.decode(np.array([i]), skip_special_tokens=False) for i in s.tokens] for s in samples]
+
+    return asyncio.run(work())
+
+
+# --- slimebus check-hooks ---
+
+
+def check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
+    """(what, what it gave, what is wrong with it) for the hooks of training and of each evaluation, on the first prompt of its file.
+
+    The samples are made by the generate hook, else they are the label; nothing is started.
+    """
+    return asyncio.run(_check_hooks(resolved))
+
+
+async def _check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
+    config, found = resolved.config, []
+    sampling, r = config.rollout.sampling, config.rollout
+    wanted = [("rollout", config.data.prompt_data[0], leased("check", 0, min(4, r.n_samples_per_prompt), sampling, "train"))] * bool(
+        config.data.prompt_data
+    )
+    wanted += [(f"eval.datasets.{name}", d.path, leased(name, 0, 1, sampling | d.own_sampling)) for name, d in config.eval.datasets.items()]
+    async with local_maker(resolved, has_engine=False) as maker:
+        for what, entry, lease in wanted:
+            begun, wrong, gave = time.perf_counter(), "", ""
+            try:
+                samples = await maker.make(lease, next(records(resolved, entry)))
+                gave = f"rewards {', '.join(str(s.reward) for s in samples)}"
+            except Dropped as dropped:
+                gave = f"rewards {', '.join(map(str, dropped.rewards))}; the dynamic filter drops the group"
+            except SlimebusError as bad:
+                wrong = bad.text
+            found.append((what, f"{gave} in {time.perf_counter() - begun:.2f} s", wrong))
+    return found

@@ -1,0 +1,96 @@
+"""`slimebus try` and `slimebus check-hooks`: a worker's path on this machine, without a run."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slimebus.bus.errors import EXIT_USAGE, UsageError
+from slimebus.cli.config.file_checks import worker_problems
+from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context, split_words
+from slimebus.cli.config.load import raise_all
+
+if TYPE_CHECKING:
+    from slimebus.bus.samples import Sample
+
+COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"))
+"""Of a token by its logprob: above the first one it was nearly certain; below the last it is red."""
+
+
+@click.command("try", cls=ConfigCommand, short_help="One prompt through template, session, engine and reward.")
+@click.argument("words", nargs=-1, required=True, metavar="[RUN.yaml] PROMPT")
+@click.option("--label", default="", help="[text] What the reward compares with.")
+@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="[samples] Of the prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")
+@click.pass_context
+def try_(ctx: click.Context, words: tuple[str, ...], label: str, samples: int, as_json: bool) -> None:
+    """Send one PROMPT through the whole path of a worker, and print each token with mask, logprob and version, then the reward.
+
+    PROMPT is text, or a JSON list of chat messages. The engine is started here, or that of --engine-url; no broker is needed.
+    """
+    file, rest = split_words(words)
+    if len(rest) != 1:
+        raise UsageError(f"got {len(rest)} prompts; expected one, in quotes")
+    resolved = from_context(ctx, file)
+    raise_all(worker_problems(resolved))
+    from rollout.local import sample_prompt
+
+    made, texts = sample_prompt(resolved, {"prompt": _prompt(rest[0]), "label": label, "metadata": {}}, samples)
+    rows = [_row(sample, text) for sample, text in zip(made, texts, strict=True)]
+    if as_json:
+        click.echo(json.dumps(rows))
+    else:
+        for row in rows:
+            _show(row)
+
+
+def _prompt(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, list) else text
+
+
+def _row(sample: "Sample", texts: list[str]) -> dict[str, Any]:
+    versions = [version for version, length in sample.versions for _ in range(length)]
+    columns = zip(sample.tokens.tolist(), texts, sample.loss_mask.tolist(), sample.rollout_logprobs.tolist(), versions, strict=True)
+    names = ("id", "text", "mask", "logprob", "version")
+    about = {"reward": sample.reward, "status": sample.status, "turn": sample.turn, "metadata": sample.metadata}
+    return {**about, "tokens": [dict(zip(names, values, strict=True)) for values in columns]}
+
+
+def _show(row: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table, whole = Table("token", "id", "mask", "logprob", "version", box=None, pad_edge=False), Text()
+    for token in row["tokens"]:
+        colour = next((colour for least, colour in COLOURS if token["logprob"] >= least), "red") if token["mask"] else "dim"
+        whole.append(token["text"], style=colour)
+        cells = (repr(token["text"]), str(token["id"]), str(token["mask"]), f"{token['logprob']:.4f}", str(token["version"]))
+        table.add_row(*(Text(cell, style=colour) for cell in cells))
+    about = " ".join(f"{key} {value}" for key, value in row["metadata"].items())
+    console = Console(highlight=False)
+    console.print(table, whole, Text(f"reward {row['reward']}, {row['status']} {about}".rstrip(), style="bold"), sep="\n", soft_wrap=True)
+
+
+@click.command("check-hooks", cls=ConfigCommand, short_help="Run each hook of a worker on one example.")
+@config_argument
+@click.pass_context
+def check_hooks(ctx: click.Context, run_yaml: Path | None) -> None:
+    """Run generate hook, reward and filter of RUN.yaml, and the reward of each evaluation, on the first prompt of its file.
+
+    Nothing is started: an engine is stood in for by one that answers with the label. Exit code 2 when one of them fails.
+    """
+    resolved = from_context(ctx, run_yaml)
+    raise_all(worker_problems(resolved))
+    from rollout.local import check_hooks as check
+
+    found = check(resolved)
+    for what, gave, wrong in found:
+        click.echo(f"{what}: {wrong}" if wrong else f"{what}: {gave}", err=bool(wrong))
+    if any(wrong for _, _, wrong in found):
+        ctx.exit(EXIT_USAGE)

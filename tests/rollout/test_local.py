@@ -1,0 +1,117 @@
+"""A worker's path without a run: held-out sets of a model, one prompt, every hook on an example."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from slimebus_command import slimebus
+from tiny_model import save_served
+
+from rollout.local import records
+from slimebus.bus.errors import DataError, SlimebusError
+from slimebus.cli.config import resolve
+from slimebus.cli.root import root
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_served(path)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path / "data.jsonl"
+
+
+def run_yaml(tmp_path: Path, model: Path, hooks: str = "", **rollout: Any) -> Path:
+    (tmp_path / "hooks.py").write_text(hooks)
+    held = {"path": "data.jsonl@[1:3]", "n_samples_per_eval_prompt": 2, "max_response_len": 3, "rm_type": "random"}
+    config = {
+        "model": {"hf_checkpoint": str(model)},
+        "data": {"prompt_data": ["data.jsonl"]},
+        "rollout": {"rollout_max_response_len": 4, "n_samples_per_prompt": 2, **rollout},
+        "eval": {"datasets": {"held": {**held, "sampling": {"top_k": 5}}}},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.integration
+def test_a_model_is_evaluated_without_a_run(tmp_path: Path, model: Path, data: Path) -> None:
+    done = slimebus("eval", run_yaml(tmp_path, model), "--model", model, "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert (row["dataset"], row["num_samples"], row["num_done"], set(row["pass_at"])) == ("held", 4, 2, {"1", "2"})
+    assert row["low"] <= row["mean_reward"] <= row["high"]
+
+
+@pytest.mark.integration
+def test_one_prompt_goes_the_whole_path(tmp_path: Path, model: Path, data: Path) -> None:
+    hook = (
+        "async def g(session):\n    await session.generate(max_new_tokens=2)\n    session.observe('!')\n    await session.generate()\n"
+        "def r(response):\n    return {'score': 0.5, 'seen': response.label}\n"
+    )
+    fields = {"custom_generate_function_path": "hooks.py:g", "custom_rm_path": "hooks.py:r", "reward_key": "score"}
+    done = slimebus("try", run_yaml(tmp_path, model, hook, **fields), "ab", "--label", "x", "--json")
+    assert done.returncode == 0, done.stderr
+    (sample,) = json.loads(done.stdout)
+    assert (sample["reward"], sample["metadata"]) == (0.5, {"seen": "x"})
+    tokens = sample["tokens"]
+    assert [token["text"] for token in tokens[:2]] == ["a", "b"]
+    assert [token["mask"] for token in tokens] == [0, 0, 1, 1, 0, 1, 1, 1, 1]
+    assert all((token["logprob"] < 0) == bool(token["mask"]) for token in tokens)
+
+
+@pytest.fixture
+def check(tmp_path: Path, model: Path, data: Path) -> Iterator[Any]:
+    def run(hooks: str, **rollout: Any) -> Result:
+        return CliRunner().invoke(root, ["check-hooks", str(run_yaml(tmp_path, model, hooks, **rollout))])
+
+    return run
+
+
+def test_check_hooks_runs_each_on_one_example(check: Any) -> None:
+    hooks = "def r(response):\n    return len(response.text)\ndef keep(samples):\n    return False\n"
+    done = check(hooks, custom_rm_path="hooks.py:r", dynamic_sampling_filter_path="hooks.py:keep")
+    assert done.exit_code == 0, done.output
+    training, evaluation = done.output.splitlines()
+    assert training.startswith("rollout: rewards 1.0, 1.0; the dynamic filter drops the group in ")
+    assert evaluation.startswith("eval.datasets.held: rewards ")
+
+
+@pytest.mark.parametrize(
+    ("hooks", "fields", "said"),
+    [
+        (
+            "def r(response):\n    return 1 / 0\n",
+            {"custom_rm_path": "hooks.py:r"},
+            "reward hooks.py:r failed at .*hooks.py:2: ZeroDivisionError",
+        ),
+        ("def r(response):\n    return 'good'\n", {"custom_rm_path": "hooks.py:r"}, "reward hooks.py:r gave 'good'"),
+        (
+            "def g(session):\n    return 5\n",
+            {"custom_generate_function_path": "hooks.py:g"},
+            "generate hook hooks.py:g gave int",
+        ),
+        ("def keep(samples):\n    return samples[9]\n", {"dynamic_sampling_filter_path": "hooks.py:keep"}, "dynamic filter .* IndexError"),
+    ],
+)
+def test_check_hooks_names_the_one_that_fails(check: Any, hooks: str, fields: dict[str, str], said: str) -> None:
+    done = check(hooks, **fields)
+    assert done.exit_code == 2 or isinstance(done.exception, SlimebusError)
+    assert re.search(rf"rollout: {said}", done.output), done.output
+
+
+def test_a_malformed_prompt_is_told_with_file_and_line(tmp_path: Path, model: Path, data: Path) -> None:
+    data.write_text('{"prompt": "a"}\n\n{"prompt": 3}\n')
+    resolved = resolve(run_yaml(tmp_path, model))
+    with pytest.raises(DataError, match=rf"{data}:3: 'prompt' "):
+        list(records(resolved, "data.jsonl"))
