@@ -56,7 +56,9 @@ class EngineCore:
         reported = self._prefill_admitted()
         if self.scheduler.running:
             batch, rows = self._batch, slice(0, self._batch.num_rows)
-            reported += self._sample(0, self.model.decode(batch.last_token[rows], batch.position[rows], batch.pages[rows], self.cache))
+            placed = [sequence.pages for sequence in self.scheduler.running]
+            logits_BV = self.model.decode(batch.last_token[rows], batch.position[rows], batch.pages[rows], self.cache, placed)
+            reported += self._sample(0, logits_BV)
         return list(dict.fromkeys(reported))
 
     # -- control -------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ Legend: L layers, G pages, K key-value heads, P tokens a page, D head size; B ro
     storage  [L, 2, G * K, P * D]     page g, head k: the keys (0) and values (1) of P consecutive tokens. Page 0 stands for no page
 
 A page belongs to the sequences that run on it, to the tree of known prefixes, or to both; else it is free. Only the sequence that took
-a page writes into it, behind what the tree knows of it.
+a page writes into it, behind what the tree knows of it. What runs has a copy besides, row by row without gaps, as long as that is small:
+
+    window   [L, 2, N * K, T, D]      row r, head k of the batch: a decode step reads it as it is, and has nothing to gather
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from rollout.embedded.model_config import ModelConfig
 from rollout.embedded.prefix_tree import PAGE_TOKENS, PrefixTree
 from rollout.embedded.sequence import Sequence
+
+WINDOW_BYTES = 64 << 20
+LEAST_WINDOW = (4, 64)  # rows, tokens
 
 
 class KVCache:
@@ -32,6 +37,7 @@ class KVCache:
         # Zeros, for a masked position must hold a finite value (0 * nan is nan); numpy's take no memory before they are written.
         self.storage = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
         self.scratch = torch.empty(0, PAGE_TOKENS * self.head_dim, dtype=dtype)
+        self.window = Window(self)
         self.tree = PrefixTree()
         self._has_nan = False  # weights that made no numbers were served since the last flush
         self._flushes = 0
@@ -69,7 +75,7 @@ class KVCache:
     def copy_begun(self) -> None:
         """Copy the pages of which new sequences know the first tokens, before anything is written."""
         if self._copies:
-            source, target = self._rows(torch.tensor(self._copies).T).flatten(1)
+            source, target = self.rows(torch.tensor(self._copies).T).flatten(1)
             self.storage[:, :, target] = self.storage[:, :, source]
             self._copies = []
 
@@ -102,9 +108,10 @@ class KVCache:
 
     def _clean(self, pages: list[int]) -> None:
         """A recycled page is read to its end, masked: whatever is behind its tokens must be finite."""
-        self.storage[:, :, self._rows(torch.tensor(pages, dtype=torch.int64)).flatten()] = 0
+        self.storage[:, :, self.rows(torch.tensor(pages, dtype=torch.int64)).flatten()] = 0
+        self.window = Window(self)
 
-    def _rows(self, pages: torch.Tensor) -> torch.Tensor:
+    def rows(self, pages: torch.Tensor) -> torch.Tensor:
         """[..., K] of pages [...]: their rows in one layer's keys."""
         return pages[..., None] * self.num_heads + torch.arange(self.num_heads)
 
@@ -124,30 +131,75 @@ class KVCache:
         self._free += [page for page in pages if not self._num_users[page] and page not in self.tree.pages]
 
 
+class Window:
+    """The copy of what the rows of the batch have in their pages."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._owners: list[list[int]] = []
+        self._shape = (0, 0)
+        self.storage = cache.storage.new_empty(0)
+
+    def follow(self, placed: list[list[int]], pages_BG: torch.Tensor, num_tokens: int) -> bool:
+        """Hold the first `num_tokens` tokens of rows with these pages; False if that is too much. Copied is what has other pages than before."""
+        if len(placed) * num_tokens * self._cache.bytes_per_token > WINDOW_BYTES:
+            self._owners, self._shape = [], (0, 0)
+            return False
+        if any(need > room for need, room in zip((len(placed), num_tokens), self._shape, strict=True)):
+            self._grow(len(placed), num_tokens)
+        num_same = len(self._owners)
+        changed = [row for row, pages in enumerate(placed) if row >= num_same or self._owners[row] is not pages]
+        if changed:
+            rows = torch.tensor(changed)
+            pages = self._cache.rows(pages_BG[rows, : num_tokens // PAGE_TOKENS]).transpose(1, 2)
+            found = self._cache.storage[:, :, pages].flatten(2, 3).unflatten(-1, (PAGE_TOKENS, -1)).flatten(-3, -2)
+            self.storage[:, :, self._cache.rows(rows).flatten(), : found.shape[-2]] = found
+            self._owners = placed
+        return True
+
+    def _grow(self, num_rows: int, num_tokens: int) -> None:
+        needs = zip((num_rows, num_tokens), self._shape, LEAST_WINDOW, strict=True)
+        rows, tokens = self._shape = tuple(max(1 << (need - 1).bit_length(), *others) for need, *others in needs)
+        cache, self._owners = self._cache, []
+        self.storage = cache.storage.new_zeros(cache.storage.shape[0], 2, rows * cache.num_heads, tokens, cache.head_dim)
+
+
 class PageView:
     """One forward pass's way to its rows' pages: new tokens are written, then all are read."""
 
-    def __init__(self, cache: KVCache, pages_BG: torch.Tensor, positions_BS: torch.Tensor, is_token_BS: torch.Tensor | None = None) -> None:
-        """positions_BS: of the new tokens; is_token_BS: False for padding, which is not written."""
-        self._cache, self._is_token = cache, is_token_BS
-        heads = torch.arange(cache.num_heads)
+    def __init__(
+        self, cache: KVCache, pages_BG: torch.Tensor, positions_BS: torch.Tensor, *, is_token_BS: torch.Tensor | None = None,
+        placed: list[list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """positions_BS: of the new tokens; is_token_BS: False for padding, which is not written; placed: as in Model.decode."""
+        self._cache, self._is_token, self._num_rows = cache, is_token_BS, len(pages_BG) * cache.num_heads
         page, offset = pages_BG.gather(1, positions_BS // PAGE_TOKENS), positions_BS % PAGE_TOKENS
-        slots_BSK = (page[..., None] * cache.num_heads + heads) * PAGE_TOKENS + offset[..., None]
+        slots_BSK = cache.rows(page) * PAGE_TOKENS + offset[..., None]
         self._slots = (slots_BSK if is_token_BS is None else slots_BSK[is_token_BS]).flatten()
         num_pages = int(positions_BS.max()) // PAGE_TOKENS + 1
-        rows = (pages_BG[:, None, :num_pages] * cache.num_heads + heads[:, None]).flatten()
-        self._rows = torch.cat([rows, rows + cache.storage.shape[2]])
         self.num_tokens = num_pages * PAGE_TOKENS
+        self._window: Window | None = None
+        if placed is not None and cache.window.follow(placed, pages_BG, self.num_tokens):
+            self._window = cache.window
+            stride = cache.window.storage.shape[-2]
+            self._window_slots = (cache.rows(torch.arange(len(placed))) * stride + positions_BS).flatten()
+        else:
+            rows = cache.rows(pages_BG[:, :num_pages]).transpose(1, 2).flatten()
+            self._rows = torch.cat([rows, rows + cache.storage.shape[2]])
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the new tokens' keys and values [B, S, K, D]."""
         head_dim = self._cache.head_dim
         for kind, new in enumerate((key, value)):
-            tokens = new if self._is_token is None else new[self._is_token]
-            self._cache.storage[layer, kind].view(-1, head_dim).index_copy_(0, self._slots, tokens.reshape(-1, head_dim))
+            tokens = (new if self._is_token is None else new[self._is_token]).reshape(-1, head_dim)
+            self._cache.storage[layer, kind].view(-1, head_dim).index_copy_(0, self._slots, tokens)
+            if self._window is not None:
+                self._window.storage[layer, kind].view(-1, head_dim).index_copy_(0, self._window_slots, tokens)
 
     def read(self, layer: int) -> torch.Tensor:
         """Keys and values [2, B * K, T, D] of all tokens, until the next read."""
+        if self._window is not None:
+            return self._window.storage[layer, :, : self._num_rows, : self.num_tokens]
         cache = self._cache
         if len(cache.scratch) < len(self._rows):
             cache.scratch = cache.scratch.new_empty(2 * len(self._rows), cache.scratch.shape[1])

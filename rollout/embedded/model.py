@@ -28,11 +28,13 @@ class Model:
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
         self._scale = config.head_dim**-0.5
 
-    def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, pages_BG: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Write one token a row at its position into its pages; float32 logits [B, V] of the next."""
+    def decode(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, pages_BG: torch.Tensor, cache: KVCache, placed: list[list[int]]
+    ) -> torch.Tensor:
+        """Write one token a row at its position into its pages; float32 logits [B, V] of the next. placed: the same pages, row by row."""
         hidden_BC = self.weights.embedding[tokens_B]
         rotation = self._cos[positions_B].unsqueeze(1), self._sin[positions_B].unsqueeze(1)
-        view = PageView(cache, pages_BG, positions_B[:, None])
+        view = PageView(cache, pages_BG, positions_B[:, None], placed=placed)
         mask = self._decode_mask(positions_B, view.num_tokens, hidden_BC.dtype)
         for layer, weights in enumerate(self.weights.layers):
             query, key, value = self._project(hidden_BC, weights, rotation)
@@ -49,7 +51,7 @@ class Model:
         positions = starts_B[:, None] + torch.minimum(index_P, lengths_B[:, None] - 1)
         hidden = self.weights.embedding[tokens_BP]
         rotation = self._cos[positions].unsqueeze(2), self._sin[positions].unsqueeze(2)
-        view = PageView(cache, pages_BG, positions, is_token)
+        view = PageView(cache, pages_BG, positions, is_token_BS=is_token)
         has_before = bool(starts_B.any())
         mask = (torch.arange(view.num_tokens) <= positions[..., None]).unsqueeze(1) if has_before else None
         for layer, weights in enumerate(self.weights.layers):

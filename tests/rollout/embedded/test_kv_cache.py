@@ -149,6 +149,16 @@ def test_every_page_comes_back_whatever_ends_a_sequence(qwen3, core_of, sequence
             assert_exact(model, sequence)
 
 
+def test_a_batch_too_large_for_its_window_is_read_from_its_pages(qwen3, core_of, sequence_of, monkeypatch: pytest.MonkeyPatch):
+    path, model = qwen3
+    core, rng = core_of(path), random.Random(9)
+    monkeypatch.setattr("rollout.embedded.kv_cache.WINDOW_BYTES", 64 * core.cache.bytes_per_token)
+    sequences = [sequence_of(f"{i}.", tokens(rng, 10 + i), max_new_tokens=4 + 6 * i) for i in range(4)]
+    run(core, *sequences)  # 4 rows of 16 tokens fit, of 32 they do not, and the last one alone fits again
+    for sequence in sequences:
+        assert_exact(model, sequence)
+
+
 @pytest.mark.parametrize("family", ["Qwen2", "Llama"])
 def test_other_families_reuse_alike(family: str, tmp_path, core_of, sequence_of):
     model = save_model(tmp_path, family)
