@@ -85,7 +85,7 @@ class Session:
         messages = [dict(message) for message in task.prompt] if isinstance(task.prompt, list) else []
         self._record = _Record(np.array(task.prompt_ids), messages, len(messages))
         self._closed: list[_Record] = []
-        self._engines = engines
+        self.engines = engines
         self._is_busy = False
         self.family: list[Session] = [self]
         """This session and its branches, and theirs."""
@@ -126,7 +126,7 @@ class Session:
         """
         if self._is_busy:
             raise UsageError("a session makes one turn at a time; call session.branch() for several at once")
-        if self._engines is None:
+        if self.engines is None:
             raise HookError("session.generate needs an engine, and engine.engine is none")
         self._is_busy = True
         try:
@@ -158,7 +158,7 @@ class Session:
 
         What was sampled so far is context in it, trained only where it was sampled.
         """
-        other = Session(self.task, self._engines, self.tokenizer, max_context_len=self.max_context_len)
+        other = Session(self.task, self.engines, self.tokenizer, max_context_len=self.max_context_len)
         other._record = self._record.branched()
         other.tools, other.metadata, other.family, other.errors = self.tools, dict(self.metadata), self.family, self.errors
         self.family.append(other)
@@ -228,9 +228,9 @@ class Session:
         )
 
     async def _ask(self, requests: list[Task]) -> list[Response]:
-        assert self._engines is not None
+        assert self.engines is not None
         try:
-            return await self._engines.sample(requests)
+            return await self.engines.sample(requests)
         except (SlimebusError, Unfinished) as error:
             if getattr(error, "retryable", True):
                 self.errors.append(error)

@@ -141,7 +141,7 @@ class Window:
         self.storage = cache.storage.new_empty(0)
 
     def follow(self, placed: list[list[int]], pages_BG: torch.Tensor, num_tokens: int) -> bool:
-        """Hold the first `num_tokens` tokens of rows with these pages; False if that is too much. Copied is what has other pages than before."""
+        """Hold the first `num_tokens` tokens of rows with these pages (copied where they changed); False if that is too much."""
         if len(placed) * num_tokens * self._cache.bytes_per_token > WINDOW_BYTES:
             self._owners, self._shape = [], (0, 0)
             return False
@@ -159,7 +159,8 @@ class Window:
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
         needs = zip((num_rows, num_tokens), self._shape, LEAST_WINDOW, strict=True)
-        rows, tokens = self._shape = tuple(max(1 << (need - 1).bit_length(), *others) for need, *others in needs)
+        rows, tokens = (max(1 << (need - 1).bit_length(), *others) for need, *others in needs)
+        self._shape = (rows, tokens)
         cache, self._owners = self._cache, []
         self.storage = cache.storage.new_zeros(cache.storage.shape[0], 2, rows * cache.num_heads, tokens, cache.head_dim)
 

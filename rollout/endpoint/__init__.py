@@ -1,0 +1,5 @@
+"""An OpenAI-compatible endpoint whose conversations become samples (docs/agents.md)."""
+
+from rollout.endpoint.agents import Agent, OutsideAgents
+
+__all__ = ["Agent", "OutsideAgents"]

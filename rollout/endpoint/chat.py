@@ -1,0 +1,139 @@
+"""Requests and answers in OpenAI's shapes."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rollout.endpoint.tool_calls import from_the_wire, on_the_wire
+from rollout.response import Response
+from rollout.session import Session
+from slimebus.bus.errors import UsageError
+
+MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
+One = Annotated[int, msgspec.Meta(ge=1, le=1)]
+Zero = Annotated[int, msgspec.Meta(ge=0, le=0)]
+
+
+class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds have. The second half is taken without effect: how the policy is sampled is the run's to say."""
+
+    model: str = ""
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    n: One | None = 1
+
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    user: str | None = None
+
+    def sampling(self, session: Session) -> dict[str, Any]:
+        """What of it goes to the engine: no more tokens than the run has, and stop strings."""
+        most = min(filter(None, (self.max_tokens, session.task.sampling.get("max_new_tokens"))), default=None)
+        return ({"max_new_tokens": most} if most else {}) | ({"stop": self.stop} if self.stop else {})
+
+
+class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Zero | None = None
+
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    def __post_init__(self) -> None:
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+
+
+class TextRequest(_Request, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[int | str]
+    logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    echo: Literal[False] | None = False
+
+
+def plain_message(given: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates want it. Raises UsageError for content that is not text."""
+    message = {name: given[name] for name in MESSAGE_FIELDS if given.get(name) is not None}
+    content = message.get("content", "")
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise UsageError("a message has a part that is no text; this endpoint serves text alone")
+        content = "".join(part["text"] for part in content)
+    message["content"] = content
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = from_the_wire(calls)
+    return message
+
+
+def chat_answer(session: Session, made: Response, message: dict[str, Any], body: ChatRequest, num_prompt_tokens: int) -> dict[str, Any]:
+    """A chat.completion; message: the reply as the record has it."""
+    calls = message.get("tool_calls", [])
+    shown = {"role": "assistant", "content": message["content"] or (None if calls else ""), "refusal": None}
+    shown |= {"tool_calls": on_the_wire(calls)} if calls else {}
+    tokens = _tokens(session, made) if body.logprobs else []
+    listed = [{"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []} for token, logprob in tokens]
+    reason = "length" if made.finish_reason == "length" else "tool_calls" if calls else "stop"
+    choice = {
+        "index": 0,
+        "message": shown,
+        "logprobs": {"content": listed, "refusal": None} if body.logprobs else None,
+        "finish_reason": reason,
+    }
+    return _answer("chatcmpl", "chat.completion", body.model, choice, num_prompt_tokens, made)
+
+
+def text_answer(session: Session, made: Response, body: TextRequest, num_prompt_tokens: int) -> dict[str, Any]:
+    """A text_completion."""
+    tokens = _tokens(session, made) if body.logprobs is not None else []
+    listed = {"tokens": [token for token, _ in tokens], "token_logprobs": [logprob for _, logprob in tokens], "top_logprobs": None}
+    choice = {"index": 0, "text": made.text, "logprobs": listed if body.logprobs is not None else None, "finish_reason": made.finish_reason}
+    return _answer("cmpl", "text_completion", body.model, choice, num_prompt_tokens, made)
+
+
+def chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
+    """The answer as a stream has it: who speaks, what is said, why it ended, and what it took."""
+    usage, choice = answer.pop("usage"), answer["choices"][0]
+    reason = choice.pop("finish_reason")
+    if answer["object"] == "chat.completion":
+        answer["object"] += ".chunk"
+        message = choice.pop("message")
+        message["tool_calls"] = [{"index": at} | call for at, call in enumerate(message.get("tool_calls", []))] or None
+        yield answer | {"choices": [{"index": 0, "delta": {"role": message.pop("role"), "content": ""}, "finish_reason": None}]}
+        choice["delta"] = {name: value for name, value in message.items() if value is not None}
+        last = {"index": 0, "delta": {}}
+    else:
+        last = {"index": 0, "text": ""}
+    yield answer | {"choices": [choice | {"finish_reason": None}]}
+    yield answer | {"choices": [last | {"finish_reason": reason}]}
+    if has_usage:
+        yield answer | {"choices": [], "usage": usage}
+
+
+def _tokens(session: Session, made: Response) -> list[tuple[str, float]]:
+    texts = session.tokenizer.decode_batch(list(made.token_ids[:, None]))
+    return list(zip(texts, made.logprobs.tolist(), strict=True))
+
+
+def _answer(kind: str, name: str, model: str, choice: dict[str, Any], num_prompt_tokens: int, made: Response) -> dict[str, Any]:
+    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": len(made.token_ids)}
+    usage["total_tokens"] = sum(usage.values())
+    about = {"id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": model or "policy"}
+    return about | {"choices": [choice], "usage": usage}
