@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tiny_model import SERVED, SPECIAL_TOKENS, save_served, sglang_python
 
+from rollout.endpoint.tool_calls import parse_by_sglang
 from rollout.engines.client import Completion, EngineClient
 from rollout.engines.process import EngineProcess, embedded_engine
 from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
@@ -240,6 +241,20 @@ def test_a_turn_computes_only_what_the_turn_before_did_not_until_the_cache_is_fl
     again, computed, num_cached = ask(second)
     assert (again, num_cached) == (ids, 0)
     np.testing.assert_allclose(logprobs, computed, atol=1e-5, rtol=0)
+
+
+def test_calls_of_tools_are_parsed_by_sglangs_own_parsers_where_it_runs(engine: Engine):
+    async def talk(client: EngineClient) -> Any:
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+        text = 'so<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        return await parse_by_sglang(client, "qwen25", text, tools)
+
+    if engine.kind == "embedded":
+        with pytest.raises(UsageError, match="404"):
+            engine.run(talk)
+        return
+    content, (call,) = engine.run(talk)
+    assert (content, call["function"]) == ("so", {"name": "add", "arguments": {"a": 1}})
 
 
 def test_a_stream_is_cumulative_and_ends_with_done(engine: Engine):
