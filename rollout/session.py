@@ -151,6 +151,7 @@ class Session:
         ids = self.tokenizer.encode(what) if isinstance(what, str) else token_ids("token ids", what)
         self._record.append(ids, np.zeros(len(ids)), [(NO_VERSION, len(ids))], is_trained=is_trained)
         if is_trained:
+            self._record.end = self.tokenizer.eos_token_id if len(ids) and ids[-1] == self.tokenizer.eos_token_id else None
             self._record.text = what if isinstance(what, str) else self.tokenizer.decode(ids)
 
     def branch(self) -> "Session":

@@ -45,7 +45,7 @@ def measured(status: dict[str, Any], *, trainer_idle: float, worker_idle: float 
         worker_idle=worker_idle,
         workers=workers,
         tokens=tokens,
-        max_staleness=math.inf if bound is None else float(bound),
+        max_staleness=math.inf if bound in (None, "unbounded") else float(bound),
         lags={int(lag): groups for lag, groups in status.get("lag", {}).get("histogram", {}).items()},
         wasted={reason: waste["tokens"] for reason, waste in status.get("waste", {}).items()},
         unused={name.removeprefix(UNUSED): n for name, n in status.get("counted", {}).items() if name.startswith(UNUSED)},

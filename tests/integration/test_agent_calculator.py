@@ -1,12 +1,13 @@
 """The recipe configs/agent-calculator, short but whole: from rewards alone a model learns to ask a tool."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from live_run import ROOT, Run
+
+from slimebus.view import report
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -38,7 +39,7 @@ def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, task: Path) -> Non
         for name in SHORT:
             stage = run.command(name, [sys.executable, "-m", "slimebus", "up", str(write(tmp_path, name))])
             assert stage.wait(300) == 0, stage.tail()
-        rows = [json.loads(line) for line in (tmp_path / "rl" / "metrics" / "eval.jsonl").read_text().splitlines()]
+        rows = report.read(tmp_path / "rl").evaluations("heldout")
         assert [row["version"] for row in rows] == [0, SHORT["run.yaml"]]
         before, after = (row["mean_reward"] for row in rows)
         assert after > before + 0.3, (before, after)

@@ -74,5 +74,6 @@ def test_a_status_is_read() -> None:
     }
     found = measured(status, trainer_idle=0.1, worker_idle=0.2, workers=2, tokens=5.0)
     assert (found.lags, found.wasted, found.unused) == ({0: 3, 4: 1}, {"stale": 7}, {"zero_variance": 2})
-    unbounded = measured({"settings": {"max_staleness": None}}, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
-    assert unbounded.max_staleness == math.inf
+    for word in (None, "unbounded"):
+        unbounded = measured({"settings": {"max_staleness": word}}, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
+        assert unbounded.max_staleness == math.inf

@@ -1,0 +1,99 @@
+"""Tools of a real MCP server, a process of its own, for a policy of ours."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from letters import Letters
+
+from rollout.response import Response, Task
+from rollout.session import Session
+from rollout.tools import McpAgent
+from slimebus.bus.errors import HookError
+
+END = 0
+SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "The sum."
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    raise ValueError("broken")
+
+server.run()
+"""
+
+
+class Policy:
+    """Says the n-th text, and ends it; `seen` are the contexts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts, self.seen, self.sampled = list(texts), list[str](), list[int]()
+
+    async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
+        (task,) = tasks
+        ids = np.append(Letters().encode(self.texts.pop(0)), END).astype(np.int32)
+        self.seen.append(Letters().decode(task.prompt_ids))
+        self.sampled += ids.tolist()
+        return [Response(task=task, token_ids=ids, logprobs=np.full(len(ids), -1.0), versions=[(1, len(ids))], text="")]
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def play(policy: Policy, server: list[str], most_turns: int = 8) -> Session:
+    prompt = [{"role": "user", "content": "?"}]
+    session = Session(Task(prompt=prompt, prompt_ids=Letters().encode_prompt(prompt), sampling={}), policy, Letters())  # type: ignore[arg-type]
+
+    async def run() -> None:
+        agent = McpAgent()
+        agent.servers, agent.most_turns = [server], most_turns
+        await asyncio.create_task(agent.setup())  # as the worker does: each call in a task of its own
+        try:
+            await asyncio.create_task(agent.generate(session))
+        finally:
+            await asyncio.create_task(agent.teardown())
+
+    asyncio.run(run())
+    return session
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    file = tmp_path_factory.mktemp("mcp") / "server.py"
+    file.write_text(SERVER)
+    return [sys.executable, str(file)]
+
+
+def test_the_policy_calls_tools_until_it_replies_without_a_call(server: list[str]) -> None:
+    policy = Policy(call("add", '{"a": 2, "b": 3}') + call("nothing"), call("fail"), "5")
+    session = play(policy, server)
+    assert '"The sum."' in policy.seen[0] or "'The sum.'" in policy.seen[0]
+    assert policy.seen[1].endswith("tool:5;tool:error: there is no tool nothing;assistant:")
+    assert "tool:error: " in policy.seen[2]
+    assert "broken" in policy.seen[2]
+    (response,) = session.responses()
+    assert response.loss_mask is not None
+    assert response.token_ids[response.loss_mask == 1].tolist() == policy.sampled
+    assert session.metadata == {"tool_turns": 2}
+
+
+def test_a_policy_that_only_calls_is_ended(server: list[str]) -> None:
+    policy = Policy(*[call("add", '{"a": 1, "b": 1}')] * 5)
+    assert play(policy, server, most_turns=2).metadata == {"tool_turns": 1}
+    assert len(policy.texts) == 3
+
+
+def test_a_server_that_does_not_start_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(HookError, match=r"no-such-program.* cannot be used"):
+        play(Policy(), [str(tmp_path / "no-such-program")])
