@@ -97,6 +97,7 @@ class EnginePool:
             done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
+            self._watching |= {engine: task for engine, task in zip(self.engines, first, strict=True) if not task.done()}
         except BaseException:
             for task in first:
                 task.cancel()
