@@ -72,7 +72,7 @@ class Attempts:
     ) -> None:
         """max_group_bytes: of all frames of a put; 0: no limit."""
         self.config, self.client, self.maker, self.engines = config, client, maker, engines
-        self.max_group_bytes, self.spans, self.give_up = max_group_bytes, spans, give_up
+        self.max_group_bytes, self.spans, self.give_up, maker.spans = max_group_bytes, spans, give_up, spans
         self.running: dict[int, Attempt] = {}
         self.ended = asyncio.Event()
         """Set whenever one ends."""
@@ -175,7 +175,8 @@ class Attempts:
         self.running[leased.lease].is_being_put = True
         put = Put(group=leased.group, lease=leased.lease, lineage=self.engines.lineage)
         try:
-            reply = (await self.client.ask(put, frames, timeout_s=PUT_TIMEOUT_S)).expect(PutReply)
+            with self.spans("put", group=leased.group):
+                reply = (await self.client.ask(put, frames, timeout_s=PUT_TIMEOUT_S)).expect(PutReply)
         except SlimebusError as bad:
             self.counts.discarded += 1
             if bad.code in REFUSED_AS_IT_IS:

@@ -24,6 +24,7 @@ from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.cli.config.schema import RunConfig
 from slimebus.cli.dynamic_filter import is_reward_spread
 from slimebus.cli.hooks import text_of
+from slimebus.cli.spans import Spans
 
 log = logging.getLogger("rollout")
 
@@ -55,6 +56,7 @@ class GroupMaker:
         """vocab_size, max_context_len: the model's; token ids of hooks are below the one, samples at most as long as the other (0: any)."""
         self.config, self.tokenizer, self.engines, self.vocab_size = config, tokenizer, engines, vocab_size
         self.max_context_len = config.rollout.rollout_max_context_len or max_context_len
+        self.spans = Spans()
         r = config.rollout
         self.reward = Reward(find(r, base))
         self.eval_rewards = {name: Reward(find(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path}
@@ -86,12 +88,14 @@ class GroupMaker:
         tasks = self._tasks(leased, record)
         self._check_length(leased, len(tasks[0].prompt_ids))
         begun = self._begun(tasks, partial)
-        made = await self._generate(tasks, begun, is_eval=leased.kind == "eval")
+        with self.spans("generate", group=leased.group):
+            made = await self._generate(tasks, begun, is_eval=leased.kind == "eval")
         if begun and self.config.rollout.mask_offpolicy_in_partial_rollout:
             for responses in made:
                 partials.mask_older(responses[-1], leased.version)
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
-        problems = await reward.score([responses[-1] for responses in made])
+        with self.spans("reward", group=leased.group):
+            problems = await reward.score([responses[-1] for responses in made])
         for problem in {p.alike: p for p in problems if p is not None}.values():
             log.warning("group %s: %s", leased.group, problem.text)
         if problems[0] is not None and all(problems) and leased.kind == "train":

@@ -6,6 +6,7 @@ prompt --> chat template --> session --> engine --> reward --> samples
 import asyncio
 import contextlib
 import gzip
+import logging
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,7 +21,7 @@ from rollout.engines.client import Completion
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.groups import Dropped, GroupMaker
-from rollout.plugins import contain_exits
+from rollout.plugins import PluginError, contain_exits
 from rollout.response import Response, Task
 from rollout.tokenizer import Tokenizer
 from slimebus.bus.errors import DataError, SlimebusError
@@ -31,6 +32,8 @@ from slimebus.bus.samples import Sample
 from slimebus.cli.config import Resolved
 from slimebus.model_folder import context_length
 from slimebus.scores import Scores
+
+log = logging.getLogger("rollout")
 
 
 class LocalDispatch(Dispatch):
@@ -124,20 +127,22 @@ def evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
 async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
     rows, room = [], asyncio.Semaphore(resolved.config.rollout.max_running_groups)
     async with local_maker(resolved) as maker:
+
+        async def score(lease: LeasedGroup, record: bytes, scores: Scores) -> None:
+            async with room:
+                try:
+                    samples = await maker.make(lease, record)
+                except (PluginError, TimeoutError) as bad:
+                    log.warning("group %s: %s", lease.group, bad)
+                    return scores.add([], lease.num_samples)
+                rewards = [sample.reward for sample in samples if sample.reward is not None]
+                scores.add(rewards, len(samples) - len(rewards))
+
         for name in names:
             dataset, scores = resolved.config.eval.datasets[name], Scores()
             number, sampling = dataset.n_samples_per_eval_prompt, resolved.config.rollout.sampling | dataset.own_sampling
-
-            async def score(lease: LeasedGroup, record: bytes, scores: Scores = scores) -> None:
-                async with room:
-                    samples = await maker.make(lease, record)
-                    rewards = [sample.reward for sample in samples if sample.reward is not None]
-                    scores.add(rewards, len(samples) - len(rewards))
-
             prompts = enumerate(records(resolved, dataset.path))
-            async with asyncio.TaskGroup() as tasks:
-                for row, record in prompts:
-                    tasks.create_task(score(leased(name, row, number, sampling), record))
+            await asyncio.gather(*(score(leased(name, row, number, sampling), record, scores) for row, record in prompts))
             rows.append({"dataset": name, "model": str(resolved.model_dir), **scores.row()})
     return rows
 
@@ -150,7 +155,7 @@ def sample_prompt(resolved: Resolved, record: dict[str, Any], num_samples: int) 
 
     async def work() -> tuple[list[Sample], list[list[str]]]:
         async with local_maker(resolved) as maker:
-            lease = leased("try", 0, num_samples, resolved.config.rollout.sampling, "train")
+            lease = leased("try", 0, num_samples, resolved.config.rollout.sampling)
             samples = await maker.make(lease, msgspec.msgpack.encode(record))
             return samples, [[maker.tokenizer.decode(np.array([i]), skip_special_tokens=False) for i in s.tokens] for s in samples]
 

@@ -11,6 +11,7 @@ from parrot import Parrot, make, maker
 from rollout.groups import Dropped
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
+from slimebus.cli.spans import Spans
 
 
 def test_a_group_becomes_rewarded_samples_with_masked_prompts(tmp_path: Path) -> None:
@@ -21,6 +22,14 @@ def test_a_group_becomes_rewarded_samples_with_masked_prompts(tmp_path: Path) ->
     assert first.loss_mask.tolist() == [0, 0, 1, 1, 1]
     assert first.rollout_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5]
     assert first.versions == [(NO_VERSION, 2), (7, 3)]
+
+
+def test_a_groups_time_is_told_in_parts(tmp_path: Path) -> None:
+    made = maker(tmp_path)
+    made.spans = Spans(tmp_path, "w")
+    make(made)
+    spans = [msgspec.json.decode(line) for line in (tmp_path / "spans-w.jsonl").read_text().splitlines()]
+    assert [(span["name"], span["group"]) for span in spans] == [("generate", "0/1"), ("reward", "0/1")]
 
 
 def test_a_failed_reward_makes_a_failed_sample_not_a_zero(tmp_path: Path) -> None:

@@ -46,10 +46,12 @@ def run_yaml(tmp_path: Path, model: Path, hooks: str = "", **rollout: Any) -> Pa
 
 @pytest.mark.integration
 def test_a_model_is_evaluated_without_a_run(tmp_path: Path, model: Path, data: Path) -> None:
-    done = slimebus("eval", run_yaml(tmp_path, model), "--model", model, "--json")
+    hook = "async def g(session):\n    if session.task.label == '3': 1 / 0\n    await session.generate()\n"
+    done = slimebus("eval", run_yaml(tmp_path, model, hook, custom_generate_function_path="hooks.py:g"), "--model", model, "--json")
     assert done.returncode == 0, done.stderr
+    assert "hooks.py:2: ZeroDivisionError" in done.stderr
     (row,) = json.loads(done.stdout)
-    assert (row["dataset"], row["num_samples"], row["num_done"], set(row["pass_at"])) == ("held", 4, 2, {"1", "2"})
+    assert (row["dataset"], row["num_samples"], row["num_failed"], row["num_done"], set(row["pass_at"])) == ("held", 2, 2, 2, {"1", "2"})
     assert row["low"] <= row["mean_reward"] <= row["high"]
 
 
@@ -57,9 +59,10 @@ def test_a_model_is_evaluated_without_a_run(tmp_path: Path, model: Path, data: P
 def test_one_prompt_goes_the_whole_path(tmp_path: Path, model: Path, data: Path) -> None:
     hook = (
         "async def g(session):\n    await session.generate(max_new_tokens=2)\n    session.observe('!')\n    await session.generate()\n"
-        "def r(response):\n    return {'score': 0.5, 'seen': response.label}\n"
+        "def r(response):\n    return {'score': 0.5, 'seen': response.label}\ndef keep(samples):\n    return False\n"
     )
     fields = {"custom_generate_function_path": "hooks.py:g", "custom_rm_path": "hooks.py:r", "reward_key": "score"}
+    fields |= {"dynamic_sampling_filter_path": "hooks.py:keep"}
     done = slimebus("try", run_yaml(tmp_path, model, hook, **fields), "ab", "--label", "x", "--json")
     assert done.returncode == 0, done.stderr
     (sample,) = json.loads(done.stdout)
