@@ -4,12 +4,13 @@ from collections.abc import Callable
 from itertools import chain
 
 import bench_engine
+import bench_session
 import bench_worker
 from bench_row import Row
 
 ROWS: list[Callable[[bool], list[Row]]] = [
     *(bench_engine.against_transformers, bench_engine.against_sglang, bench_engine.prefill_reuse),
-    *(bench_worker.worker_ratio, bench_worker.update_loss),
+    *(bench_session.session_overhead, bench_worker.worker_ratio, bench_worker.update_loss),
 ]
 """Each takes `quick`, whether less work will do."""
 
