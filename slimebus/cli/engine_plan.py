@@ -4,13 +4,15 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import yaml
 
 from slimebus.bus.errors import ConfigError, UsageError
-from slimebus.cli.config.schema import RunConfig
+
+if TYPE_CHECKING:  # the config checks itself with what is here
+    from slimebus.cli.config.schema import RunConfig
 
 Kind = Literal["regular", "prefill", "decode", "encode"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -63,7 +65,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     sglang: list[_Model]
 
 
-def engine_specs(config: RunConfig, model_dir: Path, base: Path) -> list[EngineSpec]:
+def engine_specs(config: "RunConfig", model_dir: Path, base: Path) -> list[EngineSpec]:
     """The engines that one worker of this config starts. base: the folder of the run.yaml. Raises ConfigError."""
     gpus = gpus_of(config)
     if not config.engine.sglang_config:
@@ -133,7 +135,7 @@ def gpus_per_engine(arguments: Mapping[str, Any]) -> int:
     return size
 
 
-def gpus_of(config: RunConfig) -> list[int]:
+def gpus_of(config: "RunConfig") -> list[int]:
     """Of a worker's engines: engine.gpus, else those that its environment names; empty: not known."""
     named = os.environ.get(VISIBLE, "").split(",")
     return config.engine.gpus or ([int(word) for word in named] if all(word.isdigit() for word in named) else [])
@@ -144,7 +146,7 @@ def visible(gpus: Sequence[int]) -> dict[str, str]:
     return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
 
 
-def placement(config: RunConfig, roles: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def placement(config: "RunConfig", roles: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The GPUs of each of these processes of one machine, by name: `trainer`, `critic`, `teacher`, `rollout`, `rollout-2`, ...
 
     Those of the trainer and a critic are trainer.gpus, as many as each has ranks; a teacher's the last of engine.gpus, one engine's worth,
@@ -167,7 +169,7 @@ def placement(config: RunConfig, roles: Sequence[str]) -> dict[str, tuple[int, .
     return found | {role: tuple(gpus[i * each : (i + 1) * each]) for i, role in enumerate(workers)}
 
 
-def placement_problems(config: RunConfig) -> Iterator[str]:
+def placement_problems(config: "RunConfig") -> Iterator[str]:
     """GPUs that are given twice, or do not fit the ranks and engines."""
     trainer, engine = config.trainer.gpus, config.engine.gpus
     for field, gpus in (("trainer.gpus", trainer), ("engine.gpus", engine)):
