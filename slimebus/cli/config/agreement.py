@@ -14,6 +14,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "max_prompt_len
 REWARD = (
     "rollout.rm_type",
     "rollout.custom_rm_path",
+    "rollout.reward_key",
     "rollout.custom_generate_function_path",
     "data.apply_chat_template",
     "data.apply_chat_template_kwargs",
