@@ -258,3 +258,22 @@ def test_a_router_asks_only_engines_that_serve_and_a_killed_one_costs_no_truncat
             await cut_off
 
     run(model, talk, num_engines=2, use_router=True)
+
+
+def test_a_frozen_model_is_served_beside_the_policy_and_gets_no_weights(model: Path):
+    file = model / "models.yaml"
+    file.write_text(
+        "sglang: [{name: actor, server_groups: [{num_gpus: 1}]}, "
+        f"{{name: judge, model_path: {model}, update_weights: false, server_groups: [{{num_gpus: 1}}]}}]"
+    )
+
+    async def talk(engines: Dispatch) -> None:
+        await engines.pool.update_weights(version(model, 2))
+        actor, judge = engines.pool.engines
+        assert [(engine.model, engine.state) for engine in (actor, judge)] == [("actor", "serving"), ("judge", "serving")]
+        assert (await actor.client.weight_version(), await judge.client.weight_version()) == ("L:2", "default")
+        (completion,) = await engines.generate([[1, 2]], [SHORT], model="judge")
+        assert engines.runs(completion, is_frozen=True) == [(-1, 3)]
+        assert (await engines.sample([task(SHORT)]))[0].versions == [(2, 3)]
+
+    run(model, talk, sglang_config=str(file))

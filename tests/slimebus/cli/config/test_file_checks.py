@@ -182,6 +182,28 @@ def test_an_unknown_argument_of_sglang_is_told_with_the_nearest(tmp_path: Path, 
     assert not problems(file)
 
 
+def test_arguments_of_server_groups_and_of_the_router_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (
+        ("srt/server_args.py", ""),
+        ("srt/arg_groups/fields/all.py", "    tp_size: int\n"),
+        ("router_args.py", "    policy: str\n"),
+    ):
+        (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "package" / name).write_text(text)
+    monkeypatch.setattr("slimebus.cli.config.file_checks._package", lambda python, name: tmp_path / "package")
+    models = [
+        {"name": "actor", "server_groups": [{"num_gpus": 2, "num_gpus_per_engine": 2, "overrides": {"tp_sise": 2}}]},
+        {"name": "judge", "model_path": "nowhere", "server_groups": [{"num_gpus": 1}]},
+    ]
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump({"sglang": models}))
+    changes = {"engine__engine": "sglang", "engine__use_router": True, "engine__sglang_config": str(tmp_path / "models.yaml")}
+    found = problems(complete(tmp_path, **changes, router={"polisy": "random"}))
+    assert "router.polisy: no argument of sglang-router; did you mean 'policy'?" in found
+    assert "engine.sglang_config: tp_sise: no argument of the SGLang server; did you mean 'tp_size'?" in found
+    assert "tp_size: no argument" not in found
+    assert f"engine.sglang_config: no model at {tmp_path / 'nowhere'}" in found
+
+
 @pytest.mark.parametrize(
     ("field", "hook", "message"),
     [
