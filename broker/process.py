@@ -185,9 +185,11 @@ def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
 
 def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, str] | None = None) -> Rules:
     """What the state machine obeys in this run. eval_sizes: prompts of each dataset; agreed: settings that all must have."""
-    r = config.rollout
+    r, b = config.rollout, config.broker
+    said = {rule: operator.attrgetter(name)(config) for name, rule in settings.RULES.items()}
     return Rules(
-        **{rule: operator.attrgetter(name)(config) for name, rule in settings.RULES.items()},
+        **said | ({"max_staleness": b.staleness_floor, "target_ess": b.target_ess} if b.max_staleness == "auto" else {}),
+        staleness_range=(b.staleness_floor, b.staleness_ceiling),
         **{name: getattr(config.broker, name) for name in ("heartbeat_s", "max_clients", "stall_min_s", "required_fields")},
         num_steps=r.num_rollout,
         max_parked=max(4096, config.broker.max_clients),

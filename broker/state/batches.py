@@ -8,7 +8,7 @@ import math
 from broker.state import admission, choice, prompts, staleness, transitions, wait_reasons
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
-from broker.state.features import consumers
+from broker.state.features import autopilot, consumers
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group, Phase
 from broker.state.records import StepRecord
 from slimebus.bus.errors import SlimebusError
@@ -149,6 +149,7 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     _warn_of_kept(state)
     state.recent.append(row)
     state.record(row)
+    autopilot.look(state)
 
 
 def _warn_of_kept(state: State) -> None:

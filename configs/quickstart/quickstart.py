@@ -197,7 +197,7 @@ def finish(run_dir: Path, seed: int) -> None:
     draw_curve(
         *(found, run_dir / "curve.png"),
         dataset="heldout",
-        max_staleness=config.broker.max_staleness,
+        max_staleness=config.broker.most_stale,
         rl_s=result["rl_s"],
         machine=f"{os.cpu_count()} CPU cores",
     )

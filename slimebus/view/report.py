@@ -78,7 +78,7 @@ def summarise(report: Report) -> dict[str, Any]:
 
 def result(report: Report, dataset: str, config: RunConfig) -> dict[str, Any]:
     """The keys of result.json that the records of one run tell; those of the accuracy when `dataset` was evaluated twice or more."""
-    found = {**summarise(report), "max_staleness": config.broker.max_staleness, "rl_s": report.steps[-1]["elapsed_s"], "seed": config.seed}
+    found = {**summarise(report), "max_staleness": config.broker.most_stale, "rl_s": report.steps[-1]["elapsed_s"], "seed": config.seed}
     evals = report.evaluations(dataset)
     if len(evals) > 1:
         found |= {"accuracy_before": evals[0]["mean_reward"], "accuracy_after": evals[-1]["mean_reward"]}

@@ -63,11 +63,12 @@ def described(rules: Rules) -> dict[str, Scalar]:
 def change(state: State, event: Event, ask: Set) -> None:
     """Put new settings in force, all or none, and answer with old and new. The same key again gets the first answer."""
     check_name("set: key", ask.key)
-    made = state.changes.get(ask.key) or _make(state, event.sender, ask)
+    made = state.changes.get(ask.key) or make(state, event.sender, ask)
     state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=values(state.rules)))
 
 
-def _make(state: State, by: str, ask: Set) -> Change:
+def make(state: State, by: str, ask: Set) -> Change:
+    """The change that is asked for, made. by: who asks, as the log and the status name it. Raises ConfigError."""
     wanted = {setting_of(name): typed(name, value) for name, value in ask.settings.items()}
     if len(wanted) < len(ask.settings):
         raise ConfigError("set: a setting is given twice, with and without its section")

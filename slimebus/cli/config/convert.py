@@ -4,7 +4,8 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -90,6 +91,10 @@ def _shown(value: Any) -> str:
 
 def describe(of: Any) -> str:
     """What a field of this type takes, in words: `a whole number >= 1`, `one of fsync, os, memory`."""
+    if get_origin(of) in (Union, UnionType):
+        return " or ".join(describe(part) for part in get_args(of))
+    if get_origin(of) is Literal and len(get_args(of)) == 1:
+        return str(get_args(of)[0])
     if get_origin(of) is Literal:
         return f"one of {', '.join(str(choice) or repr('') for choice in get_args(of))}"
     kind = msgspec.inspect.type_info(of)

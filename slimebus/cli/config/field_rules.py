@@ -39,8 +39,10 @@ def _run(config: RunConfig) -> Iterator[str]:
     last = o.lr_decay_iters or updates
     if not NAME.fullmatch(config.name):
         yield f"name: {config.name[:80]!r}; expected 1 to 64 letters, digits, dots, dashes and underscores: it names the run's folder"
-    if not math.isinf(eta) and eta != int(eta):
-        yield f"broker.max_staleness: {eta}; expected a whole number of versions, or .inf for no bound"
+    if eta != "auto" and not math.isinf(eta) and eta != int(eta):
+        yield f"broker.max_staleness: {eta}; expected a whole number of versions, .inf for no bound, or auto"
+    if (low := config.broker.staleness_floor) > (high := config.broker.staleness_ceiling):
+        yield f"broker.staleness_floor: {low} is above broker.staleness_ceiling {high}"
     if o.lr_decay_style != "constant" and o.lr_warmup_iters > last:
         remedy = "warm up for fewer, or set optimizer.lr_decay_iters"
         yield f"optimizer.lr_warmup_iters: {o.lr_warmup_iters} is beyond the end of the decay at {last} steps; {remedy}"

@@ -50,8 +50,15 @@ class BrokerConfig(Section, frozen=True):
     http: str = "127.0.0.1:0"
     """[address] Where the run's web page and its metrics are served, as HOST:PORT; with port 0 any free one, after a restart the same if
     it is free. The log and RUN_DIR/page.url say which. Empty: no page."""
-    max_staleness: NonNegative = 1
-    """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded."""
+    max_staleness: NonNegative | Literal["auto"] = 1
+    """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded; auto begins at
+    staleness_floor, goes up when the trainer waits for workers, and down when target_ess is missed."""
+    staleness_floor: Natural = 0
+    """[versions] The lowest bound of max_staleness: auto."""
+    staleness_ceiling: Natural = 8
+    """[versions] The highest bound of max_staleness: auto."""
+    target_ess: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """[ratio] With max_staleness: auto, the least effective sample size (`lag/all/ess_sequence`, docs/algorithms.md) that is accepted."""
     on_stale: Literal["requeue", "drop"] = "requeue"
     """[choice] What happens to a finished group that became too stale: sample its prompt again, or drop it."""
     lease_s: Seconds = 60.0
@@ -79,6 +86,11 @@ class BrokerConfig(Section, frozen=True):
     """[names] Fields that consumers put to groups (docs/consumers.md): a group is in no batch before it has all of them."""
     connect_timeout_s: Seconds = 120.0
     """[seconds] How long a trainer or worker tries to reach the broker before it gives up."""
+
+    @property
+    def most_stale(self) -> float:
+        """The highest bound that the run may have, in versions."""
+        return self.staleness_ceiling if self.max_staleness == "auto" else self.max_staleness
 
 
 class DataConfig(Section, frozen=True):
