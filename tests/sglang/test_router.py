@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tiny_model import SERVED, save_served, sglang_python
+from tiny_model import save_served, sglang_python
 
 from rollout.engines.client import EngineClient
 from rollout.engines.process import EngineProcess
@@ -66,13 +66,18 @@ async def post(url: str, body: dict[str, Any]) -> tuple[int, bytes]:
 
 def test_a_batch_and_samples_by_n_are_those_of_the_engine(urls: tuple[str, str]):
     async def made(url: str) -> list[Any]:
-        async with EngineClient(url, vocab_size=SERVED["vocab_size"]) as client:
-            completions = await client.generate(PROMPTS, GREEDY, [f"{url[-5:]}-{i}" for i in range(2)])
+        _, batch = await post(f"{url}/generate", {"input_ids": PROMPTS, "sampling_params": GREEDY})
         _, several = await post(f"{url}/generate", {"input_ids": PROMPTS[0], "sampling_params": GREEDY | {"n": 2}})
-        return [completion.output_ids.tolist() for completion in completions] + [one["output_ids"] for one in json.loads(several)]
+        return [one["output_ids"] for one in [*json.loads(batch), *json.loads(several)]]
 
     router, engine = (asyncio.run(made(url)) for url in urls)
+    assert len(router) == 4
     assert router == engine
+
+
+def test_names_for_each_prompt_of_a_batch_are_refused(urls: tuple[str, str]):
+    body = {"input_ids": PROMPTS, "rid": ["a", "b"], "sampling_params": GREEDY}
+    assert [asyncio.run(post(f"{url}/generate", body))[0] for url in urls] == [422, 200]
 
 
 def test_a_stream_comes_through_to_its_end(urls: tuple[str, str]):
