@@ -177,6 +177,8 @@ class GroupMaker:
         limit_s = self.config.rollout.generate_timeout_s
         try:
             await asyncio.wait({work}, timeout=limit_s)
+            while not work.done() and self.engines is not None and self.engines.is_waiting(tasks[0].group):
+                await asyncio.wait({work}, timeout=limit_s)  # queueing is not sampling: its time begins again
             if is_late := not work.done() and is_plain and not is_eval:
                 await self.recall(tasks[0].group)
                 await asyncio.wait({work}, timeout=RECALL_S)

@@ -176,7 +176,7 @@ class Session:
             room = self.max_context_len - len(ids)
             if room <= 0:
                 return None
-            chosen["max_new_tokens"] = min(room, chosen.get("max_new_tokens") or room)
+            chosen["max_new_tokens"] = min(room, room if (most := chosen.get("max_new_tokens")) is None else most)
         temperature = logprob_temperature(chosen)
         if self._record.is_made and self._record.temperature not in (None, temperature):
             raise UsageError(

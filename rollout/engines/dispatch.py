@@ -6,7 +6,7 @@ most engine.sglang_server_concurrency requests, and none while it is given new w
 
 import asyncio
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Dispatch:
         self.tokens_made = 0
         self.is_leaving = False
         self._recalled: set[str] = set()
+        self._waiting: Counter[str] = Counter()
         self._homes: OrderedDict[str, Engine] = OrderedDict()
         self._ids = itertools.count()
 
@@ -88,8 +89,16 @@ class Dispatch:
                     if len(self._homes) > MAX_SESSIONS:
                         self._homes.popitem(last=False)
                 return home
-            await self.pool.until_change()
+            self._waiting[group] += 1
+            try:
+                await self.pool.until_change()
+            finally:
+                self._waiting -= Counter([group])
         return None
+
+    def is_waiting(self, group: str) -> bool:
+        """Whether requests of this group wait for room at an engine: nobody samples them yet."""
+        return self._waiting[group] > 0
 
     async def _report_if_lost(self, engine: Engine) -> None:
         is_router = self.pool.router is not None and engine is self.pool.router.target

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import chain
 
 import bench_engine
+import bench_partial
 import bench_session
 import bench_worker
 from bench_row import Row
@@ -11,6 +12,7 @@ from bench_row import Row
 ROWS: list[Callable[[bool], list[Row]]] = [
     *(bench_engine.against_transformers, bench_engine.against_sglang, bench_engine.prefill_reuse),
     *(bench_session.session_overhead, bench_worker.worker_ratio, bench_worker.update_loss),
+    bench_partial.gain,
 ]
 """Each takes `quick`, whether less work will do."""
 

@@ -28,6 +28,8 @@ class Endless:
 
     def __init__(self, per_call: int) -> None:
         self.per_call, self.begun, self.ended, self.began = per_call, [], asyncio.Event(), asyncio.Event()  # type: ignore[var-annotated]
+        self.queued = 0
+        """How often it still says that the group waits for room."""
 
     async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
         made = begun or [partials.empty(task) for task in tasks]
@@ -45,6 +47,10 @@ class Endless:
 
     async def recall(self, group: str) -> None:
         self.ended.set()
+
+    def is_waiting(self, group: str) -> bool:
+        self.queued -= 1
+        return self.queued >= 0
 
     def forget(self, group: str) -> None:
         pass
@@ -113,6 +119,19 @@ def test_a_group_out_of_time_without_a_new_token_is_a_failed_attempt(tmp_path: P
 
     back = asyncio.run(run())
     assert (back.outcome, back.reason) == ("fail", "no end within generate_timeout_s = 0.05 s, and no token")
+
+
+def test_waiting_for_room_at_an_engine_is_not_counted(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = Endless(3)
+        engine.queued = 4
+        of, _ = attempts(tmp_path, engine, generate_timeout_s="0.05")
+        begun = asyncio.get_running_loop().time()
+        of.begin(*lease(1))
+        await done(of)
+        assert asyncio.get_running_loop().time() - begun >= 5 * 0.05
+
+    asyncio.run(run())
 
 
 async def _begun(tmp_path: Path) -> Any:

@@ -23,6 +23,9 @@ from trainer.objective.lag_metrics import by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
 
+NEUTRAL = {"min_p": (0,), "repetition_penalty": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "regex": ("",)}
+NEUTRAL |= {"json_schema": ("",), "ebnf": ("",)}
+"""Of rollout.sampling_params, what changes the distribution that tokens are drawn from, and the values that do not."""
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
@@ -261,6 +264,7 @@ class Objective:
         compares = compares or bool(self.settings.kl_loss_coef and self.settings.kl_loss_type == "unbiased")
         cut = {"rollout_top_p": r.rollout_top_p} if r.rollout_top_p < 1 else {}
         cut |= {"rollout_top_k": r.rollout_top_k} if r.rollout_top_k > 0 else {}
+        cut |= {f"sampling_params.{name}": value for name, value in r.sampling_params.items() if value not in NEUTRAL.get(name, (value,))}
         for name, value in cut.items() if compares or any(plugin.reads_rollout_logprobs for plugin in self.plugins) else ():
             yield (
                 f"rollout.{name}: {value} cuts the distribution that tokens are drawn from, but rollout logprobs are those of the whole "

@@ -18,6 +18,7 @@ REWARD = (
     "rollout.custom_generate_function_path",
     "data.apply_chat_template",
     "data.apply_chat_template_kwargs",
+    "rollout.sampling_params",
     "rollout.mask_offpolicy_in_partial_rollout",
 )
 MODEL = "model.hf_checkpoint"

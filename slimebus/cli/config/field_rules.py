@@ -5,10 +5,13 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import msgspec
+
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import MAX_BATCH_SIZE
 from slimebus.bus.security.exposure import check_bind
-from slimebus.cli.config.schema import EVAL_SAMPLING, RunConfig
+from slimebus.cli.config.convert import nearest_of
+from slimebus.cli.config.schema import EVAL_SAMPLING, MoreSampling, RolloutConfig, RunConfig
 from slimebus.cli.dynamic_filter import REWARD_SPREAD, is_reward_spread
 from slimebus.cli.engine_plan import placement_problems
 
@@ -96,6 +99,7 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         why = "as one reward has no spread; sample 2 or more"
         every = f"every group of n_samples_per_prompt {r.n_samples_per_prompt}"
         yield f"rollout.dynamic_sampling_filter_path: {REWARD_SPREAD} drops {every}, {why}"
+    yield from _more_sampling(r)
     if r.rollout_top_k == 0:
         yield "rollout.rollout_top_k: 0; expected at least 1, or -1 for all tokens"
     rewards = {"rollout.custom_rm_path": r.custom_rm_path}
@@ -103,6 +107,25 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     for field, path in rewards.items():
         if path and (is_reward_spread(path) or path in (r.dynamic_sampling_filter_path, config.broker.buffer_filter_path)):
             yield f"{field}: {path} is a filter of groups and no reward; give it as rollout.dynamic_sampling_filter_path"
+
+
+def _more_sampling(r: RolloutConfig) -> Iterator[str]:
+    """Of rollout.sampling_params: unknown names, values out of range, and what has a field of its own."""
+    own = {"max_new_tokens": "rollout_max_response_len"}
+    own |= {name: f"rollout_{name}" for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids")}
+    for name, value in r.sampling_params.items():
+        known = MoreSampling.__struct_fields__
+        if name in own:
+            yield f"rollout.sampling_params.{name}: set rollout.{own[name]} instead"
+        elif name not in known:
+            yield f"rollout.sampling_params.{name}: no such sampling parameter{nearest_of(name, known)}"
+        else:
+            try:
+                msgspec.convert({name: value}, MoreSampling)
+            except msgspec.ValidationError as bad:
+                yield f"rollout.sampling_params.{name}: {value!r}; {str(bad).partition(' - at')[0]}"
+    if (least := r.sampling_params.get("min_new_tokens")) and isinstance(least, int) and least > r.rollout_max_response_len:
+        yield f"rollout.sampling_params.min_new_tokens: {least} is above rollout_max_response_len {r.rollout_max_response_len}"
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:

@@ -160,6 +160,9 @@ class RolloutConfig(Section, frozen=True):
     max_position_embeddings."""
     rollout_stop: list[str] = []
     """[strings] Generation ends at any of these."""
+    sampling_params: dict[str, Any] = {}
+    """[map] More sampling parameters in SGLang's names: min_new_tokens, min_p, repetition_penalty, frequency_penalty, presence_penalty,
+    ignore_eos, skip_special_tokens, no_stop_trim, stop_regex, regex, json_schema, ebnf."""
     rollout_stop_token_ids: list[TokenId] = []
     """[token ids] Generation ends at any of these, besides the model's own end token."""
     rm_type: RewardName = "exact"
@@ -201,7 +204,24 @@ class RolloutConfig(Section, frozen=True):
         if self.rollout_top_k > 0:
             chosen["top_k"] = self.rollout_top_k
         given = {"stop": list(self.rollout_stop), "stop_token_ids": list(self.rollout_stop_token_ids)}
-        return chosen | {name: value for name, value in given.items() if value}
+        return chosen | {name: value for name, value in given.items() if value} | self.sampling_params
+
+
+class MoreSampling(msgspec.Struct, forbid_unknown_fields=True):
+    """What rollout.sampling_params may say; None: not given."""
+
+    min_new_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    stop_regex: str | list[str] | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+    ebnf: str | None = None
 
 
 class EngineConfig(Section, frozen=True):

@@ -31,6 +31,7 @@ def problems(flags: dict[str, Any], base: Path | None = None) -> str:
         ({"rollout.n_samples_per_prompt": 1}, "a group of one has advantage 0 and trains nothing; sample 2 or more"),
         ({"rollout.rollout_temperature": 0}, "greedy: all samples of a group are equal and train nothing; expected a value above 0"),
         ({"rollout.rollout_top_p": 0.9}, "rollout_top_p: 0.9 cuts"),
+        ({"rollout.sampling_params": {"repetition_penalty": 1.1}}, "rollout.sampling_params.repetition_penalty: 1.1 cuts"),
         ({"rollout.rollout_top_k": 20}, "every importance ratio would be wrong"),
         (
             {"rollout.rollout_top_p": 0.9, "algorithm.use_rollout_logprobs": False, "algorithm.corrections": "tis"},

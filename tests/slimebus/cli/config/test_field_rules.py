@@ -82,3 +82,29 @@ def test_what_no_process_could_use_is_refused(flags: dict[str, Any], message: st
 def test_addresses_of_other_machines_and_urls_of_engines_are_taken() -> None:
     flags = {"weights.weights_bind": "tcp://0.0.0.0:5600", "weights.weights_advertise": "[fe80::1]", "broker.bind": "tcp://[::]:5555"}
     resolve(None, flags | {"engine.engine_url": ["http://127.0.0.1:30000", "https://node7/"]}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (
+            {"repetition_penalti": 1.1},
+            "rollout.sampling_params.repetition_penalti: no such sampling parameter; did you mean 'repetition_penalty'?",
+        ),
+        ({"repetition_penalty": 3}, "rollout.sampling_params.repetition_penalty: 3; Expected `float` <= 2.0"),
+        ({"min_new_tokens": "many"}, "rollout.sampling_params.min_new_tokens: 'many'; Expected `int | null`, got `str`"),
+        ({"min_new_tokens": 2000}, "min_new_tokens: 2000 is above rollout_max_response_len 1024"),
+        ({"temperature": 0.5}, "rollout.sampling_params.temperature: set rollout.rollout_temperature instead"),
+        ({"max_new_tokens": 5}, "set rollout.rollout_max_response_len instead"),
+    ],
+)
+def test_more_sampling_parameters_are_checked(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(None, {"rollout.sampling_params": given}, environ={})
+    assert problem in str(refused.value)
+
+
+def test_more_sampling_parameters_go_to_the_engine_of_training_and_evaluation() -> None:
+    flags = {"rollout.sampling_params": {"min_new_tokens": 4, "ignore_eos": True}}
+    made = resolve(None, flags, environ={}).config.rollout.sampling
+    assert (made["min_new_tokens"], made["ignore_eos"], made["temperature"]) == (4, True, 1.0)
