@@ -461,5 +461,5 @@ def paths() -> dict[str, FieldInfo]:
 def flag_of(name: str) -> str:
     """The flag of a field without dashes: its last word, after its section's where two sections have one of that name."""
     field = name.rpartition(".")[2]
-    is_alone = sum(other.rpartition(".")[2] == field for other in paths()) == 1
+    is_alone = sum(other.rpartition(".")[2] == field for other in paths()) <= 1
     return (field if is_alone else name.replace(".", "_")).replace("_", "-")
