@@ -14,15 +14,15 @@ import msgspec
 from slimebus.bus.errors import UsageError
 from slimebus.cli.formatting import columns, duration
 from slimebus.sweep import plots
-from slimebus.sweep.results import ETA, RunResult, by_condition
-from slimebus.sweep.statistics import conclusion, estimate, number, short
+from slimebus.sweep.results import ETA, RunResult, by_condition, number
+from slimebus.sweep.statistics import conclusion, estimate, short
 
-HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "m2", "")
+HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "ESS of samples", "m2", "")
 NOTE = (
     "Last score: mean over seeds with its 95% interval (Student's t); of one seed the interval, in brackets, is of the evaluation's "
     "problems alone and says nothing of other seeds. Tests: Welch, one-sided, not corrected for their number. ESS: effective sample size "
-    "of tokens by their number, and m2: mean of the squared log ratio of the policy trained and the sampler, unclipped, means over steps. "
-    "Time is of the steps, without the start."
+    "of tokens, or of whole samples, by their number, and m2: mean of the squared log ratio of the policy trained and the sampler, "
+    "unclipped, means over steps. Time is of the steps, without the start."
 )
 
 
@@ -64,10 +64,10 @@ def _cells(of: Sequence[RunResult]) -> list[str]:
     score, last = estimate([run.score for run in ran]).text(), ran[0].points[-1]
     score += f" [{last.low:.3f}–{last.high:.3f}]" if len(ran) == 1 and last.low < last.high else ""
     speed, lag = estimate([run.samples_per_s for run in ran]).text(0), estimate([run.lag_mean for run in ran]).mean
-    means = [estimate(values).mean if (values := [run.means[n] for run in ran if n in run.means]) else None for n in ("ess_token", "m2")]
-    ess, m2 = ("" if mean is None else f"{mean:.3g}" for mean in means)
+    found = [[run.means[name] for run in ran if name in run.means] for name in ("ess_token", "ess_sequence", "m2")]
+    means = [f"{estimate(values).mean:.3g}" if values else "" for values in found]
     steps, seconds = max(run.steps for run in ran), estimate([run.seconds for run in ran]).mean
-    return [f"{len(ran)} of {len(of)}", score, str(steps), duration(seconds), speed, f"{lag:.2f}", ess, m2, notes]
+    return [f"{len(ran)} of {len(of)}", score, str(steps), duration(seconds), speed, f"{lag:.2f}", *means, notes]
 
 
 def markdown(results: Sequence[RunResult], axis: str) -> str:

@@ -7,8 +7,8 @@ from operator import ge
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slimebus.sweep.results import BUCKETS, RunResult, by_condition
-from slimebus.sweep.statistics import estimate, number, short
+from slimebus.sweep.results import BUCKETS, RunResult, by_condition, number
+from slimebus.sweep.statistics import estimate, short
 from slimebus.view.trace_chart import GREY, RULE, STYLE
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _figure(count: int, draw: "Callable[[Sequence[Axes]], None]") -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(STYLE | {"svg.hashsalt": "slimebus"}):
+    with rc_context(STYLE | {"svg.hashsalt": "slimebus", "svg.fonttype": "none"}):
         figure = Figure(figsize=(3.6 * max(2, count), 3.4), layout="constrained")
         axes = figure.subplots(1, count, squeeze=False)[0]
         draw(axes)

@@ -69,8 +69,9 @@ class RunResult(msgspec.Struct):
 
 
 def of_sweep(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[RunResult]:
-    """Of each trial, in order; one that has not begun or failed early has a state and nothing else."""
-    return [_of(sweep.run_dir(t), t.name, t.condition, t.seed, sweep.plan.score, outcomes[t.name]) for t in sweep.trials]
+    """Of each trial that has begun, in order; one that failed early has a state and nothing else."""
+    begun = [trial for trial in sweep.trials if outcomes[trial.name].state != "new"]
+    return [_of(sweep.run_dir(t), t.name, t.condition, t.seed, sweep.plan.score, outcomes[t.name]) for t in begun]
 
 
 def of_runs(run_dirs: Sequence[Path], score: str = "") -> list[RunResult]:
@@ -97,7 +98,7 @@ def of_runs(run_dirs: Sequence[Path], score: str = "") -> list[RunResult]:
         )
         if outcome is None and not found[-1].steps:
             raise DataError(f"{folder}: no trained step on record (metrics/trainer.jsonl)")
-    return found
+    return sorted(found, key=lambda run: [(number(label) or 0.0, label) for label in run.condition.values()])
 
 
 def _outcome(folder: Path) -> Outcome | None:
@@ -174,6 +175,14 @@ def bucket_of(lag: float) -> str:
         if round(lag) <= int(bucket.rpartition("-")[2]):
             return bucket
     return BUCKETS[-1]
+
+
+def number(label: str) -> float | None:
+    """The label of an axis's value as a number."""
+    try:
+        return float(label)
+    except ValueError:
+        return None
 
 
 def by_condition(results: Iterable[RunResult]) -> dict[tuple[str, ...], list[RunResult]]:

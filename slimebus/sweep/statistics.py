@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from slimebus.sweep.results import ETA, RunResult, by_condition
+from slimebus.sweep.results import ETA, RunResult, by_condition, number
 
 MIN_SEEDS = 3
 """Below it nothing is said about which condition learns better."""
@@ -56,14 +56,6 @@ def detectable(values: Sequence[float], reference: Sequence[float]) -> float:
     freedom, spread = len(values) + len(reference) - 2, math.hypot(stdev(values), stdev(reference)) / math.sqrt(2)
     quantiles = stats.t.ppf(1 - SIGNIFICANT, freedom) + stats.t.ppf(POWER, freedom)
     return float(quantiles * spread * math.sqrt(1 / len(values) + 1 / len(reference)))
-
-
-def number(label: str) -> float | None:
-    """The label of an axis's value as a number."""
-    try:
-        return float(label)
-    except ValueError:
-        return None
 
 
 def short(axis: str) -> str:

@@ -69,6 +69,8 @@ def test_runs_that_differ_in_their_seed_alone_are_one_condition(tmp_path: Path) 
     ]
     found = by_condition(of_runs(runs))
     assert {key: [r.seed for r in of] for key, of in found.items()} == {("0", "0"): [0, 1], ("4", "4"): [0, 1]}
+    many = [write_run(tmp_path / f"more-{eta}", eta=eta) for eta in (16, 2, 8)]
+    assert [r.condition["broker.max_staleness"] for r in of_runs(many)] == ["2", "8", "16"], "as numbers"
     assert of_runs(runs)[0].condition == {"broker.max_staleness": "0", "trainer.on": "0"}
 
 
