@@ -99,7 +99,7 @@ def _bars(estimates: Sequence[Any]) -> tuple[list[float], list[float]]:
 
 
 def _lines(runs: Sequence[RunResult], axis: str) -> dict[str, list[RunResult]]:
-    return {of[0].condition[axis]: of for of in by_condition(run for run in runs if run.points).values()}
+    return {of[0].condition.get(axis, "all"): of for of in by_condition(run for run in runs if run.points).values()}
 
 
 def _look(i: int) -> dict[str, Any]:

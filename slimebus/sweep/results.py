@@ -74,31 +74,40 @@ def of_sweep(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[RunResult]:
     return [_of(sweep.run_dir(t), t.name, t.condition, t.seed, sweep.plan.score, outcomes[t.name]) for t in begun]
 
 
-def of_runs(run_dirs: Sequence[Path], score: str = "") -> list[RunResult]:
-    """Of runs that exist; of a sweep's folder, of all its trials. Their conditions are what their settings differ in, seeds apart.
+def of_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[RunResult]:
+    """Of runs that exist; of a sweep's folder, of all its trials, whose conditions they keep. Others are told apart by their settings.
 
-    Raises DataError for a folder without records of a run.
+    axis: the setting that is compared, max_staleness by default. Raises DataError for a folder without records of a run.
     """
     folders = [run for folder in run_dirs for run in (sorted(p.parent for p in folder.glob("trials/*/trial.json")) or [folder])]
     known = [_settings(folder) for folder in folders]
     outcomes = [_outcome(folder) for folder in folders]
-    axes = {tuple(outcome.condition) if outcome else None for outcome in outcomes}
-    differing = sorted(n for n in set().union(*known) if n not in NOT_SETTINGS and len({s.get(n) for s in known}) > 1)
+    is_one_sweep = all(outcomes) and len({tuple(outcome.condition) for outcome in outcomes if outcome}) == 1
+    conditions = told_apart(known, axis or ETA) if all(known) else [{"run": str(folder)} for folder in folders]
     found = []
-    for folder, settings, outcome in zip(folders, known, outcomes, strict=True):
-        if outcome and len(axes) == 1:
-            condition = outcome.condition
-        elif all(known):
-            condition = {name: settings.get(name, "") for name in differing}
-        else:
-            condition = {"run": str(folder)}
+    for folder, settings, outcome, condition in zip(folders, known, outcomes, conditions, strict=True):
+        shown = outcome.condition if outcome and is_one_sweep else condition
         seed = int(settings.get("seed", 0))
-        found.append(
-            _of(folder, folder.name, condition, seed, score, outcome or Outcome(condition={}, options={}, seed=seed, state="done"))
-        )
+        found.append(_of(folder, folder.name, shown, seed, score, outcome or Outcome(condition={}, options={}, seed=seed, state="done")))
         if outcome is None and not found[-1].steps:
             raise DataError(f"{folder}: no trained step on record (metrics/trainer.jsonl)")
     return sorted(found, key=lambda run: [(number(label) or 0.0, label) for label in run.condition.values()])
+
+
+def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Condition]:
+    """The conditions of runs with these settings: `axis`, and all else that differs, seeds apart, as one more axis.
+
+    Where no two runs differ in `axis` alone that is part of the other; where one setting alone differs it is the axis.
+    """
+    names = sorted(set().union(*settings) - set(NOT_SETTINGS))
+    names = [name for name in names if len({own.get(name) for own in settings}) > 1]
+    axis = names[0] if len(names) == 1 else axis if axis in names else ""
+    rest = [", ".join(f"{n.rpartition('.')[2]}={own.get(n, '')}" for n in names if n != axis) for own in settings]
+    if axis and len(set(rest)) == len(set(zip(rest, (own.get(axis) for own in settings), strict=True))) > 1:
+        return told_apart(settings, "")
+    return [
+        ({"settings": one} if one else {}) | ({axis: own.get(axis, "")} if axis else {}) for own, one in zip(settings, rest, strict=True)
+    ]
 
 
 def _outcome(folder: Path) -> Outcome | None:

@@ -21,4 +21,4 @@ def compare(runs: tuple[Path, ...], axis: str, score: str, out: Path | None) -> 
     from slimebus.sweep.results import of_runs
 
     check_installed()
-    show(of_runs(runs, score), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))
+    show(of_runs(runs, score, axis), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))

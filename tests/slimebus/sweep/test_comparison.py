@@ -83,6 +83,13 @@ def test_the_report_is_one_file_and_hostile_text_stays_text() -> None:
     assert "Without a score: 4 (failed)" in html
 
 
+def test_one_condition_has_a_report_without_a_comparison() -> None:
+    alone = [result(0, "", seed, condition={}) for seed in (0, 1)]
+    assert main_axis(alone) == ""
+    assert page(alone, "", "Sweep", "").count("data:image/svg+xml") == 2
+    assert "| all | 2 of 2 |" in markdown(alone, "")
+
+
 def test_plots_are_the_same_for_the_same_results() -> None:
     assert plots.learning(RESULTS[:6], ETA) == plots.learning(RESULTS[:6], ETA)
 

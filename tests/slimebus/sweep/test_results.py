@@ -6,7 +6,7 @@ import pytest
 
 from slimebus.bus.errors import DataError
 from slimebus.sweep import results
-from slimebus.sweep.results import bucket_of, by_condition, of_runs
+from slimebus.sweep.results import bucket_of, by_condition, of_runs, told_apart
 
 TIMES = {"wait_s": 0.5, "train_s": 0.4, "publish_s": 0.1, "save_s": 0.0}
 
@@ -64,14 +64,20 @@ def test_a_run_without_evaluations_is_compared_by_its_last_rewards(tmp_path: Pat
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_condition(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / f"{eta}-{seed}", eta=eta, seed=seed, settings={"trainer.on": str(eta)}) for eta in (0, 4) for seed in (0, 1)
-    ]
+    runs = [write_run(tmp_path / f"{eta}-{seed}", eta=eta, seed=seed) for eta in (16, 2, 8) for seed in (0, 1)]
     found = by_condition(of_runs(runs))
-    assert {key: [r.seed for r in of] for key, of in found.items()} == {("0", "0"): [0, 1], ("4", "4"): [0, 1]}
-    many = [write_run(tmp_path / f"more-{eta}", eta=eta) for eta in (16, 2, 8)]
-    assert [r.condition["broker.max_staleness"] for r in of_runs(many)] == ["2", "8", "16"], "as numbers"
-    assert of_runs(runs)[0].condition == {"broker.max_staleness": "0", "trainer.on": "0"}
+    assert {key: [r.seed for r in of] for key, of in found.items()} == {("2",): [0, 1], ("8",): [0, 1], ("16",): [0, 1]}
+    assert list(found) == [("2",), ("8",), ("16",)], "as numbers"
+    assert of_runs(runs[:2])[0].condition == {}
+
+
+def test_runs_are_told_apart_by_what_their_settings_differ_in() -> None:
+    eta = results.ETA
+    grid = [{eta: e, "optimizer.lr": lr, "optimizer.min_lr": lr, "seed": s} for e in "02" for lr in "ab" for s in "01"]
+    assert told_apart(grid, eta)[0] == {"settings": "lr=a, min_lr=a", eta: "0"}
+    assert told_apart([{"x.a": "1"}, {"x.a": "2"}], eta) == [{"x.a": "1"}, {"x.a": "2"}]
+    together = [{eta: "0", "optimizer.lr": "a"}, {eta: "2", "optimizer.lr": "b"}]
+    assert told_apart(together, eta) == [{"settings": "max_staleness=0, lr=a"}, {"settings": "max_staleness=2, lr=b"}]
 
 
 def test_runs_whose_settings_are_not_on_record_stand_each_for_itself(tmp_path: Path) -> None:
