@@ -5,11 +5,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from blake3 import blake3
+
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply
 from slimebus.cli.config import Resolved
+from slimebus.cli.config.saved import without_secrets
 from slimebus.cli.metrics import MetricsWriter
 from slimebus.client import connect
+from trainer.watch.tracker import Tracker
 
 if TYPE_CHECKING:
     from trainer.batches.batch_client import BatchClient
@@ -35,6 +39,7 @@ class BrokerSession:
     publication: "Publication"
     batch_client: "BatchClient | None" = None
     """Both since `begin`."""
+    tracker: Tracker | None = None
 
     def __init__(self, resolved: Resolved, broker: str | None) -> None:
         self.config, self.base = resolved.config, resolved.base
@@ -45,7 +50,9 @@ class BrokerSession:
         welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s)
         connect.say_starting(self.client, welcome, "loads its model", self._on_lost)
         self._beat_every_s = welcome.heartbeat_s
-        self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=self.config.trainer.tensorboard)
+        t, run = self.config.trainer, {"name": self.config.name, "config": without_secrets(self.config)}
+        run["id"] = blake3(str(resolved.run_dir.resolve()).encode()).hexdigest()[:16]  # a resumed run goes on as the same one
+        self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=t.tensorboard, wandb=run if t.wandb else None)
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
 
     def begin(self, start: "Progress", publication: "Publication", vocab_size: int) -> None:
@@ -62,6 +69,8 @@ class BrokerSession:
         objective = build_objective(self.config, self.base)
         self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size, objective)
         self.client.keep_alive(self._beat_every_s, self._beat, self._on_beat, self._on_lost)
+        if self.config.trainer.tensorboard or self.config.trainer.wandb:
+            self.tracker = Tracker(self.client, self.writer)
         self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)
         log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
 
@@ -107,6 +116,8 @@ class BrokerSession:
         """Release sockets, threads and files."""
         if self.batch_client is not None:
             self.batch_client.close()
+        if self.tracker is not None:
+            self.tracker.close()
         self.writer.close()
         self.batches.close()
         self.client.close()

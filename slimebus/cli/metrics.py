@@ -1,12 +1,15 @@
-"""Records of a process: JSON lines, TensorBoard beside them; and how busy a part of the system was."""
+"""Records of a process: JSON lines, TensorBoard and W&B beside them; and how busy a part of the system was."""
 
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+from slimebus.bus.errors import UsageError
 
 RECORDS_LOG = "slimebus.records"
 log = logging.getLogger(RECORDS_LOG)
@@ -75,37 +78,63 @@ def grouped(role: str, name: str) -> str:
 
 
 class MetricsWriter:
-    """Appends records to `directory/role.jsonl`, and scalars to TensorBoard event files when asked to."""
+    """Appends records to `directory/role.jsonl`, and scalars by their grouped names to TensorBoard and W&B when asked to.
 
-    def __init__(self, directory: Path, role: str, *, tensorboard: bool = False) -> None:
-        self._rows = JsonLines(directory / f"{role}.jsonl")
+    wandb: arguments of wandb.init. Raises UsageError when W&B is not installed or does not let us in.
+    """
+
+    def __init__(self, directory: Path, role: str, *, tensorboard: bool = False, wandb: dict[str, Any] | None = None) -> None:
+        self.role, self._rows = role, JsonLines(directory / f"{role}.jsonl")
         self._events: Any = None
+        self._wandb: Any = None
         if tensorboard:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._events = EventFileWriter(str(directory / "tensorboard" / role))
+        if wandb is not None:
+            self._wandb = _wandb_run(dir=str(directory), **wandb)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One record: {"time": seconds since the epoch, "step": step, ...values}."""
-        now = time.time()
-        self._rows.add({"time": round(now, 3), "step": step, **values})
+        self._rows.add({"time": round(time.time(), 3), "step": step, **values})
+        self.track(step, {grouped(self.role, name): value for name, value in values.items()})
+
+    def track(self, step: int, values: dict[str, Any]) -> None:
+        """Scalars that are on record elsewhere, by their grouped names; what is no number is left out."""
+        scalars = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         if self._events is not None:
-            self._events.add_event(_event(now, step, values))
+            self._events.add_event(_event(time.time(), step, scalars))
             self._events.flush()
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **scalars})
 
     def close(self) -> None:
         """Write what waits and release the files."""
         self._rows.flush()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
-def _event(now: float, step: int, values: dict[str, Any]) -> Any:
+def _wandb_run(**how: Any) -> Any:
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise UsageError("trainer.wandb needs the package wandb: pip install 'slimebus[wandb]'") from None
+    try:
+        run = wandb.init(project=os.environ.get("WANDB_PROJECT", "slimebus"), resume="allow", **how)
+    except (wandb.errors.Error, OSError) as bad:
+        raise UsageError(f"trainer.wandb: {bad}; `wandb login`, or set WANDB_MODE=offline and `wandb sync` later") from None
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _event(now: float, step: int, scalars: dict[str, float]) -> Any:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    scalars = [Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items() if isinstance(v, int | float)]
-    return Event(wall_time=now, step=step, summary=Summary(value=scalars))
+    return Event(wall_time=now, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]))
 
 
 class BusyMeter:

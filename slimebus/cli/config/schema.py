@@ -398,6 +398,8 @@ class TrainerConfig(Section, frozen=True):
     staleness; 0: never. Above 0 each gradient's cosine with the one before is reported too, for one more float32 copy of the gradients."""
     tensorboard: bool = True
     """[switch] Write TensorBoard files beside the JSONL metrics."""
+    wandb: bool = False
+    """[switch] Tell W&B the same (`slimebus[wandb]`); its own variables say where, such as WANDB_PROJECT and WANDB_MODE=offline."""
 
 
 class SecurityConfig(Section, frozen=True):

@@ -1,9 +1,11 @@
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 
+from slimebus.bus.errors import UsageError
 from slimebus.cli import metrics
 from slimebus.cli.metrics import BusyMeter, JsonLines, MetricsWriter
 
@@ -49,7 +51,23 @@ def test_metrics_are_json_lines_and_tensorboard_events(tmp_path: Path) -> None:
     (row,) = [json.loads(line) for line in (tmp_path / "trainer.jsonl").read_text().splitlines()]
     assert (row["step"], row["loss"], row["note"]) == (3, 0.5, "text")
     (events,) = (tmp_path / "tensorboard" / "trainer").iterdir()
-    assert b"loss" in events.read_bytes()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_names_are_grouped_by_what_they_tell_of() -> None:
+    named = {("trainer", "loss"): "train/loss", ("critic", "value_loss"): "train/value_loss", ("trainer", "lag/all/m2"): "train/lag/all/m2"}
+    named |= {
+        ("trainer", "weights_copy_s"): "weights/copy_s",
+        ("rollout", "sync_s"): "weights/sync_s",
+        ("rollout", "tokens"): "rollout/tokens",
+    }
+    assert {key: metrics.grouped(*key) for key in named} == named
+
+
+def test_without_the_package_of_wandb_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match="pip install 'slimebus"):
+        MetricsWriter(tmp_path, "trainer", wandb={"name": "r"})
 
 
 def test_overlapping_work_is_busy_once(monkeypatch: pytest.MonkeyPatch) -> None:
