@@ -19,8 +19,8 @@ CHUNK_VALUES = 1 << 24
 
 
 class LogProbEntropy(torch.autograd.Function):
-    """Both in one pass, two messages between tensor-parallel ranks. It keeps the logits as they came and three numbers of each token, and
-    makes the softmax again in the backward, where it is needed a second time.
+    """Both in one pass, two messages between tensor-parallel ranks. It keeps the logits as they came and a few numbers of
+    each token. exp(x) it keeps where the row is one chunk, else it makes it again in the backward.
     """
 
     @staticmethod
@@ -43,35 +43,41 @@ class LogProbEntropy(torch.autograd.Function):
                 sums[2, span] = x.gather(-1, column[span]).masked_fill_(~mine[span], 0.0).squeeze(-1)
             weights = x.exp()
             sums[0, span], sums[1, span] = weights.sum(-1), torch.linalg.vecdot(weights, x)
+        kept = weights if rows.shape[1] and len(weights) == len(rows) else None
         if several:
             dist.all_reduce(sums, group=group)
         total, weighted, picked = sums
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(logits, column, mine, top, log_total, entropy, warmth)
+        ctx.save_for_backward(logits, kept, column, mine, top, total, entropy, warmth)
         ctx.num_columns = rows.shape[1]
         ctx.set_materialize_grads(False)
         return (picked - log_total).view(targets.shape), entropy.view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        logits, column, mine, top, log_total, entropy, warmth = ctx.saved_tensors
+        logits, kept, column, mine, top, total, entropy, warmth = ctx.saved_tensors
         of_logprob, of_entropy = (None if grad is None else grad.reshape(-1, 1) for grad in grads)
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         rows, out = (x.view(-1, logits.shape[-1]) for x in (logits.contiguous(), grad))
         out[:, ctx.num_columns :] = 0.0
-        rows = rows[:, : ctx.num_columns]
-        # x = logits / temperature:  d logp / d x_i = [i == target] - p_i ;  d H / d x_i = -p_i (log p_i + H)
+        rows, out = rows[:, : ctx.num_columns], out[:, : ctx.num_columns]
+        # p = exp(x) / total, x = logits / temperature:  d logp / d x_i = [i == target] - p_i ;  d H / d x_i = -p_i (log p_i + H)
         for span in chunks(rows) if ctx.num_columns else ():
-            log_p = scaled(rows[span], top[span], None if warmth is None else warmth[span]).sub_(log_total[span, None])
-            p = log_p.exp()
-            slope = 0.0 if of_entropy is None else log_p.add_(entropy[span, None]).mul_(-of_entropy[span])
-            p.mul_(slope if of_logprob is None else slope - of_logprob[span])
+            x = kept
+            if kept is None or of_entropy is not None:
+                x = scaled(rows[span], top[span], None if warmth is None else warmth[span])
+            weights = x.exp() if kept is None else kept
+            slope = torch.zeros_like(top[span]) if of_logprob is None else -of_logprob[span]
+            if of_entropy is not None:
+                slope = x.add_((entropy - total.log())[span, None]).mul_(-of_entropy[span]).add_(slope)
+            made = torch.mul(weights, slope.div_(total[span, None]), out=out[span] if out.dtype == torch.float32 else None)
             if of_logprob is not None:
-                p.scatter_add_(-1, column[span], of_logprob[span] * mine[span])
+                made.scatter_add_(-1, column[span], of_logprob[span] * mine[span])
             if warmth is not None:
-                p.div_(warmth[span])
-            out[span, : ctx.num_columns] = p
+                made.div_(warmth[span])
+            if made.dtype != out.dtype:
+                out[span] = made
         return grad, None, None, None, None
 
 
