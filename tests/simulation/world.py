@@ -44,6 +44,8 @@ class World:
         self.faults: Counter[str] = Counter()
         self.processes: dict[bytes, Actor] = {}
         self.handed_out: dict[tuple[str, int], list[str]] = {}
+        self.clock_jumps: list[float] = []
+        """When the clocks of the broker's machine jumped."""
         self.clock_rates: dict[str, float] = {}
         """Seconds that the clock of a process's machine shows for one second; 1 where it is right."""
         self._progress_at = 0.0
