@@ -6,15 +6,13 @@ R steps on record   P points of a chart: at most MAX_POINTS, each the mean of as
 import math
 import os
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from slimebus.view.advice import advice, measured
-from slimebus.view.report import STEP_PARTS, WARM_STEPS, worker_idle
+from slimebus.view.report import STEP_PARTS, WARM_STEPS, rows_of, worker_idle
 
 CHUNK_BYTES = 4 << 20
 """Read at once: a long run's records are taken in while the page is served."""
@@ -45,15 +43,6 @@ class Tail:
             return []
         self._at += len(whole) + len(end)
         return list(rows_of(whole))
-
-
-def rows_of(text: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of JSON lines; one that was cut off by a kill is left out."""
-    for line in text.splitlines():
-        try:
-            yield msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
 
 
 class History:

@@ -1,10 +1,8 @@
 """A workload as a finished or running run has measured it, from the records under its directory."""
 
 import itertools
-import json
 import math
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +69,7 @@ def _between_steps(steps: list[dict[str, Any]]) -> float:
 
 def _lengths(run_dir: Path, workers: list[list[dict[str, Any]]]) -> tuple[float, ...]:
     """Quantiles of the trained tokens of a sample: the mean of each over the steps; of runs that did not record them, all are the mean."""
-    rows = [row["lengths"] for row in _rows(run_dir / "metrics" / "batches.jsonl") if "lengths" in row]
+    rows = [row["lengths"] for row in report.read_rows(run_dir / "metrics" / "batches.jsonl") if "lengths" in row]
     if rows:
         return tuple(max(1.0, statistics.fmean(column)) for column in zip(*rows, strict=True))
     last = [rows[-1] for rows in workers]
@@ -80,15 +78,9 @@ def _lengths(run_dir: Path, workers: list[list[dict[str, Any]]]) -> tuple[float,
 
 def _token_s(run_dir: Path, lengths: tuple[float, ...], samples: int) -> float:
     """Least seconds a token: of the fastest groups, by the length of their longest sample."""
-    spans = (row for file in (run_dir / "metrics").glob("spans-*.jsonl") for row in _rows(file))
+    spans = (row for file in (run_dir / "metrics").glob("spans-*.jsonl") for row in report.read_rows(file))
     seconds = sorted(row["seconds"] for row in spans if row["name"] == "sample" and row.get("kind") == "train" and "failed" not in row)
     if not seconds:
         return 0.0
     longest = lengths[min(len(lengths) - 1, round((len(lengths) - 1) * samples / (samples + 1)))]
     return float(seconds[int(FASTEST * len(seconds))]) / longest
-
-
-def _rows(file: Path) -> Iterable[dict[str, Any]]:
-    if file.is_file():
-        with file.open() as lines:
-            yield from (json.loads(line) for line in lines)

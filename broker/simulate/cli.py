@@ -2,40 +2,24 @@
 
 import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
+from broker.simulate.workload import Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.cli.config.fields import fields_of
 from slimebus.cli.formatting import columns
 
 if TYPE_CHECKING:
     from broker.simulate.simulated_run import Outcome
-    from broker.simulate.workload import Workload
 
-VARIED = {
-    "steps": "[steps] To simulate.",
-    "batch": "[groups] A step.",
-    "samples": "[samples] A group.",
-    "max_staleness": "[versions] The bound; inf for none.",
-    "publish_interval": "[steps] A version.",
-    "over_sampling": "[groups] Started for each step; 0: as many as are trained.",
-    "workers": "[processes] Rollout workers.",
-    "groups_per_worker": "[groups] That a worker samples at once.",
-    "worker_tokens_per_s": "[tokens/s] Of one worker with many samples.",
-    "token_s": "[seconds] Least time of one token of one sample; 0: a single sample may have the whole worker.",
-    "overhead_s": "[seconds] Of a group beside its tokens.",
-    "step_s": "[seconds] Of a training step, besides its tokens.",
-    "trainer_tokens_per_s": "[tokens/s] Of the trainer.",
-    "publish_s": "[seconds] That a version holds the trainer up.",
-    "pull_s": "[seconds] From a version's publish until workers serve it.",
-    "life_s": "[seconds] Mean time between failures of a worker; 0: none.",
-    "lease_s": "[seconds] After which a failed worker's groups are sampled by others.",
-    "restart_s": "[seconds] Until a failed worker is back.",
-}
-"""Fields of a Workload that are options: one value, or several with commas."""
+VARIED = [field for field in fields_of(Workload) if field.name != "lengths"]
+"""Fields that are options: one value, or several with commas."""
 SHOWN: "dict[str, Callable[[Outcome], str]]" = {
     "steps/s": lambda o: f"{o.steps_per_s:.3g}",
     "tokens/s": lambda o: f"{o.tokens_per_s:.0f}",
@@ -50,8 +34,8 @@ MOST_WORKERS = 4096
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name, text in reversed(VARIED.items()):
-        command = click.option(f"--{name.replace('_', '-')}", name, help=text)(command)
+    for field in reversed(VARIED):
+        command = click.option(f"--{field.name.replace('_', '-')}", help=f"[{field.unit}] {field.meaning}")(command)
     return command
 
 
@@ -67,7 +51,6 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--length-sigma", type=click.FloatRange(min=0), default=0.6, show_default=True, help="[ratio] Deviation of the logarithm of lengths."
 )
 @click.option("--max-length", type=click.FloatRange(min=1), default=1e9, help="[tokens] Where samples are cut.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="[number] Of the lengths and failures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with the histogram of lags.")
 @click.option("--plot", type=click.Path(path_type=Path), help="[path] Draw throughput, idle time and lag here (PNG).")
 @_options
@@ -76,7 +59,6 @@ def simulate(
     mean_length: float | None,
     length_sigma: float,
     max_length: float,
-    seed: int,
     as_json: bool,
     plot: Path | None,
     **varied: str | None,
@@ -89,12 +71,8 @@ def simulate(
     from broker.simulate.calibrate import calibrate
     from broker.simulate.closed_form import mean_staleness
     from broker.simulate.simulated_run import simulate as play
-    from broker.simulate.workload import Workload, lognormal_lengths
 
-    base: dict[str, Any] = {"seed": seed}
-    if run_dir is not None:
-        found = calibrate(run_dir)
-        base |= {name: getattr(found, name) for name in found.__struct_fields__}
+    base = msgspec.structs.asdict(calibrate(run_dir)) if run_dir is not None else {}
     if mean_length is not None:
         base["lengths"] = lognormal_lengths(mean_length, length_sigma, max_length)
     elif run_dir is None:
@@ -102,7 +80,7 @@ def simulate(
     given = {name: _values(name, text) for name, text in varied.items() if text is not None}
     played = []
     for values in itertools.product(*given.values()):
-        workload = _workload(Workload, base | dict(zip(given, values, strict=True)))
+        workload = _workload(base | dict(zip(given, values, strict=True)))
         played.append((workload, play(workload), mean_staleness(workload)))
         if as_json:
             click.echo(json.dumps(_row(given, *played[-1])))
@@ -119,42 +97,36 @@ def simulate(
 
 def _values(name: str, text: str) -> list[float]:
     try:
-        return [float(word) for word in text.split(",")]
+        return [int(word) if word.isdecimal() else float(word) for word in text.split(",")]
     except ValueError:
         raise UsageError(f"--{name.replace('_', '-')} {text!r}; expected a number, or several with commas") from None
 
 
-def _workload(kind: "type[Workload]", values: dict[str, Any]) -> "Workload":
-    import msgspec
-
-    whole = {name: int(v) if isinstance(v, float) and v == v // 1 and abs(v) < 1e15 else v for name, v in values.items()}
+def _workload(values: dict[str, Any]) -> Workload:
     try:
-        return msgspec.convert(whole, kind)
+        return msgspec.convert(values, Workload)
     except msgspec.ValidationError as bad:
         raise ConfigError(f"simulate: {bad}") from None
 
 
-def _row(given: dict[str, list[float]], workload: "Workload", outcome: "Outcome", formula: float) -> dict[str, Any]:
-    import msgspec
-
+def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome", formula: float) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)
     return {name: getattr(workload, name) for name in given} | found | {"formula": formula}
 
 
-def advice(workload: "Workload", outcome: "Outcome", idle_of: Callable[["Workload"], float]) -> str:
+def advice(workload: Workload, outcome: "Outcome", idle_of: Callable[[Workload], float]) -> str:
     """How many workers to add before the trainer is the bottleneck. idle_of: the trainer's idle share in a simulation."""
-    import msgspec
+
+    def is_enough(workers: int) -> bool:
+        return idle_of(msgspec.structs.replace(workload, workers=workers)) <= ENOUGH
 
     if outcome.trainer_idle <= ENOUGH:
         return f"The trainer is the bottleneck: it waits {outcome.trainer_idle:.0%} of the time, workers {outcome.worker_idle:.0%}."
     waits = f"The trainer waits {outcome.trainer_idle:.0%} of the time"
-    low, high = workload.workers, 2 * workload.workers
-    while idle_of(msgspec.structs.replace(workload, workers=high)) > ENOUGH:
-        low, high = high, 2 * high
-        if high > MOST_WORKERS:
+    most = 2 * workload.workers
+    while not is_enough(most):
+        most *= 2
+        if most > MOST_WORKERS:
             return f"{waits}, and more workers do not change that: the bound or the batch does."
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if idle_of(msgspec.structs.replace(workload, workers=middle)) > ENOUGH else (low, middle)
-    added = high - workload.workers
+    added = bisect_left(range(most), True, lo=most // 2 + 1, key=is_enough) - workload.workers
     return f"{waits}: {added} more {'worker' if added == 1 else 'workers'} like these would make it the bottleneck."

@@ -21,8 +21,7 @@ class SimulatedEngine:
 
     def __init__(self, workload: Workload, rng: random.Random) -> None:
         self.workload, self.random = workload, rng
-        self.busy_s = self.tokens = 0.0
-        self._service = self._at = 0.0
+        self.busy_s = self._service = self._at = 0.0
         self._running: list[tuple[float, int, float, SimulatedGroup]] = []
         self._serial = 0
         self._switches: list[tuple[float, int]] = []
@@ -66,8 +65,6 @@ class SimulatedEngine:
 
     def _advance(self, now: float) -> None:
         if self._running and now > self._at:
-            made = (now - self._at) * self.workload.speed(len(self._running))
-            self._service += made
-            self.tokens += made * len(self._running)
+            self._service += (now - self._at) * self.workload.speed(len(self._running))
             self.busy_s += now - self._at
         self._at = now

@@ -2,7 +2,8 @@
 
 import math
 import random
-from statistics import NormalDist
+from itertools import pairwise
+from statistics import NormalDist, fmean
 from typing import Annotated
 
 import msgspec
@@ -10,47 +11,56 @@ from msgspec import Meta
 
 from broker.state.rules import Rules
 from slimebus.bus.errors import ConfigError
+from slimebus.cli.config.schema import Natural, NonNegative, Positive
 
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0)]
 
 NUM_QUANTILES = 101
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run as a timed model. Lengths in trained tokens of a sample, times in seconds, staleness in versions.
+    """A run as a timed model. Lengths in trained tokens of a sample, times in seconds, staleness in versions."""
 
-    steps: training steps. batch: groups a step, of `samples` each. workers: each samples up to `groups_per_worker` groups at once.
-    lengths: evenly spaced quantiles of a sample's tokens, the least first; a length is drawn by linear interpolation.
-    worker_tokens_per_s: of one worker with many samples; `token_s` is the least time of one token of one sample, so that
-    few samples do not use the engine up. overhead_s: of a group beside its tokens (prompt, reward, put).
-    step_s: of a training step, and `trainer_tokens_per_s` for its tokens on top. publish_s: how long the trainer is held up by a
-    version; pull_s: from then until a worker serves it.
-    life_s: mean time between failures of a worker, 0 for none; its groups are lost for `lease_s`, it is back after `restart_s`.
-    """
-
-    steps: Count = 200
-    batch: Count = 32
-    samples: Count = 8
-    max_staleness: Annotated[float, Meta(ge=0)] = 1
-    publish_interval: Count = 1
+    steps: Positive = 200
+    """[steps] To simulate."""
+    batch: Positive = 32
+    """[groups] A step."""
+    samples: Positive = 8
+    """[samples] A group."""
+    max_staleness: NonNegative = 1
+    """[versions] The bound; inf for none."""
+    publish_interval: Positive = 1
+    """[steps] A version."""
     over_sampling: Natural = 0
-    workers: Count = 1
-    groups_per_worker: Count = 64
+    """[groups] Started for each step; 0: as many as are trained."""
+    workers: Positive = 1
+    """[processes] Rollout workers."""
+    groups_per_worker: Positive = 64
+    """[groups] That a worker samples at once."""
     lengths: tuple[float, ...] = (1.0, 1000.0)
+    """[tokens] Evenly spaced quantiles of a sample's, the least first; a length is drawn by linear interpolation."""
     worker_tokens_per_s: Rate = 2000.0
-    token_s: Seconds = 0.0
-    overhead_s: Seconds = 0.0
-    step_s: Seconds = 1.0
+    """[tokens/s] Of one worker with many samples."""
+    token_s: NonNegative = 0.0
+    """[seconds] Least time of one token of one sample; 0: a single sample may have the whole worker."""
+    overhead_s: NonNegative = 0.0
+    """[seconds] Of a group beside its tokens (prompt, reward, put)."""
+    step_s: NonNegative = 1.0
+    """[seconds] Of a training step, besides its tokens."""
     trainer_tokens_per_s: Rate = math.inf
-    publish_s: Seconds = 0.0
-    pull_s: Seconds = 0.0
-    life_s: Seconds = 0.0
-    lease_s: Seconds = 60.0
-    restart_s: Seconds = 10.0
+    """[tokens/s] Of the trainer."""
+    publish_s: NonNegative = 0.0
+    """[seconds] That a version holds the trainer up."""
+    pull_s: NonNegative = 0.0
+    """[seconds] From a version's publish until workers serve it."""
+    life_s: NonNegative = 0.0
+    """[seconds] Mean time between failures of a worker; 0: none."""
+    lease_s: NonNegative = 60.0
+    """[seconds] After which a failed worker's groups are sampled by others."""
+    restart_s: NonNegative = 10.0
+    """[seconds] Until a failed worker is back."""
     seed: Natural = 0
+    """[number] Of the lengths and failures."""
 
     def __post_init__(self) -> None:
         if not self.lengths or list(self.lengths) != sorted(self.lengths) or self.lengths[0] < 1:
@@ -74,16 +84,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Tokens of one sample."""
         at = rng.random() * (len(self.lengths) - 1)
         low = int(at)
-        high = min(low + 1, len(self.lengths) - 1)
-        return self.lengths[low] + (at - low) * (self.lengths[high] - self.lengths[low])
+        return self.lengths[low] + (at - low) * (self.lengths[math.ceil(at)] - self.lengths[low])
 
     @property
     def mean_length(self) -> float:
         """Tokens of a sample, on average."""
-        inner = sum(self.lengths[1:-1])
-        return (
-            (inner + (self.lengths[0] + self.lengths[-1]) / 2) / max(1, len(self.lengths) - 1) if len(self.lengths) > 1 else self.lengths[0]
-        )
+        return fmean((a + b) / 2 for a, b in pairwise(self.lengths)) if len(self.lengths) > 1 else self.lengths[0]
 
     def speed(self, running: int) -> float:
         """Tokens a second of each of `running` samples of one worker."""

@@ -1,6 +1,8 @@
 """What a run did, read from the records it left under metrics/ (trainer.jsonl, broker.jsonl, rollout-*.jsonl) and status.json."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,20 +39,28 @@ class Report(msgspec.Struct):
 def read(run_dir: Path) -> Report:
     """The records under `run_dir`. Raises DataError when it holds none."""
     metrics, status_file = run_dir / "metrics", run_dir / "status.json"
-    steps = {row["step"]: row for row in _rows(metrics / "trainer.jsonl")}
+    steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl")}
     if not steps:
         raise DataError(f"{run_dir}: no trained step on record (metrics/trainer.jsonl)")
-    evals = {(row["dataset"], row["version"]): row for row in _rows(metrics / "broker.jsonl") if "evaluation" in row}
+    evals = {(row["dataset"], row["version"]): row for row in read_rows(metrics / "broker.jsonl") if "evaluation" in row}
     return Report(
         steps=[steps[s] for s in sorted(steps)],
         evals=[evals[key] for key in sorted(evals, key=lambda k: k[1])],
-        workers=[_rows(file) for file in sorted(metrics.glob("rollout-*.jsonl"))],
+        workers=[read_rows(file) for file in sorted(metrics.glob("rollout-*.jsonl"))],
         status=json.loads(status_file.read_text()) if status_file.is_file() else {},
     )
 
 
-def _rows(file: Path) -> Rows:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+def read_rows(file: Path) -> Rows:
+    """The rows of a file of JSON lines; none where there is no such file."""
+    return list(rows_of(file.read_bytes())) if file.is_file() else []
+
+
+def rows_of(text: bytes) -> Iterator[dict[str, Any]]:
+    """The rows of JSON lines; one that was cut off by a kill is left out."""
+    for line in text.splitlines():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            yield msgspec.json.decode(line, type=dict[str, Any])
 
 
 def page_url(run_dir: Path) -> str:

@@ -1,13 +1,15 @@
 """The timeline of a run, from the spans that its processes recorded, as Chrome trace events."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slimebus.bus.errors import DataError
+from slimebus.view.report import read_rows
 
 LANES = {
     "step": ("wait", "train", "publish", "save", "commit"),
@@ -48,22 +50,16 @@ def read(run_dirs: Iterable[Path]) -> list[SpanRow]:
     A line that was cut off, by a kill or a full disk, is left out.
     """
     places = list(run_dirs)
-    found = [row for place in places for file in sorted((place / "metrics").glob("spans-*.jsonl")) for row in _rows(file)]
+    found = [row for place in places for file in sorted((place / "metrics").glob("spans-*.jsonl")) for row in _spans(file)]
     if not found:
         raise DataError(f"{', '.join(map(str, places))}: no spans on record (metrics/spans-*.jsonl)")
     return sorted(found, key=lambda row: row.begin)
 
 
-def _rows(file: Path) -> list[SpanRow]:
-    rows = []
-    for line in file.read_bytes().splitlines():
-        try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
-            own = [row.pop(name) for name in ("process", "name", "begin", "seconds")]
-            rows.append(msgspec.convert(dict(zip(SpanRow.__struct_fields__, [*own, row], strict=True)), SpanRow))
-        except (msgspec.MsgspecError, KeyError):
-            continue
-    return rows
+def _spans(file: Path) -> Iterator[SpanRow]:
+    for row in read_rows(file):
+        with contextlib.suppress(KeyError):  # a line that two writers cut in half
+            yield SpanRow(**{name: row.pop(name) for name in ("process", "name", "begin", "seconds")}, about=row)
 
 
 def chrome_trace(spans: Sequence[SpanRow]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 import ast
 import functools
 import inspect
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import msgspec
 
@@ -20,10 +22,10 @@ class FieldDoc(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def docstrings() -> dict[tuple[str, str], str]:
-    """(class, field) -> the string that follows the field in schema.py."""
+def docstrings(module: ModuleType = schema) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string that follows the field in this module."""
     found = {}
-    for cls in ast.parse(inspect.getsource(schema)).body:
+    for cls in ast.parse(inspect.getsource(module)).body:
         if isinstance(cls, ast.ClassDef):
             for field, doc in zip(cls.body, cls.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
@@ -32,10 +34,10 @@ def docstrings() -> dict[tuple[str, str], str]:
 
 
 def fields_of(cls: type[msgspec.Struct], prefix: str = "") -> list[FieldDoc]:
-    """The documented plain fields of a section."""
+    """The documented plain fields of a section, or of any struct whose fields have docstrings."""
     docs = []
     for field in msgspec.structs.fields(cls):
-        doc = docstrings().get((cls.__name__, field.name), "")
+        doc = docstrings(sys.modules[cls.__module__]).get((cls.__name__, field.name), "")
         unit, _, meaning = doc.removeprefix("[").partition("] ")
         docs.append(FieldDoc(f"{prefix}{field.name}", unit.rstrip("]"), meaning, _default(field)))
     return docs

@@ -93,9 +93,9 @@ def test_the_command_shows_each_combination_and_how_many_workers_to_add(run_dir:
 
 
 def test_the_command_as_json_has_the_histogram(run_dir: Path) -> None:
-    done = CliRunner().invoke(root, ["simulate", "--from", str(run_dir), "--workers", "2", "--json"])
+    done = CliRunner().invoke(root, ["simulate", "--from", str(run_dir), "--workers", "2", "--seed", "3", "--json"])
     row = json.loads(done.output)
-    assert row["workers"] == 2
+    assert (row["workers"], row["seed"]) == (2, 3)
     assert sum(row["lag_tokens"].values()) > 0
     assert row["formula"] == 2
 
