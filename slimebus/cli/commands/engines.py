@@ -51,15 +51,10 @@ def list_(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeou
     with visit(from_context(ctx, file), broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
         clients = ask_status(client, timeout_s=timeout_s)["clients"]
     found = [{"worker": client["name"], **engine} for client in clients for engine in client["engines"]]
-    rows = [
-        (
-            *(e["worker"], e["url"], e["model"] or "policy", e["state"]),
-            "" if e["version"] == NO_VERSION else e["version"],
-            e["running"],
-            "" if e["is_owned"] else "attached",
-        )
-        for e in found
-    ]
+    rows = []
+    for e in found:
+        version, note = "" if e["version"] == NO_VERSION else e["version"], "" if e["is_owned"] else "attached"
+        rows.append((e["worker"], e["url"], e["model"] or "policy", e["state"], version, e["running"], note))
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(columns(rows, HEADS)))
 
 

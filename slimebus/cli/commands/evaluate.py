@@ -3,7 +3,6 @@
 import importlib
 import json
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,13 @@ from slimebus.cli.config.file_checks import worker_problems
 from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.config.schema import EvalDataset
+from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from slimebus.bus.transport.client import Client
 
 WAIT_S = 10.0
-FILE_COLUMNS = 160
 
 
 @click.command("eval", cls=ConfigCommand, short_help="Evaluate the newest version on the run's workers.")
@@ -45,12 +42,7 @@ def evaluate(
     With --model: evaluate a model on this machine. The held-out sets are those of RUN.yaml, or --prompt-data, sampled as in training.
     """
     results = _evaluate_here(ctx, run_yaml, model, datasets) if model else _evaluate_there(ctx, run_yaml, broker, datasets)
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-    else:
-        from rich.console import Console
-
-        Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS).print(_table(results))
+    click.echo(json.dumps(results, indent=2) if as_json else "\n".join(_table(results)))
 
 
 def _evaluate_there(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: Sequence[str]) -> list[dict[str, Any]]:
@@ -95,23 +87,16 @@ def _ask(client: "Client", request: Evaluate) -> list[dict[str, Any]] | str:
     return list(json.loads(bytes(reply.bulk[0]))) if answer.done else answer.reason
 
 
-def _table(results: list[dict[str, Any]]) -> "Table":
-    """A row for each held-out set, with 95% intervals."""
-    from rich import box
-    from rich.table import Table
-
+def _table(results: list[dict[str, Any]]) -> list[str]:
+    """A line for each held-out set, with 95% intervals."""
     ks = sorted({int(k) for row in results for k in row["pass_at"]})
-    reasons = [row.get("reason", "") for row in results]
-    head = ["dataset", "version", "reward", *(f"pass@{k}" for k in ks), "samples", "failed", *(["note"] if any(reasons) else [])]
-    table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row, reason in zip(results, reasons, strict=True):
+    rows = []
+    for row in results:
         reward = _with_interval(row["mean_reward"], row["low"], row["high"])
         passed = [_with_interval(*row["pass_at"][str(k)]) if str(k) in row["pass_at"] else "" for k in ks]
-        version = str(row.get("version", Path(row.get("model", "")).name))
-        table.add_row(
-            row["dataset"], version, reward, *passed, str(row["num_samples"]), str(row["num_failed"]), *([reason] if any(reasons) else [])
-        )
-    return table
+        version = row.get("version", Path(row.get("model", "")).name)
+        rows.append((row["dataset"], version, reward, *passed, row["num_samples"], row["num_failed"], row.get("reason", "")))
+    return columns(rows, ("dataset", "version", "reward", *(f"pass@{k}" for k in ks), "samples", "failed", ""))
 
 
 def _with_interval(mean: float | None, low: float | None, high: float | None) -> str:

@@ -11,7 +11,7 @@ import click
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Status, StatusReply
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
-from slimebus.cli.formatting import columns, count, size
+from slimebus.cli.formatting import columns, count
 from slimebus.client.connect import broker_address, is_listening, visit
 from slimebus.view.live_panel import LivePanel, tokens_per_s
 
@@ -23,15 +23,7 @@ EXIT_UNREACHABLE = 4
 LAST = "status.json"
 SHOWN_ROWS = 12
 WATCH_EVERY_S, PLAIN_EVERY_S = 1.0, 5.0
-IN_HEADLINE = ("run", "state", "step", "num_steps", "version", "stalled")
-FIRST = ("waiting", "clients", "groups", "evaluations", "steps", "lag", "waste")
-"""What a person looks at first, in this order."""
 OF_WORKER = ("name", "state", "lag", "groups", "tokens/s", "last heard")
-COLUMNS = {
-    "evaluations": ("dataset", "version", "done", "mean_reward", "low", "high", "num_samples", "num_failed", "reason"),
-    "steps": ("step", "version", "reward", "loss", "lag_mean", "lag_max", "samples", "tokens", "wait_s", "train_s"),
-}
-"""Of tables that have more in --json."""
 
 
 def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
@@ -45,16 +37,13 @@ def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
 @click.command(cls=ConfigCommand)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
-@click.option("--all", "is_whole", is_flag=True, help="Print everything that the broker knows, in tables.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything that the broker knows, as one JSON object.")
 @click.option(
     "--watch", is_flag=True, help="Show the run as it goes, until it is over or Ctrl-C; where there is no terminal, a line each 5 s."
 )
 @click.option("--timeout-s", default=5.0, show_default=True, help="[seconds] How long to wait for the broker.")
 @click.pass_context
-def status(
-    ctx: click.Context, run_yaml: Path | None, broker: str | None, is_whole: bool, as_json: bool, watch: bool, timeout_s: float
-) -> None:
+def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, watch: bool, timeout_s: float) -> None:
     """Show the step, reward and lag, every worker and who waits for whom.
 
     Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
@@ -79,8 +68,10 @@ def status(
     is_over = shown.get("state") == "finished"
     what = "the run is over" if is_over else "no broker runs; started again with the same run directory it goes on"
     lines = [] if found else [f"{what}. Its last status ({resolved.run_dir / LAST}):"]
-    text = summary(shown) if is_whole else brief(shown, is_supervised=resolved.config.algorithm.is_supervised)
-    click.echo(json.dumps(shown, indent=2) if as_json else "\n".join([*lines, *text]))
+    if as_json:
+        click.echo(json.dumps(shown, indent=2))
+    else:
+        click.echo("\n".join([*lines, *brief(shown, is_supervised=resolved.config.algorithm.is_supervised)]))
     if not found and not is_over:
         sys.exit(EXIT_UNREACHABLE)
     if found and found.get("stalled"):
@@ -127,7 +118,7 @@ def brief(found: dict[str, Any], *, is_supervised: bool = False) -> list[str]:
     if workers:
         lines += [f"  {line}" for line in columns([[text_of(row[name]) for name in OF_WORKER] for row in workers[:SHOWN_ROWS]], OF_WORKER)]
     hidden = len(workers) - SHOWN_ROWS
-    return [*lines, *([f"  and {hidden} more workers (--all)"] if hidden > 0 else []), *(f"  {sentence}" for sentence in found["waiting"])]
+    return [*lines, *([f"  and {hidden} more workers (--json)"] if hidden > 0 else []), *(f"  {sentence}" for sentence in found["waiting"])]
 
 
 def client_row(client: dict[str, Any], newest: int) -> dict[str, Any]:
@@ -164,38 +155,8 @@ def _headline(found: dict[str, Any]) -> list[str]:
     return [*lines, f"run {found.get('run')}: {found.get('state')}, step {found.get('step')} of {steps}{of_version}"]
 
 
-def summary(found: dict[str, Any]) -> list[str]:
-    """The whole status in lines: what the run does, who waits for whom, who takes part, then all the rest that is not empty."""
-    lines = _headline(found)
-    for key in [*FIRST, *(key for key in found if key not in FIRST)]:
-        value = found.get(key)
-        if key not in IN_HEADLINE and value not in (None, "", [], {}):
-            lines += _section(key.replace("_", " "), value)
-    return lines
-
-
-def _section(title: str, value: Any) -> list[str]:
-    if isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
-        value = [{"name": name} | one for name, one in value.items()]
-    if not isinstance(value, list):
-        return [f"{title:<18}{text_of(value)}"]
-    if not isinstance(value[0], dict):
-        return [f"{title:<18}{text_of(one)}" for one in value]
-    rows = [row | row["metrics"] if title == "steps" else row for row in value[-SHOWN_ROWS:]]
-    names = [name for name in COLUMNS.get(title, rows[-1]) if name in rows[-1] and not isinstance(rows[-1][name], dict)]
-    return [f"{title}:", *(f"  {line}" for line in columns([[text_of(row.get(name)) for name in names] for row in rows], names))]
-
-
-def _named(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{name.removesuffix('_bytes')} {size(value)}"
-    return f"{name} {text_of(value)}"
-
-
 def text_of(value: Any) -> str:
     """A value of the status in few characters."""
-    if isinstance(value, dict):
-        return "  ".join(_named(name, one) for name, one in value.items() if one not in (None, "", {}))
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return "-" if value in (None, "") else str(value)
