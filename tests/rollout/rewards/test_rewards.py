@@ -226,7 +226,7 @@ def config(**fields: str) -> Any:
     return resolve(None, {f"rollout.{name}": value for name, value in fields.items()}, {}).config.rollout
 
 
-@pytest.mark.parametrize("name", set(BUILT_IN) - {"ifbench", "code"})
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"ifbench", "code"}))
 def test_every_built_in_reward_is_found_by_its_name(name: str, tmp_path: Path) -> None:
     assert find(config(rm_type=name, rm_url="http://127.0.0.1:1"), tmp_path).load().name == f"reward rollout.rewards.{name}:reward"
 
