@@ -12,7 +12,7 @@ import msgspec
 
 from slimebus.bus.errors import DataError
 from slimebus.sweep.plan import Sweep, label_of
-from slimebus.sweep.runner import Outcome
+from slimebus.sweep.runner import Outcome, recorded
 from slimebus.view import report
 from slimebus.view.live_panel import main_dataset
 from slimebus.view.report import STEP_PARTS, WARM_STEPS, Rows
@@ -81,7 +81,7 @@ def of_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[R
     """
     folders = [run for folder in run_dirs for run in (sorted(p.parent for p in folder.glob("trials/*/trial.json")) or [folder])]
     known = [_settings(folder) for folder in folders]
-    outcomes = [_outcome(folder) for folder in folders]
+    outcomes = [recorded(folder) for folder in folders]
     is_one_sweep = all(outcomes) and len({tuple(outcome.condition) for outcome in outcomes if outcome}) == 1
     conditions = told_apart(known, axis or ETA) if all(known) else [{"run": str(folder)} for folder in folders]
     found = []
@@ -110,11 +110,6 @@ def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Conditi
     ]
 
 
-def _outcome(folder: Path) -> Outcome | None:
-    file = folder / "trial.json"
-    return msgspec.json.decode(file.read_bytes(), type=Outcome) if file.is_file() else None
-
-
 def _settings(folder: Path) -> dict[str, str]:
     """What a run recorded of its own settings as text: those of the trainer, and the broker's bound by its name in the config."""
     trainer, status = folder / "trainer-settings.json", folder / "status.json"
@@ -133,9 +128,8 @@ def _of(run_dir: Path, name: str, condition: Condition, seed: int, score: str, o
     seconds = list(accumulate(sum(row.get(part, 0.0) for part in STEP_PARTS) for row in steps))
     samples = list(accumulate(row.get("num_samples", 0.0) for row in steps))
     result.steps, result.seconds = len(steps), round(seconds[-1], 3)
-    result.samples_per_s = sum(row.get("num_samples", 0.0) for row in warm) / (
-        sum(row.get(part, 0.0) for row in warm for part in STEP_PARTS) or 1.0
-    )
+    warm_s = sum(row.get(part, 0.0) for row in warm for part in STEP_PARTS) or 1.0
+    result.samples_per_s = sum(row.get("num_samples", 0.0) for row in warm) / warm_s
     result.lag_mean = report.summarise(found)["lag_mean"]
     dataset = score or main_dataset(row["dataset"] for row in found.evals)
     if dataset and (evals := found.evaluations(dataset)):
@@ -180,10 +174,7 @@ def _by_lag(rows: Rows) -> dict[str, dict[str, float]]:
 
 def bucket_of(lag: float) -> str:
     """The bucket of a lag, rounded."""
-    for bucket in BUCKETS[:-1]:
-        if round(lag) <= int(bucket.rpartition("-")[2]):
-            return bucket
-    return BUCKETS[-1]
+    return next((bucket for bucket in BUCKETS[:-1] if round(lag) <= int(bucket.rpartition("-")[2])), BUCKETS[-1])
 
 
 def number(label: str) -> float | None:

@@ -48,20 +48,19 @@ class Outcome(msgspec.Struct, kw_only=True):
     starts: int = 0
     seconds: float = 0.0
 
-    @property
-    def is_over(self) -> bool:
-        return self.state not in ("new", "running")
+
+def recorded(run_dir: Path) -> Outcome | None:
+    """What trial.json says; None of a directory that has none."""
+    file = run_dir / "trial.json"
+    return msgspec.json.decode(file.read_bytes(), type=Outcome) if file.is_file() else None
 
 
 def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
     """What became of it so far. Raises UsageError when it was begun with other options."""
-    file = sweep.run_dir(trial) / "trial.json"
-    if not file.is_file():
-        return Outcome(condition=trial.condition, options=trial.options, seed=trial.seed)
-    found = msgspec.json.decode(file.read_bytes(), type=Outcome)
+    found = recorded(sweep.run_dir(trial)) or Outcome(condition=trial.condition, options=trial.options, seed=trial.seed)
     if found.options != trial.options:
         changed = sorted(n for n in found.options.keys() | trial.options if found.options.get(n) != trial.options.get(n))
-        raise UsageError(f"{file.parent} was begun with another {', '.join(changed)}; give another sweep_dir, or remove it")
+        raise UsageError(f"{sweep.run_dir(trial)} was begun with another {', '.join(changed)}; give another sweep_dir, or remove it")
     return found
 
 
@@ -102,7 +101,8 @@ class Runner:
         lock = FileLock(self.sweep.folder / "lock")
         if not lock.acquire():
             raise UsageError(f"{self.sweep.folder}: {lock.owner()} runs this sweep")
-        waiting = [t for t in self.sweep.trials if not self.outcomes[t.name].is_over or (retry_failed and self._is_failed(t))]
+        begun = ("new", "running", *(("failed", "refused") if retry_failed else ()))
+        waiting = [trial for trial in self.sweep.trials if self.outcomes[trial.name].state in begun]
         try:
             waiting = self._without_refused(waiting) if waiting else []
             with Fleet(self.sweep.folder / "logs") as fleet:
@@ -115,14 +115,12 @@ class Runner:
         finally:
             lock.release()
 
-    def _is_failed(self, trial: Trial) -> bool:
-        return self.outcomes[trial.name].state in ("failed", "refused")
-
     def _without_refused(self, waiting: list[Trial]) -> list[Trial]:
         problems = asked_refusals(self.sweep)
-        mistakes = list(dict.fromkeys(p for found in problems.values() for p in found if NAME_MISTAKE in p))
+        every = list(dict.fromkeys(problem for found in problems.values() for problem in found))
+        mistakes = [problem for problem in every if NAME_MISTAKE in problem]
         if mistakes or len(problems) == len(self.sweep.trials):
-            raise ConfigError("\n".join(mistakes or dict.fromkeys(p for found in problems.values() for p in found)))
+            raise ConfigError("\n".join(mistakes or every))
         for trial in waiting:
             if trial.name in problems:
                 self._end(trial, "refused", "; ".join(problems[trial.name]))

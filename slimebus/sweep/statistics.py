@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from slimebus.sweep.results import ETA, RunResult, by_condition, number
+from slimebus.sweep.results import ETA, RunResult, number
 
 MIN_SEEDS = 3
 """Below it nothing is said about which condition learns better."""
@@ -65,7 +65,8 @@ def short(axis: str) -> str:
 
 def conclusion(results: Sequence[RunResult], axis: str) -> str:
     """One sentence on runs that differ in `axis` alone: its smallest value that costs no speed and no learning; or why none can be told."""
-    runs = {key[0]: [r for r in of if r.counts] for key, of in by_condition(only(results, axis)).items()}
+    labels = dict.fromkeys(r.condition[axis] for r in results)
+    runs = {label: [r for r in results if r.counts and r.condition[axis] == label] for label in labels}
     lost = [f"{label} ({r.state})" for label, of in runs.items() if not of for r in results if r.condition[axis] == label][:1]
     runs = {label: of for label, of in runs.items() if of}
     if len(runs) < 2:
@@ -85,11 +86,6 @@ def conclusion(results: Sequence[RunResult], axis: str) -> str:
 
 def _p(p: float) -> str:
     return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
-
-
-def only(results: Sequence[RunResult], axis: str) -> list[RunResult]:
-    """The same runs with this axis as their whole condition."""
-    return [msgspec.structs.replace(r, condition={axis: r.condition[axis]}) for r in results]
 
 
 def _best_of(scores: dict[str, list[float]], axis: str, best: str) -> str:
