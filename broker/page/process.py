@@ -25,15 +25,12 @@ def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
     wanted, before = urlsplit(f"//{address}"), urlsplit(last)
     ports = [wanted.port] if wanted.port else [before.port or 0, 0]
     host = wanted.hostname or ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports:
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind((host, port))
-            listening.listen()
+            listening = socket.create_server((host, port), family=family, dualstack_ipv6=family == socket.AF_INET6)
             break
         except OSError as bad:
-            listening.close()
             if port == ports[-1]:
                 raise UsageError(f"the page cannot listen at {address}: {bad.strerror}; give another --http HOST:PORT") from None
     shown = f"tcp://{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
