@@ -12,12 +12,6 @@ from slimebus.view import report
 
 FASTEST = 0.05
 """The quantile of the groups' times that stands for a group alone on its engine."""
-OF_RULES = {
-    "batch": "rollout_batch_size",
-    "samples": "n_samples_per_prompt",
-    "publish_interval": "update_weights_interval",
-    "over_sampling": "over_sampling_batch_size",
-}
 
 
 def calibrate(run_dir: Path) -> Workload:
@@ -37,16 +31,18 @@ def calibrate(run_dir: Path) -> Workload:
     if not rates:
         raise DataError(f"{run_dir}: no worker has sampled for two versions or more; a longer run tells its speed")
     settings = found.status["settings"]
-    given = {name: int(settings[key]) for name, key in OF_RULES.items()}
     return Workload(
-        **given,
+        batch=settings["rollout_batch_size"],
+        samples=settings["n_samples_per_prompt"],
+        publish_interval=settings["update_weights_interval"],
+        over_sampling=settings["over_sampling_batch_size"],
         max_staleness=math.inf if settings["max_staleness"] == "unbounded" else settings["max_staleness"],
         steps=len(found.steps),
         workers=len(workers),
         groups_per_worker=max(1, round(max(row["running"] for rows in workers for row in rows))),
         lengths=lengths,
         worker_tokens_per_s=statistics.fmean(rates),
-        token_s=_token_s(run_dir, lengths, given["samples"]),
+        token_s=_token_s(run_dir, lengths, settings["n_samples_per_prompt"]),
         step_s=0.0,
         trainer_tokens_per_s=samples * mean / train_s,
         publish_s=_between_steps(steps),

@@ -84,15 +84,15 @@ def simulate(
         played.append((workload, play(workload), mean_staleness(workload)))
         if as_json:
             click.echo(json.dumps(_row(given, *played[-1])))
+    shown = [name for name, values in given.items() if len(values) > 1]
     if not as_json:
-        shown = [name for name, values in given.items() if len(values) > 1]
         rows = [[*(f"{getattr(w, name):g}" for name in shown), *(text(o) for text in SHOWN.values()), f"{f:.2f}"] for w, o, f in played]
         click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in shown), *SHOWN, "formula"])))
         click.echo(advice(played[-1][0], played[-1][1], lambda w: play(w).trainer_idle))
     if plot is not None:
         from broker.simulate.plot import draw
 
-        draw(plot, [name for name, values in given.items() if len(values) > 1], played)
+        draw(plot, shown, played)
 
 
 def _values(name: str, text: str) -> list[float]:

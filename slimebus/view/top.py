@@ -22,7 +22,7 @@ def tables(status: dict[str, Any]) -> dict[str, list[Row]]:
     wasted = [{"groups": f"wasted: {why}", "number": one["groups"], "tokens": count(one["tokens"])} for why, one in status["waste"].items()]
     return {
         "Workers": [client_row(client, status["version"]) for client in status["clients"]],
-        "Steps": [_step(row) for row in reversed(status["steps"])],
+        "Steps": [{"step": row["step"]} | {name: row["metrics"].get(name) for name in STEP} for row in reversed(status["steps"])],
         "Evaluations": [{key: row[key] for key in EVALUATION} for row in reversed(status["evaluations"])],
         "Groups": [*phases, *wasted],
         "Lag": [{"lag": lag, "groups": groups} for lag, groups in status["lag"]["histogram"].items()],
@@ -33,10 +33,6 @@ def tables(status: dict[str, Any]) -> dict[str, list[Row]]:
 
 EVALUATION = ("dataset", "version", "mean_reward", "low", "high", "num_samples", "num_failed")
 STEP = ("reward", "loss", "lag_mean", "lag_max", "grad_norm", "num_tokens", "wait_s", "train_s")
-
-
-def _step(row: Row) -> Row:
-    return {"step": row["step"], **{name: row["metrics"].get(name) for name in STEP}}
 
 
 class Top(App[None]):
