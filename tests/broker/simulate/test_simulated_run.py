@@ -54,7 +54,7 @@ def test_groups_that_grew_too_old_are_wasted_and_counted() -> None:
 
 
 def test_workers_that_fail_cost_time_and_no_step() -> None:
-    whole, failing = play(workers=4, max_staleness=2), play(workers=4, max_staleness=2, life_s=20.0, lease_s=5.0, restart_s=5.0)
+    whole, failing = play(workers=2, max_staleness=2), play(workers=2, max_staleness=2, life_s=20.0, lease_s=5.0, restart_s=5.0)
     assert failing.steps_per_s < 0.95 * whole.steps_per_s
     assert max(failing.lag_tokens) <= 2
 
