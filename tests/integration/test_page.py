@@ -174,7 +174,7 @@ def test_keys_themes_and_a_phone(run: SeededRun, tmp_path: Path) -> None:
     assert page.js("document.activeElement.id") == "worker-filter"
     page.js("document.activeElement.blur()")
     page.resize(390, 844, is_phone=True)
-    assert page.js("document.documentElement.scrollWidth") <= 390
+    page.wait_for("document.documentElement.scrollWidth <= 390")
     page.resize(1400, 1000)
     page.photograph(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
