@@ -31,7 +31,7 @@ from slimebus.bus.prompt_record import LineReader, PromptKeys
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import Resolved
 from slimebus.model_folder import context_length
-from slimebus.scores import Scores
+from slimebus.scores import Scores, of_attempts
 
 log = logging.getLogger("rollout")
 
@@ -135,8 +135,8 @@ async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, 
                 except (PluginError, TimeoutError) as bad:
                     log.warning("group %s: %s", lease.group, bad)
                     return scores.add([], lease.num_samples)
-                rewards = [sample.reward for sample in samples if sample.reward is not None]
-                scores.add(rewards, len(samples) - len(rewards))
+                attempts = (i if sample.trajectory is None else sample.trajectory for i, sample in enumerate(samples))
+                scores.add(*of_attempts(attempts, (sample.reward for sample in samples)))
 
         for name in names:
             dataset, scores = resolved.config.eval.datasets[name], Scores()

@@ -1,7 +1,9 @@
 """What an evaluation measures: mean reward and pass@k of held-out prompts, each with a 95% interval."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -55,6 +57,18 @@ class Scores(msgspec.Struct, kw_only=True):
             "num_failed": self.num_failed,
             "num_done": self.num_done,
         }
+
+
+def of_attempts(attempts: Iterable[int], rewards: Iterable[float | None]) -> tuple[list[float], int]:
+    """One reward for each attempt at a prompt, the mean of its samples' (branches, contexts), and the number of attempts without one.
+
+    attempts: which one each sample is of. rewards: None for a sample that failed.
+    """
+    found = defaultdict[int, list[float]](list)
+    for attempt, reward in zip(attempts, rewards, strict=True):
+        found[attempt] += [] if reward is None else [reward]
+    means = [fmean(values) for values in found.values() if values]
+    return means, len(found) - len(means)
 
 
 def pass_at(k: int, n: int, num_right: int) -> float:

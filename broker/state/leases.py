@@ -264,7 +264,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     good = [s for s in samples if not s.has_failed]
     group.put_lease = group.lease.id
     if group.kind == EVAL:
-        evaluation.score(state, group, good, num_failed=len(samples) - len(good))
+        evaluation.score(state, group, made)
         return ""
     state.tally(state.meta.counted, "samples put", len(samples))
     state.tally(state.meta.counted, "samples failed", len(samples) - len(good))

@@ -6,6 +6,7 @@ from broker.state import admission, choice
 from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent, is_starting
 from broker.state.features import consumers
+from broker.state.groups import EVAL
 from broker.state.waiting import Kind
 from slimebus.bus.messages import NO_VERSION
 
@@ -36,6 +37,8 @@ def _why_no_leases(state: State) -> str:
         return f"{waiting.client} waits: {admission.why_waiting(state, waiting)}"
     if state.meta.version == NO_VERSION:
         return "no weights are published yet"
+    if scored := sum(group.kind == EVAL for group in state.groups.by_lease.values()):
+        return f"none leased; workers sample {scored} prompts of an evaluation"
     workers = "1 worker is connected and asks" if num_workers == 1 else f"{num_workers} workers are connected and ask"
     return f"none leased; {workers} for nothing; the logs of workers and engines say why"
 

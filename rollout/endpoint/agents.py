@@ -1,9 +1,11 @@
 """Generate hooks that let agents speak to the policy through the endpoint, agents that know OpenAI's API and nothing of training."""
 
 import asyncio
+import inspect
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rollout.endpoint.server import Endpoint
@@ -38,6 +40,7 @@ class Agent:
         """Do the task, from its prompt to its end; plain or async. A number is its reward, None leaves that to the run's."""
         process = await asyncio.create_subprocess_exec(
             *self.command,
+            cwd=Path(inspect.getfile(type(self))).parent,  # what a hook names is beside it
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr,
             env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},

@@ -3,7 +3,7 @@ import itertools
 import msgspec
 import pytest
 
-from slimebus.scores import Scores, pass_at
+from slimebus.scores import Scores, of_attempts, pass_at
 
 
 @pytest.mark.parametrize(("n", "num_right"), [(5, 0), (5, 1), (5, 2), (5, 5), (1, 1)])
@@ -39,3 +39,11 @@ def test_nothing_was_scored() -> None:
     scores = Scores()
     scores.add([], 2)
     assert (scores.row()["mean_reward"], scores.row()["pass_at"]["1"][0]) == (None, 0.0)
+
+
+def test_branches_of_one_attempt_count_once_with_their_mean() -> None:
+    attempts, rewards = [0, 0, 1, 1, 2], [1.0, 0.0, None, 1.0, None]
+    assert of_attempts(attempts, rewards) == ([0.5, 1.0], 1)
+    scores = Scores()
+    scores.add(*of_attempts(attempts, rewards))
+    assert (scores.num_samples, scores.num_failed, sorted(scores.passed)) == (2, 1, [1, 2])

@@ -16,7 +16,8 @@ from broker.state.records import Evaluation, Tally
 from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Evaluate, EvaluateReply
-from slimebus.bus.sample_table import SampleFacts
+from slimebus.bus.sample_table import CheckedGroup
+from slimebus.scores import of_attempts
 
 MAX_RUNNING = 16
 MAX_DONE = 256
@@ -103,11 +104,12 @@ def _start_asked(state: State, ask: Evaluate) -> Evaluation:
 # --- scoring ---
 
 
-def score(state: State, group: Group, good: list[SampleFacts], *, num_failed: int) -> None:
+def score(state: State, group: Group, made: CheckedGroup) -> None:
     """Add the samples of one prompt to the tally of its held-out set."""
     tally = state.evaluations[group.evaluation].tallies[group.dataset]
-    tally.add([s.reward for s in good if s.reward is not None], num_failed)
-    oldest, newest = version_range(good)
+    rewards = (None if sample.has_failed else sample.reward for sample in made.samples)
+    tally.add(*of_attempts(made.table.trajectory or range(len(made.samples)), rewards))
+    oldest, newest = version_range([sample for sample in made.samples if not sample.has_failed])
     tally.newest_version = max(tally.newest_version, newest)
     tally.oldest_version = min((v for v in (tally.oldest_version, oldest) if v != NO_VERSION), default=NO_VERSION)
     _close(state, group, "scored")

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from slimebus.bus.messages import NO_VERSION, Command, CommandReply
 from slimebus.cli.config.flags import RunCommand, from_context, split_words
 from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
+
+if TYPE_CHECKING:
+    from slimebus.bus.transport.client import Client
 
 POLL_S = 0.2
 NO_WORKER = "no_worker"
@@ -94,9 +97,22 @@ def _command(ctx: click.Context, action: str, words: tuple[str, ...], broker: st
     command = Command(key=secrets.token_hex(8), action=action, worker=worker, url=url)
     with visit(from_context(ctx, file), broker, what=action, patience_s=min(timeout_s, RESTART_S)) as client:
         reply = _outcome(lambda: client.call(command, timeout_s=timeout_s).expect(CommandReply), timeout_s)
+        if action == "drain" and not reply.failed:
+            _until_it_left(client, word, timeout_s)
+            reply.text = "it has left"
     if reply.failed:
         raise SlimebusError(f"{reply.worker or worker or 'the worker'}: {reply.text}")
     click.echo(f"{reply.worker or worker or 'done'}: {reply.text}")
+
+
+def _until_it_left(client: "Client", name: str, timeout_s: float) -> None:
+    from slimebus.cli.commands.status import ask_status
+
+    deadline = time.monotonic() + timeout_s
+    while any((c["name"], c["role"]) == (name, "rollout") and c["state"] != "gone" for c in ask_status(client, timeout_s)["clients"]):
+        if time.monotonic() > deadline:
+            raise SlimebusError(f"{name} has not left within {timeout_s:g} s; it hands over what it has begun, and may leave yet")
+        time.sleep(POLL_S)
 
 
 def _outcome(ask: Callable[[], Any], timeout_s: float) -> CommandReply:

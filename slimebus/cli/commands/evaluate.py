@@ -43,6 +43,8 @@ def evaluate(
     """
     results = _evaluate_here(ctx, run_yaml, model, datasets) if model else _evaluate_there(ctx, run_yaml, broker, datasets)
     click.echo(json.dumps(results, indent=2) if as_json else "\n".join(_table(results)))
+    if all(row["mean_reward"] is None for row in results):
+        raise SlimebusError("every sample failed; the log above, or that of the workers, says why")
 
 
 def _evaluate_there(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: Sequence[str]) -> list[dict[str, Any]]:

@@ -139,9 +139,11 @@ def client_row(client: dict[str, Any], newest: int) -> dict[str, Any]:
 def _troubles(found: dict[str, Any]) -> dict[str, str]:
     """What somebody should know of that is not as it should be; label -> text, empty when there is nothing."""
     waste = (f"{one['groups']} groups {reason} ({count(one['tokens'])} tokens)" for reason, one in found["waste"].items() if one["groups"])
-    dead, skipped = found["groups"].get("dead"), found.get("skipped_prompts")
+    counted = found.get("counted", {})
+    failed, dead, skipped = counted.get("samples failed"), found["groups"].get("dead"), found.get("skipped_prompts")
     return {
         "waste": ", ".join(waste),
+        "failed": f"{failed} of {counted.get('samples put', 0)} samples had no reward; the logs of workers say why" if failed else "",
         "dead": f"{dead} groups (slimebus buffer ls --state dead)" if dead else "",
         "skipped": f"{skipped} bad prompts" if skipped else "",
         "security": found.get("security", {}).get("problem") or "",

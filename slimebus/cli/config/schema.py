@@ -302,7 +302,7 @@ class EvalConfig(Section, frozen=True):
     """Evaluation while the run goes on."""
 
     eval_interval: Natural = 0
-    """[versions] Evaluate every so many versions; 0: never."""
+    """[versions] Evaluate every so many versions; 0: only before the first step and after the last."""
     skip_eval_before_train: bool = False
     """[switch] No evaluation of the initial model."""
     datasets: dict[str, EvalDataset] = {}

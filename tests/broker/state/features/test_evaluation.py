@@ -38,6 +38,14 @@ def test_the_first_version_is_evaluated_ahead_of_training(new_desk: Any) -> None
     assert len(desk.lease(99)) == 3, "and do not count in admission"
 
 
+def test_a_trainer_without_a_batch_is_told_that_workers_sample_an_evaluation(new_desk: Any) -> None:
+    desk = new_desk(samples_per_prompt=3, eval_datasets=HELD)
+    desk.begin()
+    assert [group.kind for group in desk.lease(2)] == ["eval", "eval"]
+    waiting = desk.ask("t", m.Batch(step=0, wait_s=0.0))
+    assert waiting.reason == "trainer waits for batch 0: 0 of 2 groups ready; none leased; workers sample 2 prompts of an evaluation"
+
+
 def test_evaluations_come_at_their_interval_and_wait_for_workers_of_that_version(new_desk: Any) -> None:
     desk = new_desk(samples_per_prompt=3, eval_datasets=HELD, eval_first=False, eval_interval=2)
     desk.begin()

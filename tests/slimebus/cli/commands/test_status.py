@@ -75,6 +75,7 @@ def test_a_person_sees_the_run_its_workers_and_who_waits_at_a_glance() -> None:
         "  tokens/s   trainer 0, 2 workers 1.2 k",
         "  groups     4 queued, 0 leased, 1 ready, 0 assigned",
         "  waste      3 groups stale (9 tokens)",
+        "  failed     7 of 90 samples had no reward; the logs of workers say why",
         "  dead       2 groups (slimebus buffer ls --state dead)",
         "  name  state                 lag  groups  tokens/s  last heard",
         "  w1    starting: its engine  -    0       -         0 s ago",
