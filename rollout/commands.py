@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.bus.messages import Command, CommandReply
+from slimebus.cli.hooks import text_of
 
 log = logging.getLogger("rollout")
 
@@ -32,9 +33,12 @@ class Commands:
             outcome = CommandReply(done=True, text=await self._result_of(command))
         except SlimebusError as bad:
             outcome = CommandReply(done=True, failed=True, text=bad.text)
+        except Exception as bad:  # noqa: BLE001  the command is answered, whatever an engine says
+            outcome = CommandReply(done=True, failed=True, text=text_of(bad))
+        finally:
+            del self._running[command.key]
         log.log(logging.WARNING if outcome.failed else logging.INFO, "%s: %s", command.action, outcome.text)
         self.outcomes = dict(list({**self.outcomes, command.key: outcome}.items())[-MAX_KEPT:])
-        del self._running[command.key]
         self.on_outcome()
 
     async def _result_of(self, command: Command) -> str:

@@ -5,6 +5,7 @@ are not seen.
 """
 
 import asyncio
+import contextlib
 import errno
 import socket
 import sys
@@ -18,12 +19,12 @@ WAIT_S, POLL_S = 15.0, 0.2
 
 
 async def claim(url: str) -> socket.socket:
-    """The claim, as long as it is open. Raises UsageError when another worker of this host keeps the engine for WAIT_S."""
+    """The claim, as long as it is open. Raises UsageError for no URL, and when another worker of this host keeps the engine for WAIT_S."""
+    name = f"\0slimebus-engine-{await _place(url)}"
     held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if sys.platform != "linux":  # others have no abstract sockets, and nothing that ends as surely with its process
         return held
     deadline = time.monotonic() + WAIT_S
-    name = f"\0slimebus-engine-{_place(url)}"
     while True:
         try:
             held.bind(name)
@@ -35,11 +36,13 @@ async def claim(url: str) -> socket.socket:
         await asyncio.sleep(POLL_S)
 
 
-def _place(url: str) -> str:
-    """The same for each way to write the address."""
-    parts = urlsplit(url)
+async def _place(url: str) -> str:
+    """The same for each way to write the address. Raises UsageError when it is none."""
     try:
-        host = socket.gethostbyname(parts.hostname or "")
-    except OSError:
-        host = parts.hostname or ""
-    return f"{host}:{parts.port}"
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        with contextlib.suppress(OSError):
+            host = (await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0]
+    except ValueError as bad:  # of a port, a bracket, or a part of a name that is too long
+        raise UsageError(f"{url!r} is no engine's address ({bad}); expected http://HOST:PORT") from None
+    return f"{host}:{port}"
