@@ -103,6 +103,12 @@ def _rewind(state: State, step: int, version: int) -> None:
     for group in state.groups.every_ready():
         if group.newest_version > version or group.steps_behind > step:
             transitions.apply_transition(state, group, "abandoned", "made by a version of the abandoned timeline")
+    while state.recent and state.recent[-1]["step"] >= step:
+        state.recent.pop()
+    for change in state.changes.values():
+        if change.step > step:
+            change.step = step  # what was set holds for the steps that are trained again
+            state.changed("changes", change.key)
 
 
 def _revoke_leases(state: State) -> None:

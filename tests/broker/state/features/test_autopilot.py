@@ -14,17 +14,22 @@ class Pilot:
     def __init__(self, new_desk: Any, **rules: Any) -> None:
         self.desk = new_desk(prompts=1000, **{"max_staleness": 2, "target_ess": 0.9, "staleness_range": (1, 3)} | rules)
         self.desk.begin()
-        self.step = 0
+        self.step, self.lineage = 0, "L"
 
     @property
     def bound(self) -> float:
         return self.desk.status["settings"]["max_staleness"]  # type: ignore[no-any-return]
 
+    def resume(self, step: int, lineage: str) -> None:
+        assert self.desk.ask("t", m.Resume(step=step, version=step, lineage=lineage)) == m.Ok()
+        self.desk.publish(step, lineage=lineage)
+        self.step, self.lineage = step, lineage
+
     def steps(self, number: int, **metrics: float) -> None:
         for _ in range(number):
-            self.desk.fill(2, version=self.step)
+            self.desk.fill(2, version=self.step, lineage=self.lineage)
             assert self.desk.batch(self.step)
-            self.desk.publish(self.step + 1)
+            self.desk.publish(self.step + 1, lineage=self.lineage)
             named = {ESS if name == "ess" else name: value for name, value in metrics.items()}
             assert self.desk.ask("t", m.Commit(step=self.step, metrics=named)) == m.Ok()
             self.step += 1
@@ -82,6 +87,19 @@ def test_a_bound_that_it_chose_outlives_the_broker(new_desk: Any) -> None:
     pilot.steps(WINDOW, ess=0.95, wait_s=0.5, train_s=1.0)
     pilot.desk.restart()
     assert pilot.bound == 3
+
+
+def test_steps_of_an_abandoned_timeline_do_not_judge_the_bound(new_desk: Any) -> None:
+    pilot = Pilot(new_desk, max_staleness=3)
+    pilot.steps(WINDOW, ess=0.5, wait_s=0.0, train_s=1.0)
+    pilot.steps(WINDOW - 1, ess=0.5, wait_s=0.0, train_s=1.0)
+    assert pilot.bound == 2
+    pilot.resume(WINDOW - 2, "M")
+    pilot.steps(WINDOW - 1, ess=0.5, wait_s=0.0, train_s=1.0)
+    assert pilot.bound == 2  # of this timeline, one step too few under the new bound
+    assert [row["step"] for row in pilot.desk.status["steps"]] == list(range(2 * WINDOW - 3))
+    pilot.steps(1, ess=0.5, wait_s=0.0, train_s=1.0)
+    assert pilot.bound == 1  # the change counts from where the timeline was gone back to
 
 
 def test_nobody_sets_a_bound_above_the_ceiling(new_desk: Any) -> None:
