@@ -1,9 +1,9 @@
 """1 when the program in a response passes its tests, else 0. It runs in namespaces of its own (Linux), by util-linux's `unshare`.
 
 It sees the interpreter and its packages, 64 MiB of /tmp, no network and no other process; it has SECONDS, 1 GiB of memory a process,
-32 processes, 32 MiB a file and MAX_OUTPUT bytes of output. The program is the last ``` block. The label is Python that is run behind it
-and raises when a test fails; or a list of `{"input": ..., "output": ...}` (also as JSON), standard input and what it must print, spaces at
-ends of lines aside.
+32 processes, 32 MiB a file and MAX_OUTPUT bytes of output. The program is the last ``` block. The label is Python that is run behind it,
+in the same process, and raises when a test fails; or a list of `{"input": ..., "output": ...}` (also as JSON), standard input and what it
+must print, spaces at ends of lines aside.
 """
 
 import os
@@ -27,6 +27,16 @@ NAMESPACES = ["--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "-
 FIRST_UID = 1 << 20
 """With a process id added, a user that nobody is; root has no limit of processes."""
 
+DRIVER = r"""
+import gc, os, sys
+take = sys.stdin.buffer.read().split(b"\0").pop
+os.ftruncate(0, 0)
+os.write(1, (take(), exec(compile(take(), "tests", "exec"), (globals(), gc.collect(), exec(compile(take(), "program", "exec")))[0]))[0])
+"""
+"""Program, tests and a mark come by standard input, and are gone from there before the program begins. The mark is written at the end: only
+a program that comes to its end has passed, and not one that leaves in the middle. One expression, as what it waits with has no name that a
+program could look up, neither in a file nor in a frame; after a collection the collector no longer lists the constants of the tests."""
+
 
 def missing() -> str:
     """Why it cannot be used here."""
@@ -42,10 +52,9 @@ def reward(response: Response) -> float:
     """1.0 or 0.0."""
     program, tests = program_of(response.text), _cases(response.label)
     if isinstance(tests, str):
-        # Only a program that comes to its end has passed, and not one that leaves in the middle.
         mark = secrets.token_hex(16)
-        code, out, _ = run(f"{program}\n\n{tests}\n\nimport os\nos.write(1, b'\\n{mark}')\n")
-        return float(code == 0 and out.endswith(mark))
+        code, out, _ = run(DRIVER, "\0".join((program, tests, mark)))
+        return float(code == 0 and mark in out)
     return float(bool(tests) and all(_passes(program, case) for case in tests))
 
 

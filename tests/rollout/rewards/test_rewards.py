@@ -176,6 +176,7 @@ for pid in {*range(1, 1 << 16)} - {os.getpid()}:
         (DOUBLE, "assert double(4) == 8", 1.0),
         (DOUBLE, "assert double(4) == 9", 0.0),
         ("```\nimport os\nos._exit(0)\n```", "assert False", 0.0),
+        ("print('begun')\nif __name__ == '__main__': globals()['take'] = 3", "print('tested')\nassert take == 3", 1.0),
         ("print(int(input()) + 1)", [{"input": "1\n", "output": "2"}, {"input": "-1", "output": "0\n"}], 1.0),
         ("print(int(input()) + 1)", '[{"input": "1", "output": "3"}]', 0.0),
         ("not python at all", [{"input": "", "output": ""}], 0.0),
@@ -183,6 +184,28 @@ for pid in {*range(1, 1 << 16)} - {os.getpid()}:
 )
 def test_code_is_run_against_its_tests(text: str, label: Any, expected: float) -> None:
     assert code.reward(response(text, label)) == expected
+
+
+@needs_namespaces
+def test_a_program_finds_neither_the_tests_nor_the_mark_of_its_end(tmp_path: Path) -> None:
+    # What it finds in its file, standard input, frames and objects is printed, and with it the mark, if it is there.
+    program = """```
+import gc, os, sys
+os.lseek(0, 0, 0)
+found = [open("/main.py").read(), os.read(0, 10000)]
+frame = sys._getframe()
+while frame:
+    found += [frame.f_locals, frame.f_code.co_consts, gc.get_referents(frame)]
+    frame = frame.f_back
+found += [o for o in gc.get_objects() if type(o) in (list, tuple, dict) and len(o) < 100]
+os.write(1, ascii(found).encode())
+os._exit(0)
+```"""
+    _, out, _ = code.run(code.DRIVER, "\0".join((code.program_of(program), "assert 1 == 'the test'", "the mark")))
+    assert "sys.stdin.buffer.read" in out
+    assert "the mark" not in out
+    assert "the test" not in out
+    assert code.reward(response(program, "assert 1 == 2")) == 0.0
 
 
 @needs_namespaces
