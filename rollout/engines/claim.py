@@ -42,7 +42,7 @@ async def _place(url: str) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         with contextlib.suppress(OSError):
-            host = (await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0]
+            host = str((await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0])
     except ValueError as bad:  # of a port, a bracket, or a part of a name that is too long
         raise UsageError(f"{url!r} is no engine's address ({bad}); expected http://HOST:PORT") from None
     return f"{host}:{port}"
