@@ -55,6 +55,8 @@ class GenerateHook:
         chosen = session.family if given is None else [given] if isinstance(given, Session) else given
         if not isinstance(chosen, list | tuple) or not all(any(one is s for s in session.family) for one in chosen):
             raise PluginError(f"{self.plugin.name} gave {type(given).__name__}", "expected None, its session, or a list of its branches")
+        if len(set(map(id, chosen))) < len(chosen):
+            raise PluginError(f"{self.plugin.name} gave a session twice", "expected each once: its tokens are trained once")
         if made := [responses for one in chosen if (responses := one.responses())]:
             return made
         raise PluginError(f"{self.plugin.name} made no sample", "call session.generate, or session.observe with is_trained=True")

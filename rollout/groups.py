@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout import partials
 from rollout.engines.dispatch import Dispatch
@@ -38,6 +39,16 @@ class Dropped(Exception):
     def __init__(self, text: str, num_tokens: int, rewards: list[float | None]) -> None:
         super().__init__(text)
         self.num_tokens, self.rewards = num_tokens, rewards
+
+
+def _extras_of(last: Response, response: Response) -> dict[str, np.ndarray]:
+    """Those of a trajectory's last context, for an earlier one: the same, but zeros for what is one value a token."""
+    lengths = [len(one.prompt_ids if one.prompt_ids is not None else []) + len(one.token_ids) for one in (last, response)]
+    extras = {name: np.asarray(array) for name, array in last.extras.items()}
+    for name, array in extras.items():
+        if array.shape[:1] == (lengths[0],):
+            extras[name] = np.zeros_like(array, shape=(lengths[1], *array.shape[1:]))
+    return extras
 
 
 class GroupMaker:
@@ -102,8 +113,8 @@ class GroupMaker:
             raise problems[0]
         samples = []
         for responses, unrewarded in zip(made, problems, strict=True):
-            for response in responses:
-                response.reward = responses[-1].reward  # what a session began is worth what came of it
+            for response in responses:  # what a session began is worth what came of it
+                response.reward, response.extras = responses[-1].reward, _extras_of(responses[-1], response) | response.extras
             self._check(reward.name, responses)
             samples += [to_sample(response, failed=unrewarded is not None) for response in responses]
         if leased.kind == "train" and not await self._is_kept(samples):

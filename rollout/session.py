@@ -78,19 +78,23 @@ class Session:
     def __init__(self, task: Task, engines: Dispatch | None, tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
         self.task, self.tokenizer, self.max_context_len = task, tokenizer, max_context_len
         self.id = f"{task.group}.{task.index}"
-        self.reward: float | None = None
-        self.metadata: dict[str, Scalar] = {}
-        tools = task.metadata.get("tools")
-        self.tools: Messages | None = tools if isinstance(tools, list) and tools else None
-        messages = [dict(message) for message in task.prompt] if isinstance(task.prompt, list) else []
-        self._record = _Record(np.array(task.prompt_ids), messages, len(messages))
-        self._closed: list[_Record] = []
         self.engines = engines
         self._is_busy = False
         self.family: list[Session] = [self]
         """This session and its branches, and theirs."""
         self.errors: list[BaseException] = []
         """Those of the engines that came through the hook, which are not the hook's own."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again at the task: nothing that was made, observed or set is left."""
+        task, tools = self.task, self.task.metadata.get("tools")
+        self.reward: float | None = None
+        self.metadata: dict[str, Scalar] = {}
+        self.tools: Messages | None = tools if isinstance(tools, list) and tools else None
+        messages = [dict(message) for message in task.prompt] if isinstance(task.prompt, list) else []
+        self._record = _Record(np.array(task.prompt_ids), messages, len(messages))
+        self._closed: list[_Record] = []
 
     # --- what is there ---
 
@@ -124,25 +128,27 @@ class Session:
         sampling: in SGLang's names, over those of the run, such as max_new_tokens and stop. Where the context is full, the turn has no
         token and finish_reason length.
         """
-        if self._is_busy:
-            raise UsageError("a session makes one turn at a time; call session.branch() for several at once")
+        self._check_idle()
         if self.engines is None:
             raise HookError("session.generate needs an engine, and engine.engine is none")
+        self._follow(context, tools)
+        request = self.request(**sampling)
         self._is_busy = True
         try:
-            self._follow(context, tools)
-            request = self.request(**sampling)
             made = (await self._ask([request]))[0] if request is not None else self.cut_off()
-            return self.take(made)
         finally:
             self._is_busy = False
+        return self.take(made)
 
     def observe(self, what: Context | str, *, is_trained: bool = False) -> None:
         """Add what no policy said: new chat messages (a tool's answer), text, or token ids. Version -1, logprob 0, mask 0.
 
-        is_trained: mask 1, a demonstration. Messages become tokens with the next turn.
+        is_trained: mask 1, a demonstration. Messages become tokens with the next turn, and are none. Raises UsageError during a turn.
         """
+        self._check_idle()
         if _is_messages(what):
+            if is_trained:
+                raise UsageError("messages cannot be a demonstration; observe its text or token ids with is_trained=True")
             if not self._record.messages:
                 raise UsageError("messages were added to a prompt that is text; add text or token ids, or give generate() all messages")
             self._record.messages.extend(dict(message) for message in what)
@@ -157,8 +163,9 @@ class Session:
     def branch(self) -> "Session":
         """Another session that goes on from here: a further sample of the same trajectory, with a reward of its own.
 
-        What was sampled so far is context in it, trained only where it was sampled.
+        What was sampled so far is context in it, trained only where it was sampled. Raises UsageError during a turn.
         """
+        self._check_idle()
         other = Session(self.task, self.engines, self.tokenizer, max_context_len=self.max_context_len)
         other._record = self._record.branched()
         other.tools, other.metadata, other.family, other.errors = self.tools, dict(self.metadata), self.family, self.errors
@@ -228,6 +235,10 @@ class Session:
             extras=record.extras,
         )
 
+    def _check_idle(self) -> None:
+        if self._is_busy:
+            raise UsageError("a session makes one turn at a time; await it, or call session.branch() before it for several at once")
+
     async def _ask(self, requests: list[Task]) -> list[Response]:
         assert self.engines is not None
         try:
@@ -240,11 +251,11 @@ class Session:
     # --- messages to tokens ---
 
     def _follow(self, context: Context | None, tools: Messages | None) -> None:
-        """Bring the record to this context."""
-        record, has_other_tools = self._record, tools is not None and tools != self.tools
-        self.tools = tools if has_other_tools else self.tools
+        """Bring the record to this context. tools: None for those it has, [] for none."""
+        record, wanted = self._record, self.tools if tools is None else tools or None
+        has_other_tools = wanted != self.tools
         if context is None:
-            context = record.messages if has_other_tools and record.messages else []
+            context = record.messages if has_other_tools else []
             if not context:
                 return
         if _is_messages(context):
@@ -252,7 +263,9 @@ class Session:
             if known and not has_other_tools and len(given) >= len(known) and all(map(_is_same, known, given)):
                 known.extend(given[len(known) :])
                 return
-            self._begin(self.tokenizer.encode_prompt(given, *([self.tools] if self.tools else [])), given)
+            prompt_ids = self.tokenizer.encode_prompt(given, *([wanted] if wanted else []))
+            self.tools = wanted  # not before: the template may refuse it all
+            self._begin(prompt_ids, given)
             return
         self._render()
         ids, held = token_ids("context", context), self.token_ids

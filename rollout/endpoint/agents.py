@@ -96,11 +96,14 @@ class OutsideAgents(Agent):
             raise HookError(f"cannot listen on {self.bind}: {bad.strerror}; of several workers on a host each needs a port") from None
 
     async def generate(self, session: Session) -> None:
-        """Wait until somebody has had it, and made a turn."""
+        """Wait until somebody has had it, and made a turn. Of one who made none nothing stays for the next."""
         while not session.responses():
             seat = self.endpoint.offer(session)
             try:
                 await seat.wait(self.idle_s)
             finally:
                 self.endpoint.take_back(seat)
+            async with seat.turn:  # one under way is still part of it
+                if not session.responses():
+                    session.restart()
         session.metadata["contexts"] = len(session.responses())

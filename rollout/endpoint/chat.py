@@ -68,13 +68,14 @@ class TextRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 
 
 def plain_message(given: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it. Raises UsageError for content that is not text."""
+    """A message as chat templates want it. Raises UsageError where it has no role, or content that is not text."""
     message = {name: given[name] for name in MESSAGE_FIELDS if given.get(name) is not None}
     content = message.get("content", "")
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise UsageError("a message has a part that is no text; this endpoint serves text alone")
-        content = "".join(part["text"] for part in content)
+        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise UsageError("a message has no role, or a part that is no text; this endpoint serves text alone")
     message["content"] = content
     if message.get("role") == "developer":
         message["role"] = "system"

@@ -10,11 +10,13 @@ import hmac
 import inspect
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
+from jinja2 import TemplateError
 
 from rollout.endpoint.chat import ChatRequest, TextRequest, chat_answer, chunks, plain_message, text_answer
 from rollout.endpoint.tool_calls import parse, parse_by_sglang
@@ -43,10 +45,10 @@ class Refused(Exception):
 
 
 class Seat:
-    """A session that an agent has, under a name, or may have."""
+    """A session that an agent has, under a name, or may have. key: of an agent of ours, which is then its name."""
 
-    def __init__(self, session: Session, name: str = "") -> None:
-        self.session, self.name = session, name
+    def __init__(self, session: Session, key: str = "") -> None:
+        self.session, self.name, self.key = session, key, key
         self.ended, self.turn = asyncio.Event(), asyncio.Lock()
         self.used_at = 0.0
 
@@ -69,6 +71,7 @@ class Endpoint:
         self._key, self._parser, self._judge = key, tool_call_parser, judge
         self._seats: dict[str, Seat] = {}
         self._free: asyncio.Queue[Seat] = asyncio.Queue()
+        self._claiming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._runner: web.AppRunner | None = None
         self.base_url = ""
 
@@ -111,7 +114,8 @@ class Endpoint:
     def take_back(self, seat: Seat) -> None:
         """Nobody has it any more, or can have it."""
         seat.ended.set()
-        self._seats.pop(seat.name, None)
+        if self._seats.get(seat.name) is seat:
+            del self._seats[seat.name]
 
     # --- requests ---
 
@@ -119,18 +123,15 @@ class Endpoint:
         """POST /v1/chat/completions: the messages are what the policy is to see; what of them is new is added to the record."""
         body = msgspec.json.decode(await request.read(), type=ChatRequest)
         messages = [plain_message(message) for message in body.messages]
-        seat = await self._seat(request)
-        async with seat.turn:
-            session = seat.session
+        async with self._turn(request) as session:
             await self._ask_judge(session, messages)
-            made = await session.generate(messages, tools=body.tools, **body.sampling(session))
+            made = await session.generate(messages, tools=body.tools or [], **body.sampling(session))
             message: dict[str, Any] = {"role": "assistant", "content": made.text}
             if body.tools and body.tool_choice != "none":
                 content, calls = await self._calls(session, made.text, body.tools)
                 message |= {"content": content, "tool_calls": calls} if calls else {}
             session.messages[-1:] = [message]
             num_prompt_tokens = len(session.token_ids) - len(made.token_ids)
-            seat.used_at = time.monotonic()
         return await self._send(request, body, chat_answer(session, made, message, body, num_prompt_tokens))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -139,16 +140,13 @@ class Endpoint:
         given: Any = body.prompt
         if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str):
             given = given[0]
-        seat = await self._seat(request)
-        async with seat.turn:
-            session = seat.session
+        async with self._turn(request) as session:
             if isinstance(given, str):
                 known = session.tokenizer.decode(session.token_ids)
                 held = session.token_ids.tolist() if given.startswith(known) else []
                 given = [*held, *session.tokenizer.encode(given[len(known) if held else 0 :]).tolist()]
             made = await session.generate(given, **body.sampling(session))
             num_prompt_tokens = len(session.token_ids) - len(made.token_ids)
-            seat.used_at = time.monotonic()
         return await self._send(request, body, text_answer(session, made, body, num_prompt_tokens))
 
     async def models(self, request: web.Request) -> web.Response:
@@ -162,14 +160,15 @@ class Endpoint:
         """POST /v1/sessions: take a session, and learn what its task is."""
         self._check_key(request)
         name = secrets.token_hex(8)
-        task = (await self._claim(name)).session.task
+        task = (await self._claim(name, request)).session.task
         about = {"id": name, "prompt": task.prompt, "label": task.label, "metadata": task.metadata, "tools": task.metadata.get("tools")}
         return web.Response(body=encode(about), content_type="application/json")
 
     async def reward(self, request: web.Request) -> web.Response:
         """POST /v1/sessions/ID/reward {"reward": number}: what it was worth; it ends."""
-        seat = self._known(request)
-        seat.session.reward = reward_number("reward", msgspec.json.decode(await request.read(), type=dict[str, float]).get("reward"))
+        found = reward_number("reward", msgspec.json.decode(await request.read(), type=dict[str, float]).get("reward"))
+        seat = self._known(request)  # after the last await: the next agent may have the session by then
+        seat.session.reward = found
         seat.ended.set()
         return web.Response()
 
@@ -189,14 +188,24 @@ class Endpoint:
 
     async def _seat(self, request: web.Request) -> Seat:
         seat = self._seats.get(self._bearer(request))
-        if seat is None:
-            self._check_key(request)
-            if not (name := request.headers.get(SESSION_HEADER, "")):
-                raise Refused(401, f"neither the key of a session nor a header {SESSION_HEADER}")
-            seat = self._seats.get(name) or await self._claim(name)
-        if seat.ended.is_set():
-            raise Refused(410, "this session has ended")
-        return seat
+        if seat is not None and seat.key:
+            return seat
+        self._check_key(request)
+        if not (name := request.headers.get(SESSION_HEADER, "")):
+            raise Refused(401, f"neither the key of a session nor a header {SESSION_HEADER}")
+        return self._seats.get(name) or await self._claim(name, request)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, request: web.Request) -> AsyncIterator[Session]:
+        """The session of this request, for it alone."""
+        seat = await self._seat(request)
+        async with seat.turn:
+            if seat.ended.is_set():  # perhaps while this waited
+                raise Refused(410, "this session has ended")
+            try:
+                yield seat.session
+            finally:
+                seat.used_at = time.monotonic()
 
     def _known(self, request: web.Request) -> Seat:
         self._check_key(request)
@@ -204,13 +213,18 @@ class Endpoint:
             raise Refused(404, "there is no such session, or it has ended")
         return seat
 
-    async def _claim(self, name: str) -> Seat:
+    async def _claim(self, name: str, request: web.Request) -> Seat:
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(WAIT_S), self._claiming.setdefault(name, asyncio.Lock()):
+                if name in self._seats:  # of two first requests one takes a session
+                    return self._seats[name]
                 while (seat := await self._free.get()).ended.is_set():
                     pass
         except TimeoutError:
             raise Refused(503, "no session is free; the run waits for a step, or all are in use") from None
+        if request.transport is None or request.transport.is_closing():
+            self._free.put_nowait(seat)
+            raise Refused(503, "who asked for a session has left")
         seat.name, seat.used_at = name, time.monotonic()
         self._seats[name] = seat
         return seat
@@ -249,7 +263,7 @@ async def errors_as_json(request: web.Request, handler: Any) -> web.StreamRespon
         return response
     except Refused as bad:
         status, text = bad.status, str(bad)
-    except (UsageError, msgspec.MsgspecError, ValueError, TypeError) as bad:
+    except (UsageError, msgspec.MsgspecError, ValueError, TypeError, RecursionError, TemplateError) as bad:
         status, text = 400, str(bad)
     except (SlimebusError, Unfinished) as bad:
         status, text = 503, str(bad)

@@ -27,7 +27,7 @@ def parse(text: str) -> tuple[str, Calls]:
         try:
             given = json.loads(found[1])
             call = _call(given["name"], given.get("arguments", {}))
-        except (ValueError, KeyError, TypeError, AttributeError, UsageError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
             break
         content = text[: found.start()] if not calls else content
         end = found.end()
@@ -58,5 +58,5 @@ def from_the_wire(calls: Calls) -> Calls:
     """As chat templates want them: arguments are a map. Raises UsageError."""
     try:
         return [_call(call["function"]["name"], call["function"]["arguments"]) | {"id": call.get("id")} for call in calls]
-    except (ValueError, KeyError, TypeError) as bad:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as bad:
         raise UsageError(f"tool_calls of a message cannot be read: {bad}") from None

@@ -22,7 +22,8 @@ class Reward:
 
         A group reward is called once, with all responses. What a reward writes into `metadata` and `extras` of a response stays there.
         """
-        left = [response for response in responses if response.reward is None]
+        given = {id(response): response.reward for response in responses if response.reward is not None}
+        left = [response for response in responses if id(response) not in given]
         if self.pool is None:
             for response in left:
                 response.reward = self._plugin.function(response)
@@ -30,4 +31,6 @@ class Reward:
         calls = [list(responses)] if self.spec.is_group and left else [[response] for response in left]
         outcomes = await asyncio.gather(*map(self.pool.call, calls))
         problems = {id(one): problem for call, found in zip(calls, outcomes, strict=True) for one, problem in zip(call, found, strict=True)}
-        return [problems.get(id(response)) for response in responses]
+        for response in responses:
+            response.reward = given.get(id(response), response.reward)
+        return [None if id(response) in given else problems.get(id(response)) for response in responses]

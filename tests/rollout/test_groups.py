@@ -11,6 +11,7 @@ from parrot import Parrot, make, maker
 from rollout.groups import Dropped
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
+from slimebus.bus.samples import encode_group
 from slimebus.cli.spans import Spans
 
 
@@ -68,6 +69,7 @@ def test_a_generate_hook_may_fan_out(tmp_path: Path) -> None:
     [
         ("def g(session): return 5", "plug.py:g gave int: expected None, its session, or a list of its branches"),
         ("def g(session): return []", "plug.py:g made no sample"),
+        ("def g(session): return [session, session]", "plug.py:g gave a session twice: expected each once"),
         ("def g(session): 1/0", r"plug.py:g failed at .*/plug.py:1: ZeroDivisionError: division by zero"),
     ],
 )
@@ -151,3 +153,29 @@ def test_a_rewards_text_ends_before_the_stop_string(tmp_path: Path, stop: Any, t
     record = msgspec.msgpack.encode({"prompt": "ab", "label": text})
     (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make(leased, record))
     assert (sample.reward, sample.tokens.tolist()) == (1.0, [97, 98, 120, 48, 0])
+
+
+def test_what_a_reward_writes_into_extras_goes_to_every_context_of_the_trajectory(tmp_path: Path) -> None:
+    plug = (
+        "import numpy as np\n"
+        "async def g(session):\n    await session.generate()\n    await session.generate([9, 9, 9])\n"
+        "def r(response):\n"
+        "    response.extras['advantages'] = np.array([0.5], np.float32)\n"
+        "    response.extras['each'] = np.ones(len(response.prompt_ids) + len(response.token_ids), np.float32)\n"
+        "    return 1\n"
+    )
+    samples = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g", custom_rm_path="plug.py:r"), n=1)
+    assert [s.extras["advantages"].tolist() for s in samples] == [[0.5], [0.5]]
+    assert [s.extras["each"].tolist() for s in samples] == [[0.0] * 5, [1.0] * 6]
+    encode_group(samples)
+
+
+def test_a_group_reward_leaves_what_a_hook_gave(tmp_path: Path) -> None:
+    plug = (
+        "async def g(session):\n    await session.generate()\n    if session.task.index == 0: session.reward = 1.0\n"
+        "def r(responses): return [0.25 for response in responses]\ndef fails(responses): 1/0\n"
+    )
+    made = maker(tmp_path, plug, custom_generate_function_path="plug.py:g", custom_rm_path="plug.py:r")
+    assert [s.reward for s in make(made)] == [1.0, 0.25, 0.25]
+    made = maker(tmp_path, plug, custom_generate_function_path="plug.py:g", custom_rm_path="plug.py:fails")
+    assert [(s.status, s.reward) for s in make(made)] == [("completed", 1.0), ("failed", None), ("failed", None)]

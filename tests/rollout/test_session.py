@@ -208,7 +208,13 @@ def test_what_a_session_cannot_do_is_said() -> None:
         await asyncio.sleep(0)
         with pytest.raises(UsageError, match="one turn at a time"):
             await session.generate()
+        with pytest.raises(UsageError, match="one turn at a time"):
+            session.observe("seen too late")
+        with pytest.raises(UsageError, match="one turn at a time"):
+            session.branch()
         await turn
+        with pytest.raises(UsageError, match="messages cannot be a demonstration"):
+            session.observe(CHAT, is_trained=True)
 
     class Slow(Policy):
         async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
@@ -236,3 +242,25 @@ def test_what_the_engine_made_is_kept_as_it_came(tmp_path: Path) -> None:
     task = Task(prompt="ab", prompt_ids=np.array([5, 6], np.int32), sampling={})
     made = play(Session(task, Policy("x", "y"), Odd()), hook)  # type: ignore[arg-type]
     assert made.token_ids.tolist() == [5, 6, ord("x"), END, 1, ord("y"), END]
+
+
+def test_tools_that_the_template_refuses_are_not_kept_and_none_may_be_given() -> None:
+    class Strict(Letters):
+        def encode_prompt(self, prompt: Any, tools: Any = None) -> np.ndarray:
+            if tools == [{"bad": 1}]:
+                raise ValueError("no function")
+            return super().encode_prompt(prompt, tools)
+
+    task = Task(prompt=CHAT, prompt_ids=Letters().encode_prompt(CHAT), sampling={})
+    made = Session(task, Policy("x", "y"), Strict())  # type: ignore[arg-type]
+
+    async def hook(session: Session) -> None:
+        with pytest.raises(ValueError, match="no function"):
+            await session.generate(CHAT, tools=[{"bad": 1}])
+        assert session.tools is None
+        await session.generate(CHAT, tools=[{"good": 1}])
+        assert session.tools == [{"good": 1}]
+        await session.generate(CHAT, tools=[])
+        assert session.tools is None
+
+    assert len(play(made, hook).responses()) == 2

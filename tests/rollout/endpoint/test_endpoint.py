@@ -3,48 +3,20 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import numpy as np
 import openai
 import pytest
-from letters import Letters
 from openai import AsyncOpenAI, OpenAI
+from talk import CALL, CHAT, END, TOOLS, Policy, ask, client_of, post, session, visit
 
 from rollout.endpoint import Agent, OutsideAgents
 from rollout.plugins import PluginError
 from rollout.response import Response, Task
 from rollout.session import Session
 from slimebus.bus.errors import HookError, Unreachable
-
-END = 0
-CHAT = [{"role": "user", "content": "hi"}]
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-class Policy:
-    """Says the n-th text, and ends it, in version n; `seen` are the contexts as text, `sampling` what was asked for."""
-
-    def __init__(self, *texts: str, reason: str = "stop") -> None:
-        self.texts, self.reason, self.seen, self.sampling, self.sampled = list(texts), reason, [], [], []  # type: ignore[var-annotated]
-
-    async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
-        (task,) = tasks
-        number, ids = len(self.seen), np.append(Letters().encode(self.texts.pop(0)), END).astype(np.int32)
-        self.seen.append(Letters().decode(task.prompt_ids))
-        self.sampling.append(task.sampling)
-        self.sampled += ids.tolist()
-        logprobs = np.full(len(ids), -1.0 - number, np.float32)
-        return [Response(task=task, token_ids=ids, logprobs=logprobs, versions=[(number, len(ids))], text="", finish_reason=self.reason)]
-
-
-def session(policy: Any, prompt: Any = CHAT, **limits: Any) -> Session:
-    task = Task(prompt=prompt, prompt_ids=Letters().encode_prompt(prompt), sampling={"max_new_tokens": 50}, label="3", group="0/1")
-    return Session(task, policy, Letters(), **limits)  # type: ignore[arg-type]
 
 
 def play(made: Session, run: Callable[..., Any], **fields: Any) -> Session:
@@ -67,10 +39,6 @@ def play(made: Session, run: Callable[..., Any], **fields: Any) -> Session:
 
     asyncio.run(whole())
     return made
-
-
-async def ask(client: AsyncOpenAI, messages: Any, **more: Any) -> Any:
-    return await client.chat.completions.create(model="any", messages=messages, **more)
 
 
 def trained(response: Response) -> list[int]:
@@ -241,34 +209,6 @@ def test_a_program_of_its_own_gets_the_task_and_the_address(tmp_path: Path) -> N
 
 
 # --- agents from outside ---
-
-Outside = Callable[[OutsideAgents, list[Session]], Coroutine[Any, Any, Any]]
-
-
-def visit(talk: Outside, *policies: Policy, hook: type[OutsideAgents] = OutsideAgents, **fields: Any) -> list[Session]:
-    """Sessions of these policies that wait for agents from outside, once all have ended."""
-
-    async def whole() -> list[Session]:
-        agents, made = hook(), [session(policy) for policy in policies]
-        vars(agents).update({"bind": "127.0.0.1:0", **fields})
-        await agents.setup()
-        try:
-            await asyncio.wait_for(asyncio.gather(talk(agents, made), *map(agents.generate, made)), 20)
-        finally:
-            await agents.teardown()
-        return made
-
-    return asyncio.run(whole())
-
-
-def client_of(agents: OutsideAgents, name: str, key: str = "any") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=agents.endpoint.base_url, api_key=key, default_headers={"X-Session-Id": name}, max_retries=0)
-
-
-async def post(agents: OutsideAgents, path: str, body: Any = None, method: str = "POST", key: str = "any") -> tuple[int, Any]:
-    headers, url = {"Authorization": f"Bearer {key}"}, agents.endpoint.base_url + path
-    async with aiohttp.ClientSession(headers=headers) as http, http.request(method, url, json=body) as response:
-        return response.status, await response.json() if response.content_type == "application/json" else None
 
 
 def test_who_names_a_session_has_it_until_the_reward_is_known() -> None:
