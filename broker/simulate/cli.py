@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ SHOWN: "dict[str, Callable[[Outcome], str]]" = {
 ENOUGH = 0.05
 """A trainer that waits for less of its time is the bottleneck."""
 MOST_WORKERS = 4096
+MOST_SIGMA = 10.0
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,6 +76,8 @@ def simulate(
 
     base = msgspec.structs.asdict(calibrate(run_dir)) if run_dir is not None else {}
     if mean_length is not None:
+        if not math.isfinite(mean_length + length_sigma) or math.isnan(max_length) or length_sigma > MOST_SIGMA:
+            raise UsageError(f"--mean-length, --length-sigma and --max-length: expected numbers, and a sigma up to {MOST_SIGMA:g}")
         base["lengths"] = lognormal_lengths(mean_length, length_sigma, max_length)
     elif run_dir is None:
         raise UsageError("give --from RUN_DIR of a run that exists, or at least --mean-length")

@@ -16,6 +16,11 @@ from slimebus.cli.config.schema import Natural, NonNegative, Positive
 Rate = Annotated[float, Meta(gt=0)]
 
 NUM_QUANTILES = 101
+UNBOUNDED = ("max_staleness", "trainer_tokens_per_s")
+MOST_SAMPLES, WORKER_SAMPLES = 100_000_000, 100
+"""What is played at most, and how many samples a worker, or its failure, costs as much as."""
+MOST_LIVES = 4.0
+"""Of a worker that a group may take."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +70,26 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not self.lengths or list(self.lengths) != sorted(self.lengths) or self.lengths[0] < 1:
             raise ConfigError(f"lengths {self.lengths[:5]}; expected rising quantiles of at least 1 token")
+        given = {field: getattr(self, field) for field in self.__struct_fields__ if field != "lengths"}
+        for name, value in (given | {"the longest length": self.lengths[-1]}).items():
+            if math.isnan(value) or (math.isinf(value) and name not in UNBOUNDED):
+                raise ConfigError(f"{name} is {value:g}; expected a finite number")
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Raises ConfigError for what would not end: too much of it, or workers that fail before they have made a group."""
+        sampled = self.samples * max(self.batch, self.over_sampling)
+        if max(self.steps * sampled, self.workers * WORKER_SAMPLES) > MOST_SAMPLES:
+            raise ConfigError(f"{self.steps} steps of {sampled} samples by {self.workers} workers are too many to simulate; take fewer")
+        if not self.life_s:
+            return
+        rate, together = self.worker_tokens_per_s, min(self.groups_per_worker, math.ceil(self.batch / self.workers))
+        group_s = self.overhead_s + self.mean_length * max(self.token_s, self.samples * together / rate)
+        if group_s > MOST_LIVES * self.life_s:
+            raise ConfigError(f"life_s {self.life_s:g}: workers would fail before they have made a group, which takes {group_s:.3g} s")
+        seconds = self.train_seconds(self.mean_length * sampled) + self.publish_s + self.pull_s + group_s
+        if self.workers * self.steps * seconds > MOST_SAMPLES * (self.life_s + self.restart_s) / WORKER_SAMPLES:
+            raise ConfigError(f"life_s {self.life_s:g}: too many failures to simulate; take a longer life, or fewer steps")
 
     def rules(self) -> Rules:
         """What the broker is told; its waits and deadlines never run out, as the simulation has its own clients."""
