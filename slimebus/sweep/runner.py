@@ -50,9 +50,12 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 def recorded(run_dir: Path) -> Outcome | None:
-    """What trial.json says; None of a directory that has none."""
+    """What trial.json says; None of a directory that has none. Raises DataError with its path when it is spoilt."""
     file = run_dir / "trial.json"
-    return msgspec.json.decode(file.read_bytes(), type=Outcome) if file.is_file() else None
+    try:
+        return msgspec.convert(json.loads(file.read_bytes()), Outcome) if file.is_file() else None
+    except (msgspec.ValidationError, ValueError) as bad:
+        raise DataError(f"{file} is spoilt ({bad}); remove it to begin this trial anew") from None
 
 
 def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
@@ -68,7 +71,7 @@ def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
     """Replace trial.json in one move."""
     sweep.run_dir(trial).mkdir(parents=True, exist_ok=True)
     with replacing(sweep.run_dir(trial) / "trial.json") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(outcome), indent=1))
+        file.write(json.dumps(msgspec.to_builtins(outcome), indent=1).encode())  # an option may be infinite
 
 
 class Running:
@@ -76,7 +79,7 @@ class Running:
 
     def __init__(self, trial: Trial, outcome: Outcome, child: Child, share: int) -> None:
         self.trial, self.outcome, self.child, self.share = trial, outcome, child, share
-        self.begun_at, self.earlier_s = time.monotonic(), outcome.seconds
+        self.begun_at, self.earlier_s, self.looked_at = time.monotonic(), outcome.seconds, 0.0
 
     @property
     def seconds(self) -> float:
@@ -90,7 +93,6 @@ class Runner:
         self.sweep, self.say = sweep, say
         self.outcomes = {trial.name: read_outcome(sweep, trial) for trial in sweep.trials}
         self.running: list[Running] = []
-        self._looked_at = 0.0
 
     def run(self, *, retry_failed: bool = False) -> None:
         """Until every trial is over. Raises ConfigError before any starts when an option is no option or no trial could run.
@@ -149,8 +151,8 @@ class Runner:
         elif limit_s and running.seconds > limit_s:
             self._take_out(fleet, running)
             self._end(running.trial, "failed", f"took longer than trial_timeout_s {limit_s:g}")
-        elif self.sweep.plan.early_stop and time.monotonic() - self._looked_at > LOOK_S:
-            self._looked_at = time.monotonic()
+        elif self.sweep.plan.early_stop and time.monotonic() - running.looked_at > LOOK_S:
+            running.looked_at = time.monotonic()
             others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
             if why := hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
                 self._take_out(fleet, running)

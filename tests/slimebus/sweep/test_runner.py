@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.sweep import runner
 from slimebus.sweep.plan import EarlyStop, Sweep, load
 from slimebus.sweep.runner import Runner, dealt, hopeless, reason_in
@@ -171,6 +171,30 @@ def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     Runner(sweep, print).run()
     assert [state for state, _ in states(sweep)] == ["done"] * 3 + ["stopped"]
+
+
+def test_every_running_trial_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_of(tmp_path, monkeypatch, parallel=3, codes=dict.fromkeys(f"max_staleness={n},seed=0" for n in range(3)), early_stop={})
+    monkeypatch.setattr(runner, "LOOK_S", 60.0)
+    monkeypatch.setattr(runner, "hopeless", lambda rows, others, rule: "hopeless")
+    Runner(sweep, print).run()
+    assert states(sweep) == [("stopped", 1)] * 3
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e300, 10**30, [float("inf")]])
+def test_a_sweep_with_an_infinite_option_can_be_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    sweep = sweep_of(tmp_path, monkeypatch, grid={"broker.max_staleness": [value]})
+    Runner(sweep, print).run()
+    assert states(sweep) == [("done", 1)]
+
+
+@pytest.mark.parametrize("junk", [b"", b"{", b"[]", b"{}", b"\xff", b'{"condition":{},"options":{},"seed":0,"state":"hm"}'])
+def test_a_spoilt_trial_json_is_named(sweep: Sweep, junk: bytes) -> None:
+    file = sweep.run_dir(sweep.trials[0]) / "trial.json"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(junk)
+    with pytest.raises(DataError, match=r"trial\.json is spoilt"):
+        Runner(sweep, print)
 
 
 def test_hopeless_is_surely_below_the_median_of_what_others_had_reached() -> None:
