@@ -3,9 +3,12 @@
 R steps on record   P points of a chart: at most MAX_POINTS, each the mean of as many steps as the others
 """
 
+import functools
+import logging
 import math
 import os
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import numpy as np
 
 from slimebus.view.advice import advice, measured
 from slimebus.view.report import STEP_PARTS, WARM_STEPS, rows_of, worker_idle
+
+log = logging.getLogger("slimebus.page")
 
 CHUNK_BYTES = 4 << 20
 """Read at once: a long run's records are taken in while the page is served."""
@@ -65,14 +70,20 @@ class History:
         """Take in what is new, a few megabytes at most; whether there was anything."""
         rows = self._steps.rows()
         for row in rows:
-            self._add_evaluation(row) if "evaluation" in row else self._add_step(row)
+            self._add(self._add_evaluation if "evaluation" in row else self._add_step, row)
         for path in self.folder.glob("rollout-*.jsonl"):
             served = self._rollouts.setdefault(path, Tail(path)).rows()
             rows += served
             for row in served:
-                self._add_served(path.stem.removeprefix("rollout-"), row)
+                self._add(functools.partial(self._add_served, path.stem.removeprefix("rollout-")), row)
         self.serial += bool(rows)
         return bool(rows)
+
+    def _add(self, take_in: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> None:
+        try:
+            take_in(row)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as bad:
+            log.warning("the page leaves out a row of %s that is none of ours (%r): %.200s", self.folder, bad, row)
 
     def _add_evaluation(self, row: dict[str, Any]) -> None:
         if row.get("mean_reward") is not None:
@@ -82,11 +93,14 @@ class History:
 
     def _add_step(self, row: dict[str, Any]) -> None:
         """A step; a trainer that went back trains steps again, which replace those of before."""
-        columns, step = self.columns, row.get("step", -1)
+        if "settings" in row:
+            return
+        columns, step, metrics = self.columns, row["step"], dict(row.get("metrics", {}))
+        if not isinstance(step, int):
+            raise TypeError("its step is no number")
         while columns["step"] and columns["step"][-1] >= step:
             for column in (*columns.values(), *self.lags.values()):
                 column.pop()
-        metrics = row.get("metrics", {})
         num_steps = len(columns["step"])
         for name, column in columns.items():
             column.append(_number(metrics.get(name) if name in MEANS and name not in row else row.get(name)))
@@ -173,6 +187,7 @@ class History:
         rows = [served for served in self.workers.values() if len(served) > 1]
         found = measured(
             status,
+            steps=len(self.columns["step"]),
             trainer_idle=seconds["wait_s"] / (sum(seconds.values()) or 1.0),
             worker_idle=worker_idle(rows) if rows else None,
             workers=len(rows) or int(status.get("pace", {}).get("workers", 0)),

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from aiohttp import web
@@ -186,12 +186,12 @@ class Page:
     # --- who may look ---
 
     def _cookie(self, request: web.Request) -> str:
-        return f"slimebus-{urlsplit(f'//{request.host}').port}"
+        return f"slimebus-{_split(f'//{request.host}').port}"
 
     def _may(self, request: web.Request) -> bool:
         given = request.query.get("token") or request.cookies.get(self._cookie(request), "")
         given = given or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        return hmac.compare_digest(given.encode(errors="surrogatepass"), self.token.encode())
 
     def problem_of(self, request: web.Request) -> str:
         """Why a request is refused; empty when it is not.
@@ -201,12 +201,22 @@ class Page:
         """
         if self.token and not self._may(request):
             return "this page needs its token: open the whole address that the broker logged when it started (RUN_DIR/page.url)"
-        if not self.token and urlsplit(f"//{request.host}").hostname not in LOCAL_HOSTS:
+        if not self.token and _split(f"//{request.host}").hostname not in LOCAL_HOSTS:
             return "this page is served to this machine alone, as 127.0.0.1 or localhost"
         origin = request.headers.get("Origin")
-        if request.method == "POST" and origin and urlsplit(origin).netloc != request.host:
+        if request.method == "POST" and origin and _split(origin).netloc != request.host:
             return "asked by another site"
         return ""
+
+
+def _split(address: str) -> SplitResult:
+    """The parts of an address; no parts of what is none."""
+    try:
+        parts = urlsplit(address)
+        _ = parts.port  # raises where that is none
+        return parts
+    except ValueError:
+        return urlsplit("")
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -5,12 +5,14 @@ from typing import Any
 
 import msgspec
 
-from slimebus.view.report import UNUSED
+from slimebus.view.report import UNUSED, WARM_STEPS
 
 IDLE = 0.05
 """A side that waits for less of its time than this is not worth a change."""
 AT_BOUND = 0.2
 """With so many of the trained groups at the bound, or more, it may hold workers back."""
+ENOUGH_STEPS = 2 * WARM_STEPS
+"""Idle shares of fewer are those of the start."""
 REMEDIES = {
     "stale": "a larger broker.max_staleness or fewer workers would waste less",
     "zero_variance": "prompts that are neither too easy nor too hard, or more samples of each, would give more gradient",
@@ -22,11 +24,12 @@ REMEDIES = {
 class Measured(msgspec.Struct, kw_only=True, frozen=True):
     """What advice is given by.
 
-    trainer_idle: share of its time that the trainer waited for batches. worker_idle: share of theirs that workers had nothing to sample;
-    None where that is not known. tokens: trained. lags: staleness in versions -> trained groups. wasted: reason -> tokens sampled in vain.
-    unused: reason -> trained groups that gave no gradient.
+    steps: trained. trainer_idle: share of its time that the trainer waited for batches. worker_idle: share of theirs that workers had
+    nothing to sample; None where that is not known. tokens: trained. lags: staleness in versions -> trained groups.
+    wasted: reason -> tokens sampled in vain. unused: reason -> trained groups that gave no gradient.
     """
 
+    steps: int
     trainer_idle: float
     worker_idle: float | None
     workers: int
@@ -37,10 +40,13 @@ class Measured(msgspec.Struct, kw_only=True, frozen=True):
     unused: dict[str, int]
 
 
-def measured(status: dict[str, Any], *, trainer_idle: float, worker_idle: float | None, workers: int, tokens: float) -> Measured:
+def measured(
+    status: dict[str, Any], *, steps: int, trainer_idle: float, worker_idle: float | None, workers: int, tokens: float
+) -> Measured:
     """With what a status says of lag and waste (docs/protocol.md)."""
     bound = status.get("settings", {}).get("max_staleness")
     return Measured(
+        steps=steps,
         trainer_idle=trainer_idle,
         worker_idle=worker_idle,
         workers=workers,
@@ -53,7 +59,9 @@ def measured(status: dict[str, Any], *, trainer_idle: float, worker_idle: float 
 
 
 def advice(run: Measured) -> list[str]:
-    """Three plain sentences; none before anything was trained."""
+    """Three plain sentences; two where too few steps were trained to say who waits, and none before anything was."""
+    if run.lags and run.steps < ENOUGH_STEPS:
+        return [f"Fewer than {ENOUGH_STEPS} steps are trained, too few to say who waits for whom.", _on_waste(run)]
     return [_on_waiting(run), _on_staleness(run), _on_waste(run)] if run.lags else []
 
 

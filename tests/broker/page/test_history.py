@@ -47,6 +47,28 @@ def test_steps_are_read_as_they_come_and_half_a_line_waits(history: History) -> 
     assert found["rollout_tokens_per_s"] == [None, 80.0]
 
 
+def test_a_change_of_settings_keeps_the_charts(history: History) -> None:
+    write(history, step(0), step(1), {"settings": {"max_staleness": 2}, "from_step": 2}, step(2))
+    assert read(history)["step"] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"step": 0, "metrics": {"weights_version": None}},
+        {"step": 0, "metrics": None},
+        {"step": "a"},
+        {"step": None},
+        {"evaluation": "x", "mean_reward": 1},
+    ],
+)
+def test_a_row_that_is_none_of_ours_is_left_out_with_a_warning(history: History, row: Any, caplog: pytest.LogCaptureFixture) -> None:
+    write(history, row, step(1))
+    assert read(history)["step"][-1] == 1.0
+    assert history.shown()["reward"][-1] == 1.0
+    assert "that is none of ours" in caplog.text
+
+
 def test_steps_that_are_trained_again_replace_those_of_before(history: History) -> None:
     write(history, *(step(i, reward=1.0) for i in range(5)), *(step(i, at=200.0 + i, reward=2.0) for i in range(3, 6)))
     found = read(history)

@@ -54,6 +54,27 @@ def test_without_a_token_only_names_of_this_machine_are_served(visited: Any) -> 
     assert visited(ask) == [200, 200, 200, 403, 403, 403]
 
 
+@pytest.mark.parametrize("host", ["[", "localhost:99999", "127.0.0.1:abc", "[::1"])
+def test_what_is_no_address_is_refused(visited: Any, host: str) -> None:
+    async def ask(client: Any) -> list[int]:
+        answers = [await client.get("/config", headers={"Host": host}), await client.post("/replay", headers={"Origin": f"http://{host}"})]
+        return [answer.status for answer in answers]
+
+    assert visited(ask) == [403, 403]
+    assert visited(ask, token="s3cret") == [403, 403]
+
+
+def test_a_token_of_odd_bytes_is_refused(visited: Any) -> None:
+    async def ask(client: Any) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(b"GET /config HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer \xff\xfe\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer.split(b"\r\n")[0]
+
+    assert visited(ask, token="s3cret") in (b"HTTP/1.1 403 Forbidden", b"HTTP/1.1 400 Bad Request")
+
+
 def test_another_site_cannot_replay_through_a_viewers_browser(visited: Any) -> None:
     async def ask(client: Any) -> list[int]:
         own = f"http://127.0.0.1:{client.port}"

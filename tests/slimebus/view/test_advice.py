@@ -9,7 +9,7 @@ from slimebus.view.advice import Measured, advice, measured
 
 
 def run(**changes: Any) -> Measured:
-    usual: dict[str, Any] = {"trainer_idle": 0.0, "worker_idle": 0.0, "workers": 3, "tokens": 1000.0, "max_staleness": 2.0}
+    usual: dict[str, Any] = {"steps": 10, "trainer_idle": 0.0, "worker_idle": 0.0, "workers": 3, "tokens": 1000.0, "max_staleness": 2.0}
     return Measured(**(usual | {"lags": {0: 10}, "wasted": {}, "unused": {}} | changes))
 
 
@@ -53,6 +53,12 @@ def test_what_the_bound_does_is_told(changes: dict[str, Any], said: str) -> None
     assert said in advice(run(**changes))[1]
 
 
+def test_a_run_too_short_to_say_who_waits_says_so() -> None:
+    short = advice(run(steps=9, worker_idle=1.0, lags={2: 1}))
+    assert short == ["Fewer than 10 steps are trained, too few to say who waits for whom.", "Less than 1% of what was sampled was wasted."]
+    assert len(advice(run(steps=10))) == 3
+
+
 def test_the_largest_waste_is_told_with_its_share() -> None:
     assert advice(run())[2] == "Less than 1% of what was sampled was wasted."
     stale = advice(run(wasted={"stale": 250, "given back": 10}, unused={"zero_variance": 1}))[2]
@@ -62,7 +68,7 @@ def test_the_largest_waste_is_told_with_its_share() -> None:
 
 
 def test_a_run_that_trained_nothing_gets_none() -> None:
-    assert advice(measured({}, trainer_idle=0.0, worker_idle=None, workers=0, tokens=0.0)) == []
+    assert advice(measured({}, steps=20, trainer_idle=0.0, worker_idle=None, workers=0, tokens=0.0)) == []
 
 
 def test_a_status_is_read() -> None:
@@ -72,8 +78,8 @@ def test_a_status_is_read() -> None:
         "waste": {"stale": {"groups": 1, "tokens": 7}},
         "counted": {"unused: zero_variance": 2, "samples put": 9},
     }
-    found = measured(status, trainer_idle=0.1, worker_idle=0.2, workers=2, tokens=5.0)
+    found = measured(status, steps=20, trainer_idle=0.1, worker_idle=0.2, workers=2, tokens=5.0)
     assert (found.lags, found.wasted, found.unused) == ({0: 3, 4: 1}, {"stale": 7}, {"zero_variance": 2})
     for word in (None, "unbounded"):
-        unbounded = measured({"settings": {"max_staleness": word}}, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
+        unbounded = measured({"settings": {"max_staleness": word}}, steps=20, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
         assert unbounded.max_staleness == math.inf
