@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from live_run import Process, Run, clients, cpu_share
+from waiting import wait_until
 
 from slimebus.view.report import page_url
 
@@ -35,7 +36,8 @@ def test_processes_that_wait_use_next_to_nothing(tmp_path: Path, task: Path) -> 
 
         worker.send(signal.SIGSTOP)
         broker = run.start("broker")
-        urllib.request.urlopen(page_url(run.run_dir), timeout=60).close()  # its page is up: that takes a moment of CPU
+        url = wait_until("page", lambda: page_url(run.run_dir))
+        urllib.request.urlopen(url, timeout=60).close()  # it is up: that takes a moment of CPU
         run.wait_for("a trainer that waits for a batch", lambda s: any(p["kind"] == "batch" for p in s["parked"]))
         assert_idle([broker, trainer], "waiting for a batch; broker without workers")
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 pytestmark = pytest.mark.integration
 
-STEPS = 12
+STEPS = 30
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_student_moves_to_the_teacher_that_scores_its_samples(tmp_path: Path, 
         run.complete()
         run.assert_accounted(STEPS)
         away = [row["opd_reverse_kl"] for row in run.rows("trainer")]
-        assert np.mean(away[-3:]) < 0.5 * away[0], away
+        assert np.mean(away[-5:]) < 0.5 * np.mean(away[:5]), away  # a step has few samples
         assert "scores with http://127.0.0.1" in scorer.text()
 
 
