@@ -1,4 +1,4 @@
-"""Every run.yaml that ships is a valid config whose hooks can be imported."""
+"""Every file of a run or a sweep that ships is valid, and its hooks can be imported."""
 
 from pathlib import Path
 
@@ -6,15 +6,22 @@ import pytest
 
 from slimebus.cli import hooks
 from slimebus.cli.config import resolve
+from slimebus.sweep import plan
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+SWEEPS = sorted(file for file in CONFIGS.rglob("*.yaml") if "\nsweep_dir:" in file.read_text())
+FILES = sorted(set(CONFIGS.rglob("*.yaml")) - set(SWEEPS))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONFIGS)))
 def test_config_is_valid(file: Path) -> None:
     resolved = resolve(file, environ={})
     assert resolved.config.name != "run"
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda f: str(f.relative_to(CONFIGS)))
+def test_each_trial_of_a_sweep_is_valid(file: Path) -> None:
+    assert plan.load(file).trials
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONFIGS)))

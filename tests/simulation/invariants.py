@@ -37,7 +37,7 @@ class Invariants:
         self._held: dict[int, Group] = {}
         self._granted: dict[Address, set[int]] = {}
         self._asked: list[tuple[m.Put, bool]] = []
-        self._diverged = False
+        self._diverged = self._begins_anew = False
         self._rejected: dict[Address, tuple[str, int]] = {}
         self._forks: dict[str, int] = {}
 
@@ -87,7 +87,7 @@ class Invariants:
         self._answered([], machine, effects)
 
     def before(self, machine: Machine, events: list[Event]) -> None:
-        self._asked, self._diverged = [], False
+        self._asked, self._diverged, self._begins_anew = [], False, False
         for event in events:
             self._note_divergence(machine.state, event)
         if len(events) == 1 and isinstance(put := events[0].message, m.Put):
@@ -102,6 +102,7 @@ class Invariants:
         unknown = [step for step in trained if step >= fork or not _has_trained(state, step, trained[step])]
         self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
         self._diverged |= bool(unknown)
+        self._begins_anew |= fork < state.meta.floor
 
     def _note_fork(self, state: State, resume: m.Resume) -> int:
         """The step behind which no other trainer went back since the lineage began that this one goes on with."""
@@ -123,6 +124,8 @@ class Invariants:
                 self._note_rejected(*self._rejected[event.to])
             if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
                 self._in_charge = event.to.peer
+                if self._begins_anew:  # what was freed is to be sampled again: from here on it counts as lost
+                    self._freed, self._left = set(), {}
         if self._diverged:
             is_refused = all(isinstance(replies.get(e.to), m.Error) for e in events if isinstance(e.message, m.Resume))
             is_told = any(isinstance(effect, Note) and effect.is_warning for effect in effects)
