@@ -1,14 +1,17 @@
 """The quick start against itself on-policy and against TRL's GRPOTrainer: `bin/bench e2e`. Wants an otherwise idle machine.
 
 One warm model and one set of problems serve all three. Times to 0.90 are from the start of training to the moment when the
-weights that reach it were published, interpolated between evaluations.
+weights that reach it were published, interpolated between evaluations, which come after the same numbers of trained samples on
+both sides. Rows against TRL are medians over the seeds; `spread` rows have the smallest and the largest ratio of a seed.
 """
 
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench_row import Row, row
 
@@ -21,6 +24,7 @@ sys.path.insert(0, str(ROOT / "configs" / "quickstart"))
 GOAL = 0.90
 STEPS, QUICK_STEPS = 120, 30
 TRL_STEPS, QUICK_TRL_STEPS = 40, 10
+SEEDS = (0, 1, 2)
 
 
 def rows(quick: bool) -> list[Row]:
@@ -33,35 +37,30 @@ def rows(quick: bool) -> list[Row]:
         quickstart.prepare(run_dir, seed=0, resume=False)
         warm = quickstart.warm_up(run_dir, 0, None)
         ahead, on_policy = (_learn(run_dir, warm, eta, steps) for eta in (2, 0))
-        trl = _trl(warm, run_dir / "task", QUICK_TRL_STEPS if quick else TRL_STEPS)
-    return [*_async_rows(ahead, on_policy), *_trl_rows(ahead, trl), *_share_rows(ahead)]
+        beside = QUICK_TRL_STEPS if quick else TRL_STEPS
+        pairs = [
+            (_learn(run_dir, warm, 2, beside, seed), _trl(warm, run_dir / "task", beside, seed)) for seed in (SEEDS[:1] if quick else SEEDS)
+        ]
+    return [*_async_rows(ahead, on_policy), *_trl_rows(pairs), *_share_rows(ahead)]
 
 
-def _learn(run_dir: Path, warm: Path, eta: int, steps: int) -> report.Report:
+def _learn(run_dir: Path, warm: Path, eta: int, steps: int, seed: int = 0) -> report.Report:
     import quickstart
 
-    folder = run_dir / f"eta-{eta}"
-    changes = {"seed": 0, "model.hf_checkpoint": warm, "broker.max_staleness": eta, "rollout.num_rollout": steps}
+    folder = run_dir / f"eta-{eta}-{steps}-{seed}"
+    changes = {"seed": seed, "model.hf_checkpoint": warm, "broker.max_staleness": eta, "rollout.num_rollout": steps}
     changes["optimizer.lr_decay_iters"] = STEPS
-    quickstart.run_stage(f"GRPO eta {eta}", quickstart.write_run("run.yaml", folder, run_dir, changes))
+    quickstart.run_stage(f"GRPO eta {eta} seed {seed}", quickstart.write_run("run.yaml", folder, run_dir, changes))
     return report.read(folder)
 
 
-def _trl(warm: Path, data: Path, steps: int) -> dict[str, float | None]:
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("trl_baseline.py")),
-        "--model",
-        str(warm),
-        "--data",
-        str(data),
-        "--steps",
-        str(steps),
-    ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+def _trl(warm: Path, data: Path, steps: int, seed: int) -> dict[str, Any]:
+    options = {"--model": warm, "--data": data, "--steps": steps, "--seed": seed}
+    command = [sys.executable, Path(__file__).with_name("trl_baseline.py"), *(part for option in options.items() for part in option)]
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SlimebusError(f"tests/bench/trl_baseline.py ended with code {done.returncode} (see above); nothing to compare with")
-    found: dict[str, float | None] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -95,13 +94,22 @@ def _async_rows(ahead: report.Report, on_policy: report.Report) -> list[Row]:
     return found
 
 
-def _trl_rows(ahead: report.Report, trl: dict[str, float | None]) -> list[Row]:
-    theirs = trl["samples_per_s"] or 1.0
-    found = [row("vs_trl", samples_per_s(ahead), "samples/s", theirs, ">= 2")]
-    ours_s, theirs_s = time_to_goal(ahead), trl["time_to_090_s"]
-    if ours_s is not None and theirs_s is not None:
-        found.append(row("vs_trl_time_to_090", ours_s, "s to 0.90", theirs_s, "", ratio=theirs_s / ours_s))
+def _trl_rows(pairs: Sequence[tuple[report.Report, dict[str, Any]]]) -> list[Row]:
+    """Ours and TRL's of each seed."""
+    speeds = [(samples_per_s(ours), trl["samples_per_s"]) for ours, trl in pairs]
+    found = _median_rows("vs_trl", "samples/s", [(*speed, speed[0] / speed[1]) for speed in speeds], ">= 2.5")
+    times = [(time_to_goal(ours), trl["time_to_090_s"]) for ours, trl in pairs]
+    if all(ours and theirs for ours, theirs in times):
+        found += _median_rows("vs_trl_time_to_090", "s to 0.90", [(ours, theirs, theirs / ours) for ours, theirs in times], "")
     return found
+
+
+def _median_rows(name: str, unit: str, seeds: Sequence[tuple[Any, Any, float]], goal: str) -> list[Row]:
+    """The seed of the median ratio, and the smallest and the largest ratio."""
+    ours, theirs, ratio = sorted(seeds, key=lambda seed: seed[2])[len(seeds) // 2]
+    ratios = [seed[2] for seed in seeds]
+    spread = row(f"{name}_spread", min(ratios), "least, most of a seed", max(ratios), "")
+    return [row(name, ours, unit, theirs, goal, ratio=ratio), spread]
 
 
 def _share_rows(ahead: report.Report) -> list[Row]:
