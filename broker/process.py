@@ -190,7 +190,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
     return Rules(
         **said | ({"max_staleness": b.staleness_floor, "target_ess": b.target_ess} if b.max_staleness == "auto" else {}),
         staleness_range=(b.staleness_floor, b.staleness_ceiling),
-        **{name: getattr(config.broker, name) for name in ("heartbeat_s", "max_clients", "stall_min_s", "required_fields")},
+        **{name: getattr(config.broker, name) for name in ("heartbeat_s", "max_clients", "stall_min_s", "required_fields", "fill_first")},
         num_steps=r.num_rollout,
         max_parked=max(4096, config.broker.max_clients),
         max_pushed=MAX_PUSHED,

@@ -29,11 +29,21 @@ def is_enough(state: State) -> bool:
     """True when what is ready fills a batch."""
     rules, num_ready = state.rules, len(state.groups.ready)
     if not rules.batch_tokens:
-        return num_ready >= rules.batch_size
+        return num_ready >= num_wanted(state)
     if num_ready >= MAX_BATCH_SIZE or admission.ready_tokens(state) >= rules.batch_tokens:
         return True
     is_full = not state.groups.count(LEASED) and not state.groups.awaiting_fields and state.num_held >= admission.capacity(state)
     return num_ready > 0 and is_full  # no group is in flight and there is no room for another: more tokens cannot come
+
+
+def num_wanted(state: State) -> int:
+    """How many groups must be ready before the next batch is chosen: a batch, or with `fill_first` all that may be ready before a first one."""
+    rules, first = state.rules, state.meta.base_step
+    if not rules.fill_first or state.next_unassigned > first or prompts.has_ended(state):
+        return rules.batch_size
+    ahead = (int(rules.max_staleness) + 1) * rules.publish_interval
+    left = ahead if rules.num_steps is None else max(1, rules.num_steps - first)
+    return min(min(ahead, left) * rules.batch_size, admission.capacity(state))
 
 
 def can_never_fill(state: State) -> bool:
@@ -53,7 +63,7 @@ def so_far(state: State, num_ready: int) -> str:
     rules = state.rules
     if rules.batch_tokens:
         return f"{num_ready} groups of {admission.ready_tokens(state)} of {rules.batch_tokens} tokens"
-    return f"{num_ready} of {rules.batch_size} groups"
+    return f"{num_ready} of {num_wanted(state)} groups"
 
 
 def _num_fitting(state: State, ready: Sequence[Group]) -> int:

@@ -49,6 +49,7 @@ class Rules(Checked, frozen=True):
     batch_tokens: tokens a step instead of batch_size groups, which is then the first guess of how many fill it; 0: by groups.
     over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. masks_offpolicy: workers do not train the
     tokens that a continued sample had before its lease, so that a partial never grows too stale.
+    fill_first: the first batch waits until all groups are ready that the bound allows before it.
     target_ess, staleness_range: max_staleness is changed within this range (autopilot.py); a target of 0: it is not.
     needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
@@ -73,6 +74,7 @@ class Rules(Checked, frozen=True):
     batch_tokens: Count = 0
     over_sampling: Count = 0
     masks_offpolicy: bool = False
+    fill_first: bool = False
     target_ess: Annotated[float, Meta(ge=0, le=1)] = 0.0
     staleness_range: tuple[Count, Count] = (0, 0)
     needs_spread: bool = False
@@ -124,6 +126,8 @@ class Rules(Checked, frozen=True):
         """Each names settings as the config does."""
         if not self.is_unbounded and (self.max_staleness > MAX_STALENESS or self.max_staleness != int(self.max_staleness)):
             yield f"max_staleness is {self.max_staleness}; expected a whole number of versions, or inf for no bound"
+        if self.fill_first and (self.is_unbounded or self.batch_tokens):
+            yield "fill_first: expected a max_staleness that is no .inf, and no batch_tokens: without them it is not known what is full"
         low, high = self.staleness_range
         if self.target_ess and not low <= self.max_staleness <= high:
             yield f"max_staleness {self.max_staleness:g} is outside of staleness_range {low} to {high}, which the autopilot keeps"

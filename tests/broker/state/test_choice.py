@@ -19,6 +19,33 @@ def put_sized(desk: Any, group: m.LeasedGroup, num_tokens: int, version: int = 0
     return reply
 
 
+# --- held until full ---
+
+
+def test_the_first_batch_waits_for_all_groups_that_the_bound_allows_and_no_later_one_does(new_desk: Any) -> None:
+    desk = new_desk(fill_first=True, batch_size=2, max_staleness=2)
+    desk.begin()
+    groups = desk.lease(99)
+    assert len(groups) == 6
+    for group in groups[:-1]:
+        put_sized(desk, group, 10)
+    assert desk.batch(0) == []
+    put_sized(desk, groups[-1], 10)
+    assert [desk.batch(step) for step in range(3)] == [["0/0", "0/1"], ["0/2", "0/3"], ["0/4", "0/5"]]
+
+
+def test_a_first_batch_waits_for_no_more_than_the_run_and_the_buffer_have_room_for(new_desk: Any) -> None:
+    for limit in ({"num_steps": 2}, {"buffer_capacity": 4}):
+        desk = new_desk(fill_first=True, batch_size=2, max_staleness=8, **limit)
+        desk.begin()
+        groups = desk.lease(99)
+        assert len(groups) == 4
+        for group in groups:
+            assert desk.batch(0) == []
+            put_sized(desk, group, 10)
+        assert desk.batch(0) == ["0/0", "0/1"]
+
+
 # --- by tokens ---
 
 

@@ -20,6 +20,7 @@ from slimebus.bus.errors import ConfigError
         ({"lease_s": 1.0, "heartbeat_s": 2.0}, "every lease expires"),
         ({"lease_s": float("inf")}, "lease_s is inf; expected a number > 0 and <= 604800"),
         ({"lease_s": 1e308}, "<= 604800"),
+        ({"fill_first": True, "max_staleness": float("inf")}, "not known what is full"),
         ({"eval_datasets": {"a/b": EvalDataset(num_prompts=1)}}, "without '/'"),
     ],
 )
