@@ -37,7 +37,7 @@ def is_enough(state: State) -> bool:
 
 
 def num_wanted(state: State) -> int:
-    """How many groups must be ready before the next batch is chosen: a batch, or with `fill_first` all that may be ready before a first one."""
+    """How many groups must be ready before the next batch is chosen: a batch, or with `fill_first` all that may be before a first one."""
     rules, first = state.rules, state.meta.base_step
     if not rules.fill_first or state.next_unassigned > first or prompts.has_ended(state):
         return rules.batch_size
