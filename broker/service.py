@@ -22,7 +22,7 @@ from broker.machine import Machine
 from broker.reply_frames import ReplyFrames, Writes
 from broker.source import FileRows
 from broker.source.interface import PromptSource
-from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, RowTable, Write
+from broker.state.effects import Address, Effect, Event, Lives, Note, Notify, Record, Reply, RowTable, Write
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
@@ -32,10 +32,11 @@ from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
 from slimebus.bus.clock import Clock, SystemClock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import Error, Hint
+from slimebus.bus.messages import Error, HeartbeatReply, Hint
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Limits, Request, Server
 from slimebus.cli.metrics import JsonLines
+from slimebus.cli.spans import Spans
 
 log = logging.getLogger("slimebus.broker")
 
@@ -73,6 +74,7 @@ class Broker:
         self.store, self.clock, self.frames = store, clock or SystemClock(), ReplyFrames(store, eval_rows or {}, self._with_own)
         self.broker_clock = SuspendTolerantClock(self.clock)
         self.metrics = JsonLines(metrics_path)
+        self.spans = Spans(metrics_path.parent if metrics_path else None, "broker", run=run)
         self._uncommitted: UncommittedBurst | None = None
         self._store_problem, self._all_heard = "", True
         self._last_report: dict[str, Any] = {}
@@ -209,10 +211,21 @@ class Broker:
             log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
         elif isinstance(effect, Record):
             self.metrics.add({"time": self.clock.wall(), **effect.row})
+        elif isinstance(effect, Lives):
+            self._add_lives(effect)
+
+    def _add_lives(self, lives: Lives) -> None:
+        """Record how the groups of a step came to be trained, by the wall clock."""
+        shift = self.clock.wall() - lives.now
+        first = min((at for _, life in lives.groups.values() for _, at in life), default=lives.now)
+        about = {"step": lives.step, "shift": shift, "train_s": lives.train_s, "after_s": lives.after_s, "lives": lives.groups}
+        self.spans.record("step", first + shift, lives.now - first, about)
 
     def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
             bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
+            if isinstance(reply.message, HeartbeatReply):
+                reply.message.time = self.clock.wall()
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):

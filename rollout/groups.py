@@ -99,8 +99,11 @@ class GroupMaker:
         tasks = self._tasks(leased, record)
         self._check_length(leased, len(tasks[0].prompt_ids))
         begun = self._begun(tasks, partial)
-        with self.spans("generate", group=leased.group):
-            made = await self._generate(tasks, begun, is_eval=leased.kind == "eval")
+        sessions = [Session(task, self.engines, self.tokenizer, max_context_len=self.max_context_len) for task in tasks]
+        with self.spans("generate", group=leased.group) as span:
+            made = await self._generate(sessions, begun, is_eval=leased.kind == "eval")
+            if self.hook is not None:
+                span.about["turns"] = [[(round(at - span.begin, 6), round(s, 6)) for at, s in session.turns] for session in sessions]
         if begun and self.config.rollout.mask_offpolicy_in_partial_rollout:
             for responses in made:
                 partials.mask_older(responses[-1], leased.version)
@@ -180,18 +183,18 @@ class GroupMaker:
             log.warning("%s; sampling it from its prompt", bad.text)
             return None
 
-    async def _generate(self, tasks: list[Task], begun: list[Response] | None, *, is_eval: bool) -> list[list[Response]]:
+    async def _generate(self, sessions: list[Session], begun: list[Response] | None, *, is_eval: bool) -> list[list[Response]]:
         """The samples of each session, in time."""
-        sessions = [Session(task, self.engines, self.tokenizer, max_context_len=self.max_context_len) for task in tasks]
+        group = sessions[0].task.group
         is_plain = self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.is_supervised)
         work = asyncio.ensure_future(self._turn(sessions, begun) if is_plain else self._call_hook(sessions))
         limit_s = self.config.rollout.generate_timeout_s
         try:
             await asyncio.wait({work}, timeout=limit_s)
-            while not work.done() and self.engines is not None and self.engines.is_waiting(tasks[0].group):
+            while not work.done() and self.engines is not None and self.engines.is_waiting(group):
                 await asyncio.wait({work}, timeout=limit_s)  # queueing is not sampling: its time begins again
             if is_late := not work.done() and is_plain and not is_eval:
-                await self.recall(tasks[0].group)
+                await self.recall(group)
                 await asyncio.wait({work}, timeout=RECALL_S)
             if not work.done():
                 raise TimeoutError(f"no result within generate_timeout_s = {limit_s:g} s")

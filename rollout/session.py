@@ -11,6 +11,7 @@ One session is one trajectory: one of a group's n attempts. It is one sample, un
 not begin with the record (compacted, or with another system prompt): then the record so far is a sample, and another one begins.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -82,6 +83,8 @@ class Session:
         self._is_busy = False
         self.family: list[Session] = [self]
         """This session and its branches, and theirs."""
+        self.turns: list[tuple[float, float]] = []
+        """When each turn of this session and its branches began, seconds since the epoch, and how long it took."""
         self.errors: list[BaseException] = []
         """Those of the engines that came through the hook, which are not the hook's own."""
         self.restart()
@@ -169,6 +172,7 @@ class Session:
         other = Session(self.task, self.engines, self.tokenizer, max_context_len=self.max_context_len)
         other._record = self._record.branched()
         other.tools, other.metadata, other.family, other.errors = self.tools, dict(self.metadata), self.family, self.errors
+        other.turns = self.turns
         self.family.append(other)
         return other
 
@@ -241,8 +245,11 @@ class Session:
 
     async def _ask(self, requests: list[Task]) -> list[Response]:
         assert self.engines is not None
+        begin, started = time.time(), time.perf_counter()
         try:
-            return await self.engines.sample(requests)
+            made = await self.engines.sample(requests)
+            self.turns.append((begin, time.perf_counter() - started))
+            return made
         except (SlimebusError, Unfinished) as error:
             if getattr(error, "retryable", True):
                 self.errors.append(error)

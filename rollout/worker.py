@@ -25,6 +25,7 @@ from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, Heartbeat, HeartbeatReply, Hint, Lease, LeasedGroup, LeaseReply, Welcome
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config import Resolved
+from slimebus.cli.exporter import MetricsServer
 from slimebus.cli.metrics import MetricsWriter
 from slimebus.cli.spans import Spans
 from slimebus.model_folder import context_length
@@ -50,7 +51,9 @@ class Worker:
         self.sync: WeightSync | None = None
         self.relay: WeightRelay | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
-        self.spans = Spans(resolved.run_dir / "metrics", name)
+        self.exporter: MetricsServer | None = None
+        self.spans = Spans(resolved.run_dir / "metrics", name, run=c.name)
+        client.on_clock = self.spans.compare_clock
         self.finished = False
         self._lists_leases = False
         self._recalls = 0
@@ -81,6 +84,7 @@ class Worker:
             spans=self.spans,
             give_up=self._give_up,
         )
+        self.exporter = MetricsServer(self.resolved, "rollout", self.client.name, self._metrics)
         self.client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, lambda problem: self._threadsafe(self._give_up, problem))
         background = []
         try:
@@ -149,7 +153,7 @@ class Worker:
             await self.attempts.hand_over()
         await self.attempts.cancel()
         await self.pool.stop()
-        for part in (self.sync, self.relay, self.writer):
+        for part in (self.sync, self.relay, self.writer, self.exporter):
             if part is not None:
                 part.close()
 

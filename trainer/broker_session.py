@@ -11,6 +11,7 @@ from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply
 from slimebus.cli.config import Resolved
 from slimebus.cli.config.saved import without_secrets
+from slimebus.cli.exporter import MetricsServer
 from slimebus.cli.metrics import MetricsWriter
 from slimebus.client import connect
 from trainer.watch.tracker import Tracker
@@ -54,6 +55,7 @@ class BrokerSession:
         run["id"] = blake3(str(resolved.run_dir.resolve()).encode()).hexdigest()[:16]  # a resumed run goes on as the same one
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=t.tensorboard, wandb=run if t.wandb else None)
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
+        self.exporter = MetricsServer(resolved, "trainer", "trainer", lambda: self._metrics)
 
     def begin(self, start: "Progress", publication: "Publication", vocab_size: int) -> None:
         """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained.
@@ -118,8 +120,8 @@ class BrokerSession:
             self.batch_client.close()
         if self.tracker is not None:
             self.tracker.close()
-        self.writer.close()
-        self.batches.close()
+        for part in (self.writer, self.batches, self.exporter):
+            part.close()
         self.client.close()
 
     def _beat(self) -> Heartbeat:

@@ -140,7 +140,8 @@ def _train(
             note_settings(resolved.run_dir, settings, is_resumed=bool(complete_checkpoints(resolved.run_dir / "checkpoints")))
         log.info("trains %s", kernels_in_use(policy.model))
     is_replay = debugging.replay is not None
-    spans = Spans(resolved.run_dir / ("replay" if is_replay else "metrics"), f"trainer-{rank}" if rank else "trainer", counts_cpu=True)
+    folder, process = resolved.run_dir / ("replay" if is_replay else "metrics"), f"trainer-{rank}" if rank else "trainer"
+    spans = Spans(folder, process, run=resolved.config.name, counts_cpu=True)
     watch = StepWatch(resolved, debugging.file, policy, profile=debugging.profile, is_dumping=not is_replay)
     publication: Publication | NoPublication = NoPublication()
     try:
@@ -150,6 +151,7 @@ def _train(
             return
         session = source if isinstance(source, BrokerSession) else None
         if session:
+            session.client.on_clock = spans.compare_clock
             stop.is_broker_silent = lambda: session.client.silent_s >= SILENT_S
         publication = Publication(resolved, policy, session.client if session else None, spans, broker)
         checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None)

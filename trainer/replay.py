@@ -1,6 +1,6 @@
 """Train-only from a folder of groups: no broker, no workers, nothing published, nothing saved, the same every time.
 
-DIR/                  what `slimebus buffer export` or a dump (trainer/watch/dumps.py) wrote: slimebus/bus/exported_groups.py
+DIR/                  what `slimebus buffer export` or a dump (trainer/watch/) wrote: slimebus/bus/exported_groups.py
   batches.jsonl       which groups each step had; else RUN_DIR/metrics/batches.jsonl; else groups in order, rollout_batch_size a step
   random_00000.safetensors   of a dump: the random state of each rank before the step
 """
@@ -8,16 +8,16 @@ DIR/                  what `slimebus buffer export` or a dump (trainer/watch/dum
 import itertools
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from slimebus.bus.errors import DataError, ProtocolError, UsageError
-from slimebus.bus.exported_groups import GROUPS_FILE, read_frames
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.bus.exported_groups import BATCHES_FILE, GROUPS_FILE, folders_of, read_groups, read_lines
 from slimebus.bus.messages import NO_VERSION
-from slimebus.bus.sample_table import SampleTable, encode_table, oldest_version
-from slimebus.bus.samples import Sample, decode_group
+from slimebus.bus.sample_table import oldest_version
+from slimebus.bus.samples import Sample
 from slimebus.cli.config import Resolved
 from slimebus.cli.metrics import MetricsWriter
 from slimebus.weights.tensors import hash_bytes
@@ -30,17 +30,6 @@ if TYPE_CHECKING:
     from trainer.model.policy import Policy
 
 log = logging.getLogger("trainer")
-
-BATCHES_FILE = "batches.jsonl"
-Row = TypeVar("Row")
-
-
-class ExportedGroup(msgspec.Struct):
-    """A line of groups.jsonl."""
-
-    group: str
-    table: SampleTable | None = None
-    arrays: str = ""
 
 
 class BatchRow(msgspec.Struct):
@@ -56,9 +45,10 @@ class ReplaySource:
 
     def __init__(self, folder: Path, resolved: Resolved, from_step: int = 0) -> None:
         self.folder, self.config = folder, resolved.config
-        self.groups = {row.group: row for row in _read(folder / GROUPS_FILE, ExportedGroup) if row.table is not None}
+        self.folders = folders_of(folder)
+        self.groups = {row.group: (place, row) for place in self.folders for row in read_groups(place)}
         if not self.groups:
-            raise DataError(f"{folder / GROUPS_FILE}: no group has samples; export those that were trained (--state committed)")
+            raise DataError(f"{self.folders[0] / GROUPS_FILE}: no group has samples; export those that were trained (--state committed)")
         rows = self._recorded(resolved.run_dir / "metrics") or self._in_order()
         self.rows = {step: row for step, row in rows.items() if step >= from_step}
         if not self.rows:
@@ -71,14 +61,15 @@ class ReplaySource:
 
     def _recorded(self, metrics: Path) -> dict[int, BatchRow]:
         """The steps, without a gap, whose groups are all here: as the last row of each says."""
-        file = next((path for path in (self.folder / BATCHES_FILE, metrics / BATCHES_FILE) if path.exists()), None)
-        if file is None:
+        own = [file for folder in self.folders if (file := folder / BATCHES_FILE).exists()]
+        files = own or [file for file in [metrics / BATCHES_FILE] if file.exists()]
+        if not files:
             return {}
-        rows = {row.step: row for row in _read(file, BatchRow)}
+        rows = {row.step: row for file in files for row in read_lines(file, BatchRow)}
         whole = {step for step, row in rows.items() if all(group in self.groups for group in row.groups)}
         first = min(whole, default=None)
         if first is None:
-            raise DataError(f"{self.folder}: of no step in {file} are all groups here; export them while the broker has them")
+            raise DataError(f"{self.folder}: of no step in {files[0]} are all groups here; export them while the broker has them")
         steps = [first]
         while steps[-1] + 1 in whole:
             steps.append(steps[-1] + 1)
@@ -105,21 +96,18 @@ class ReplaySource:
         if step not in self.rows:
             raise EndOfBatches
         row, following = self.rows[step], self.rows.get(step + 1)
-        groups = [Group(name, self._samples(self.groups[name])) for name in row.groups]
+        groups = [Group(name, self._samples(name)) for name in row.groups]
         lags = [self._lag(sample, row.version) for group in groups for sample in group.samples]
         return StepBatch(step, row.version, row.version if following is None else following.version, groups, lags)
 
-    def _samples(self, row: ExportedGroup) -> list[Sample]:
+    def _samples(self, name: str) -> list[Sample]:
         from trainer.batches.flatten import check_sample, is_failed
 
-        assert row.table is not None  # the others were left out
-        try:
-            samples = decode_group([encode_table(row.table), *read_frames(self.folder / Path(row.arrays).name, row.group, row.table)])
-        except ProtocolError as bad:
-            raise DataError(f"{self.folder}: group {row.group!r}: {bad.text}") from None
+        folder, row = self.groups[name]
+        samples = row.samples(folder)
         kept = [sample for sample in samples if not is_failed(sample)]
         for i, sample in enumerate(kept):
-            check_sample(sample, f"group {row.group}: sample {i}", self._vocab_size, reads_logprobs=False)
+            check_sample(sample, f"group {name}: sample {i}", self._vocab_size, reads_logprobs=False)
         return kept
 
     @staticmethod
@@ -139,15 +127,6 @@ class ReplaySource:
     def close(self) -> None:
         """Release the file."""
         self.writer.close()
-
-
-def _read(file: Path, form: type[Row]) -> list[Row]:
-    try:
-        return [msgspec.json.decode(line, type=form) for line in file.read_bytes().splitlines() if line.strip()]
-    except OSError as bad:
-        raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` or a dump wrote") from None
-    except msgspec.DecodeError as bad:
-        raise DataError(f"{file}: {bad}") from None
 
 
 class NoPublication:

@@ -153,13 +153,13 @@ def cause(state: State) -> Cause:
     if trainer is None:
         return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
     if trainer.is_gone or is_silent(state, trainer):
-        text = f"trainer {trainer.name} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
+        text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
     elif not meta.lineage:
-        text = f"trainer {trainer.name} joined and has not said which step it trains next; {_workers(state)} for it"
+        text = f"{trainer.title} joined and has not said which step it trains next; {_workers(state)} for it"
     elif meta.version == NO_VERSION:
-        text = f"{_workers(state)} for version {meta.base_version} that trainer {trainer.name} has not published"
+        text = f"{_workers(state)} for version {meta.base_version} that {trainer.title} has not published"
     elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
-        text = f"trainer {trainer.name} {_doing(state)}"
+        text = f"{trainer.title} {_doing(state)}"
     else:
         return _waits_for_groups(state, trainer)
     return Cause("trainer", [trainer.name], text)
@@ -231,7 +231,7 @@ def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
     if state.meta.filtered_in_a_row >= state.rules.max_filtered:
         return Cause("broker", ["filter"], f"{waits_for}; {admission.all_filtered(state)}")
     if all(refusals.values()):
-        return Cause("trainer", [trainer.name], f"{reason}; trainer {trainer.name} has published version {state.meta.version}")
+        return Cause("trainer", [trainer.name], f"{reason}; {trainer.title} has published version {state.meta.version}")
     idle = [name for name, refusal in refusals.items() if not refusal]
     return Cause("rollout", idle[:MAX_NAMES], f"{waits_for}; {_names(idle)} could work and asks for nothing")
 

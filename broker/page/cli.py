@@ -37,9 +37,9 @@ def view(ctx: click.Context, words: tuple[str, ...], http: str, broker: str | No
     resolved = _run_of(ctx, words)
     import asyncio
 
-    from broker.page.process import listen, token_of
     from broker.page.server import Page, serve
     from slimebus.cli import logs
+    from slimebus.cli.http_address import listen, token_of
     from slimebus.view.report import page_url
 
     logs.set_up("page")

@@ -1,33 +1,22 @@
 """What a run measures, for Prometheus: the broker's own, what trainer and workers report to it, evaluations (docs/metrics.md)."""
 
-import math
-import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from broker.page.history import History
-from slimebus.cli.metrics import grouped
+from slimebus.cli.exporter import Values, families, of_process
 
 CONTENT_TYPE = str(CONTENT_TYPE_LATEST)
-BY_LAG = re.compile(r"lag/([^/]+)/(.+)")
 BY_NAME = {"groups": "phase", "moves": "move", "counted": "what", "waste": "reason", "bounds": "bound", "histogram": "lag"}
 """Section of the status whose names are a label, and that label."""
-Values = Iterator[tuple[str, dict[str, str], object]]
 
 
 def exposition(status: dict[str, Any], history: History) -> bytes:
     """The text that Prometheus reads. status: the broker's as it is now; without it only `slimebus_broker_up 0` and what is on record."""
-    families: dict[str, Any] = {}
-    for name, labels, value in values(status, history):
-        if isinstance(value, int | float) and math.isfinite(value):
-            name = "slimebus_" + re.sub(r"\W", "_", name)
-            family = families.setdefault(name, GaugeMetricFamily(name, "docs/metrics.md", labels=list(labels)))
-            family.add_metric(list(labels.values()), float(value))
-    return bytes(generate_latest(cast(Any, SimpleNamespace(collect=families.values))))
+    found = families(values(status, history))
+    return bytes(generate_latest(cast(Any, SimpleNamespace(collect=lambda: found))))
 
 
 def values(status: dict[str, Any], history: History) -> Values:
@@ -42,14 +31,13 @@ def values(status: dict[str, Any], history: History) -> Values:
             name = "broker/trained_groups" if section == "histogram" else f"broker/{section}"
             for part, one in value.items() if isinstance(value, dict) else [("", value)]:
                 yield f"{name}_{part}".rstrip("_"), {BY_NAME[section]: key}, one
+    trained = history.last.get("metrics", {})
     for client in status.get("clients", []):
         yield "broker/silent_seconds", {"role": client["role"], "process": client["name"]}, client["silent_s"]
         yield "broker/process_version", {"role": client["role"], "process": client["name"]}, client["version"]
-        for metric, value in client["metrics"].items():
-            yield grouped(client["role"], metric), {"process": client["name"]}, value
-    for metric, value in history.last.get("metrics", {}).items():
-        by_lag = BY_LAG.fullmatch(metric)
-        yield (f"train/lag_{by_lag[2]}", {"lag": by_lag[1]}, value) if by_lag else (grouped("trainer", metric), {}, value)
+        if client["role"] != "trainer" or not trained:  # of a trainer's it keeps the first 64
+            yield from of_process(client["role"], client["name"], client["metrics"])
+    yield from of_process("trainer", "trainer", trained)
     for (dataset, version), row in list(history.evaluations.items()):
         if version == max(v for name, v in list(history.evaluations) if name == dataset):
             for metric in ("mean_reward", "low", "high", "version", "num_samples", "num_failed"):

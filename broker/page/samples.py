@@ -3,13 +3,19 @@
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from broker.buffer.export import about_of
 from broker.buffer.reader import StoreSnapshot
 from broker.buffer.show import Decode, shortened
 from broker.state.groups import Group
+from slimebus.bus.errors import UsageError
+from slimebus.bus.exported_groups import SAMPLES_FOLDER, STEP_FOLDERS, ExportedGroup, read_groups
 from slimebus.bus.samples import Sample, decode_group
+
+DUMPED = "dumped"
+"""In place of a state: of groups that the trainer kept, whatever became of them in the store."""
 
 MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS = 200, 32, 4000
 """Of one answer: groups listed, samples of a group, tokens of a sample; what is beyond is only counted."""
@@ -28,13 +34,33 @@ def whole(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[
     """A group: what became of it, its prompt, its samples. Raises ProtocolError for samples that nobody can read."""
     prompt, stored = snapshot.prompt(group.id) or {}, snapshot.samples(group.id)
     samples = [] if stored is None else decode_group(stored.frames)
-    return {
-        "group": group.id,
-        **about_of(group),
-        "prompt": {name: shortened(value) for name, value in prompt.items() if value},
-        "num_samples": len(samples),
-        "samples": [_sample(sample, decode) for sample in samples[:MAX_SAMPLES]],
-    }
+    shown = {name: shortened(value) for name, value in prompt.items() if value}
+    return {"group": group.id, **about_of(group), "prompt": shown} | _shown(samples, decode)
+
+
+def dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
+    """The groups whose samples the trainer kept (trainer.dump_samples), as `listed`: the newest step first."""
+    places = sorted((run_dir / SAMPLES_FOLDER).glob(STEP_FOLDERS), reverse=True)
+    found = ((place, group) for place in places for group in read_groups(place) if containing in group.group)
+    return [_about(place, group) for place, group in itertools.islice(found, MAX_GROUPS)]
+
+
+def whole_dumped(run_dir: Path, name: str, decode: Decode | None) -> dict[str, Any]:
+    """A group that the trainer kept, as `whole`; its prompt is in the tokens. Raises UsageError where there is none."""
+    for place in (run_dir / SAMPLES_FOLDER).glob(STEP_FOLDERS):
+        for group in read_groups(place):
+            if group.group == name:
+                return _about(place, group) | {"worker": "", "prompt": {}} | _shown(group.samples(place), decode)
+    raise UsageError(f"the samples of group {name!r} are not kept any more")
+
+
+def _about(place: Path, group: ExportedGroup) -> dict[str, Any]:
+    step = int(place.name.rpartition("_")[2])
+    return {"group": group.group, "state": DUMPED, "step": step, "num_samples": group.num_samples, "reason": ""}
+
+
+def _shown(samples: list[Sample], decode: Decode | None) -> dict[str, Any]:
+    return {"num_samples": len(samples), "samples": [_sample(sample, decode) for sample in samples[:MAX_SAMPLES]]}
 
 
 def _sample(sample: Sample, decode: Decode | None) -> dict[str, Any]:

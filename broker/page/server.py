@@ -142,19 +142,24 @@ class Page:
 
     async def groups(self, request: web.Request) -> web.Response:
         """A list of groups."""
-        states = [state for state in request.query.getall("state", []) if state in STATES]
-        return await self._of_store(lambda store: samples.listed(store, states, request.query.get("text", "")))
+        wanted, text = request.query.getall("state", []), request.query.get("text", "")
+        if samples.DUMPED in wanted:
+            return await self._answer(lambda: samples.dumped(self.resolved.run_dir, text))
+        states = [state for state in wanted if state in STATES]
+        return await self._answer(lambda: self._of_store(lambda store: samples.listed(store, states, text)))
 
     async def group(self, request: web.Request) -> web.Response:
         """One group with its samples."""
         name = request.query.get("id", "")
-        return await self._of_store(lambda store: samples.whole(store, store.group(name), self.decode()))
+        if request.query.get("state") == samples.DUMPED:
+            return await self._answer(lambda: samples.whole_dumped(self.resolved.run_dir, name, self.decode()))
+        return await self._answer(lambda: self._of_store(lambda store: samples.whole(store, store.group(name), self.decode())))
 
-    async def _of_store(self, ask: Callable[[StoreSnapshot], Any]) -> web.Response:
-        def read() -> Any:
-            with open_snapshot(self.resolved.run_dir, is_checked=bool(self.live.problem)) as store:
-                return ask(store)
+    def _of_store(self, ask: Callable[[StoreSnapshot], T]) -> T:
+        with open_snapshot(self.resolved.run_dir, is_checked=bool(self.live.problem)) as store:
+            return ask(store)
 
+    async def _answer(self, read: Callable[[], Any]) -> web.Response:
         try:
             return _json(await self._read(read))
         except SlimebusError as bad:

@@ -6,7 +6,7 @@ by far. Failures of workers are told to the machine when it would have noticed t
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -107,7 +107,7 @@ class SimulatedRun:
         self._epochs[name] = 0
         self._ask(name, m.Hello(role=role, instance=f"{name}#{self.timeline.serial()}"), joined)
 
-    def _ask(self, sender: str, message: m.Message, done: Callable[[Any], None] = lambda _: None, bulk: list[bytes] = []) -> None:  # noqa: B006
+    def _ask(self, sender: str, message: m.Message, done: Callable[[Any], None] = lambda _: None, bulk: Sequence[bytes] = ()) -> None:
         """Send a request; `done` gets its answer."""
         to = Address(sender.encode(), self.timeline.serial())
         self._done[to] = done

@@ -55,7 +55,7 @@ def _other_models(state: State, client: Client) -> Iterator[str]:
         is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced
         if is_peer and mine and theirs and mine != theirs:
             yield (
-                f"{MODEL}: config.json or tokenizer.json of {client.name} (hash {mine}) differs from that of {other.role} {other.name} "
+                f"{MODEL}: config.json or tokenizer.json of {client.name} (hash {mine}) differs from that of {other.title} "
                 f"(hash {theirs}); samples mean something else to each, give both the same model directory"
             )
 

@@ -149,6 +149,7 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     _warn_of_kept(state)
     state.recent.append(row)
     state.record(row)
+    state.record_lives(record.step, groups, done.metrics)
     autopilot.look(state)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from broker.source.interface import GroupResult, PromptSource, StatefulSource
-from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, Table, Write
+from broker.state.effects import Address, Bulk, Effect, Lives, Note, Notify, Record, Reply, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
 from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, PushRecord, StepRecord
@@ -26,6 +26,8 @@ RECENT_STEPS = 64
 RECENT_LEASES = 4096
 MAX_ENDED = 16_384
 """Dropped groups that are listed, and dead ones; older ones are only counted."""
+MAX_PHASES = 64
+"""Of one group that are kept in mind."""
 FILTERED = "groups filtered"
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -62,6 +64,8 @@ class State:
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.recent_leases: dict[int, str] = {}
         self.lease_since: dict[int, float] = {}
+        self.lives: dict[str, list[tuple[str, float]]] = {}
+        """Training group in play -> the phases it came into since this process began, and when."""
         self.num_recalls = 0
         self.pace = Pace()
         self.stale_removed_at: tuple[int, float] | None = None
@@ -172,6 +176,7 @@ class State:
     def enter(self, group: Group, origin: str) -> Group:
         """Take in a group in the state it is in, counted by where it comes from."""
         self.groups.add(group)
+        self._note_life(group)
         self.tally(self.meta.moves, origin)
         self.changed("groups", group.id)
         return group
@@ -180,6 +185,7 @@ class State:
         """Change a group's state, counted by reason."""
         was = group.phase
         self.groups.move(group, phase)
+        self._note_life(group)
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{_kind_prefix(group)}{was}>{phase} {reason}")
         if was == LEASED:
@@ -194,8 +200,21 @@ class State:
         self.groups.remove(group)
         self._lease_ended(group)
         self.changed("groups", group.id)
+        self.lives.pop(group.id, None)
         if group.kind == TRAIN:
             self.delete("prompts", group.id)
+
+    def _note_life(self, group: Group) -> None:
+        if group.phase in (DROPPED, DEAD):
+            self.lives.pop(group.id, None)
+        elif group.kind == TRAIN and len(life := self.lives.setdefault(group.id, [])) < MAX_PHASES:
+            life.append((group.phase, self.now))
+
+    def record_lives(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """Record how the groups of a step, which is committed, came to be trained. metrics: the trainer's."""
+        after_s = metrics.get("publish_s", 0.0) + metrics.get("save_s", 0.0)
+        lives = {group.id: (group.num_samples, self.lives.pop(group.id, [])) for group in groups}
+        self._effects.append(Lives(step, self.now, metrics.get("train_s", 0.0), after_s, lives))
 
     def _lease_ended(self, group: Group) -> None:
         self.timers.cancel(("unconfirmed lease", group.lease.id))

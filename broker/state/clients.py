@@ -168,7 +168,7 @@ def _enter(state: State, client: Client) -> None:
         state.pace.num_joined += client.role != "consumer"
         if client.role == "trainer":
             state.pace.trainer, state.pace.trainer_left_at, state.pace.has_stepped = client.name, None, False
-        state.note(f"{client.role} {client.name} joined (epoch {client.epoch})")
+        state.note(f"{client.title} joined (epoch {client.epoch})")
         for difference in agreement.differences(state, client):
             state.note(difference, is_warning=True)
 
@@ -197,7 +197,7 @@ def fence_older_trainers(state: State, newest: Client) -> None:
         if client.role == "trainer" and client.epoch < newest.epoch and not client.is_fenced:
             client.is_fenced = True
             state.changed("clients", client.name)
-            state.note(f"trainer {client.name} is fenced: {newest.name} has taken its place", is_warning=True)
+            state.note(f"{client.title} is fenced: {newest.name} has taken its place", is_warning=True)
             _answer_fenced(state, client)
 
 
@@ -215,7 +215,7 @@ def revoke_keys(state: State, keys: Collection[str]) -> None:
         for step in state.waiting_batches.of(client.name):
             state.waiting_batches.take(step)
         _forget(state, client)
-        state.note(f"{client.role} {client.name} is out: its key {client.key} was revoked", is_warning=True)
+        state.note(f"{client.title} is out: its key {client.key} was revoked", is_warning=True)
 
 
 def goodbye(state: State, event: Event, ask: m.Goodbye) -> None:
@@ -225,7 +225,7 @@ def goodbye(state: State, event: Event, ask: m.Goodbye) -> None:
         leave(state, client, "its worker left")
         _forget(state, client)
         if client.role != "client":
-            state.note(f"{client.role} {client.name} left")
+            state.note(f"{client.title} left")
     state.reply(event.to, m.Ok())
 
 
@@ -264,7 +264,7 @@ def on_silence(state: State, name: str) -> None:
     if not client.is_gone:
         client.is_gone = True
         set_serving(state, client, client.lineage, NO_VERSION)
-        state.note(f"{client.role} {client.name} has been silent for {silence_s:.0f} s", is_warning=True)
+        state.note(f"{client.title} has been silent for {silence_s:.0f} s", is_warning=True)
     state.timers.set(("client", name), client.heard_at + forget_s)
 
 

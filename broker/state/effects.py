@@ -114,4 +114,17 @@ class Record(msgspec.Struct, frozen=True):
     row: dict[str, Any]
 
 
-Effect = Write | Reply | Notify | Note | Record
+class Lives(msgspec.Struct, frozen=True):
+    """How the groups of a step came to be trained. groups: id -> number of samples, and the phases it came into and when.
+
+    now: the time of the commit; train_s, after_s: what the trainer says it took to train the step, and what it did after that.
+    """
+
+    step: int
+    now: float
+    train_s: float
+    after_s: float
+    groups: dict[str, tuple[int, list[tuple[str, float]]]]
+
+
+Effect = Write | Reply | Notify | Note | Record | Lives

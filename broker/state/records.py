@@ -118,6 +118,11 @@ class Client(msgspec.Struct, kw_only=True):
     commands: dict[str, Command] = {}
     outcomes: dict[str, CommandReply] = {}
 
+    @property
+    def title(self) -> str:
+        """Role and name, for people; once where they are the same, as a trainer's mostly are."""
+        return self.role if self.role == self.name else f"{self.role} {self.name}"
+
 
 class StepRecord(msgspec.Struct, kw_only=True):
     """The groups of a step, in order, the version trained in it and the bound they were chosen under; their bytes once it is committed."""

@@ -7,6 +7,7 @@ from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent, is_starting
 from broker.state.features import consumers
 from broker.state.groups import EVAL
+from broker.state.records import Client
 from broker.state.waiting import Kind
 from slimebus.bus.messages import NO_VERSION
 
@@ -57,12 +58,12 @@ def waiting(state: State) -> list[str]:
     for client in state.clients.values():
         silence = f", last heard {state.now - client.heard_at:.0f} s ago" if is_silent(state, client) else ""
         if is_starting(client) and not client.is_fenced:
-            lines.append(f"{client.role} {client.name} is {client.state}{silence}")
+            lines.append(f"{client.title} is {client.state}{silence}")
         elif client.role != "client" and not client.is_fenced and silence:
-            lines.append(f"{client.role} {client.name} has been silent for {state.now - client.heard_at:.0f} s")
+            lines.append(f"{client.title} has been silent for {state.now - client.heard_at:.0f} s")
     trainer = trainer_of(state)
     if trainer and not state.meta.lineage:
-        lines.append(f"everyone waits for trainer {trainer}, which has joined and is loading")
+        lines.append(f"everyone waits for {trainer.title}, which has joined and is loading")
     elif not trainer and not state.is_finished and not state.is_finishing:
         lines.append("everyone waits for a trainer to join")
     return lines
@@ -80,6 +81,6 @@ def _lease_lines(state: State) -> list[str]:
     ]
 
 
-def trainer_of(state: State) -> str:
-    """The name of the trainer that takes part; empty when there is none."""
-    return next((c.name for c in state.clients.values() if c.role == "trainer" and is_present(c)), "")
+def trainer_of(state: State) -> Client | None:
+    """The trainer that takes part."""
+    return next((c for c in state.clients.values() if c.role == "trainer" and is_present(c)), None)

@@ -1,20 +1,66 @@
 """Groups as a folder of files that other tools can read: `slimebus buffer export` and the trainer's dumps write them.
 
+step_00000041/             in place of the files, one folder of them for each step: of trained samples (trainer/watch/sample_dump.py)
 groups.jsonl               one group a line: what became of it, its prompt, and the headers and fields of its samples
 arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
-from slimebus.bus.errors import DataError
-from slimebus.bus.sample_table import CheckedGroup, SampleTable
-from slimebus.bus.samples import decode_arrays
+from slimebus.bus.errors import DataError, ProtocolError, UsageError
+from slimebus.bus.sample_table import CheckedGroup, SampleTable, encode_table
+from slimebus.bus.samples import Sample, decode_arrays, decode_group
 from slimebus.weights.files.safetensors_file import READABLE
 
-GROUPS_FILE = "groups.jsonl"
+GROUPS_FILE, BATCHES_FILE = "groups.jsonl", "batches.jsonl"
+SAMPLES_FOLDER, STEP_FOLDERS = "samples", "step_*"
+Row = TypeVar("Row")
+
+
+class ExportedGroup(msgspec.Struct):
+    """A line of groups.jsonl."""
+
+    group: str
+    table: SampleTable | None = None
+    arrays: str = ""
+
+    @property
+    def num_samples(self) -> int:
+        """That it has here."""
+        return len(self.table.num_tokens) if self.table else 0
+
+    def samples(self, folder: Path) -> list[Sample]:
+        """Its samples; `folder` has its file. Raises DataError."""
+        assert self.table is not None  # it was exported with samples
+        try:
+            return decode_group([encode_table(self.table), *read_frames(folder / Path(self.arrays).name, self.group, self.table)])
+        except ProtocolError as bad:
+            raise DataError(f"{folder}: group {self.group!r}: {bad.text}") from None
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """The folders that hold exported groups: this one, or those of its steps."""
+    return [folder] if (folder / GROUPS_FILE).exists() else sorted(folder.glob(STEP_FOLDERS)) or [folder]
+
+
+def read_groups(folder: Path) -> Iterator[ExportedGroup]:
+    """The groups of one folder that have samples. Raises UsageError or DataError."""
+    return (row for row in read_lines(folder / GROUPS_FILE, ExportedGroup) if row.table is not None)
+
+
+def read_lines(file: Path, form: type[Row]) -> list[Row]:
+    """The rows of a file of an export. Raises UsageError or DataError."""
+    try:
+        return [msgspec.json.decode(line, type=form) for line in file.read_bytes().splitlines() if line.strip()]
+    except OSError as bad:
+        raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` or a dump wrote") from None
+    except msgspec.DecodeError as bad:
+        raise DataError(f"{file}: {bad}") from None
 
 
 def shard_name(number: int) -> str:

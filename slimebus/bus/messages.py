@@ -166,7 +166,8 @@ class HeartbeatReply(Message):
     list_leases: the broker counts other leases; the next heartbeat, at once, lists them all. Of listed leases: `lost` are held no more,
     `surplus` neither, as their groups can be in no step any more. `recalled`: of all leases, those to be given back now, as a partial
     where that can be; the broker takes them back itself after its lease time. `hints`: as in the welcome; a restarted broker may have
-    another address. `commands`: those whose outcome no heartbeat has told.
+    another address. `commands`: those whose outcome no heartbeat has told. `time`: the broker's clock when it answered, seconds since the
+    epoch; 0: not said.
     """
 
     lineage: Lineage = ""
@@ -180,6 +181,7 @@ class HeartbeatReply(Message):
     finished: bool = False
     hints: str = ""
     commands: list[Command] = []
+    time: float = 0.0
 
 
 class Goodbye(Message):

@@ -24,6 +24,8 @@ BY_LAG = {
     "mismatch": ("log", "engine's own mismatch, mean"),
 }
 DASHES = ("-", "--", ":", "-.")
+LABEL_PLACES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1), (1, 0), (-1, 0))
+"""Sides of a point where its label may be, as steps to the right and up."""
 LINE: Any = {"marker": "o", "markersize": 3, "linewidth": 1.3, "alpha": 0.85}
 
 
@@ -64,6 +66,7 @@ def by_lag(runs: Sequence[RunResult], axis: str) -> str:
 
 def trade_off(sections: Sections, axis: str) -> str:
     """Throughput against the axis, and score against throughput with the Pareto front: a colour a section, 95% intervals over seeds."""
+    points: list[tuple[tuple[float, float], str]] = []
 
     def draw(axes: "Sequence[Axes]") -> None:
         front: list[tuple[float, float]] = []
@@ -81,8 +84,7 @@ def trade_off(sections: Sections, axis: str) -> str:
                 axes[0].set_xticks(at, list(speed))
             (x, x_bars), (y, y_bars) = (_bars(list(found.values())) for found in (speed, score))
             axes[1].errorbar(x, y, y_bars, x_bars, marker="o", linestyle="", color=_look(i)["color"])
-            for label, place in zip(speed, zip(x, y, strict=True), strict=True):
-                axes[1].annotate(label, place, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+            points.extend(zip(zip(x, y, strict=True), speed, strict=True))
             front += zip(x, y, strict=True)
         best = [here for here in sorted(front) if not any(other != here and all(map(ge, other, here)) for other in front)]
         axes[1].plot(*zip(*best, strict=True), color=GREY, linewidth=1, zorder=0) if best else None
@@ -90,8 +92,26 @@ def trade_off(sections: Sections, axis: str) -> str:
         axes[0].set_ylabel("samples/s, once warm")
         axes[1].set_xlabel("samples/s, once warm", loc="left")
         axes[1].set_ylabel("last score")
+        points.sort(key=lambda point: point[0] not in best)
 
-    return _figure(2, draw)
+    return _figure(2, draw, lambda axes: _label(axes[1], points))
+
+
+def _label(axes: "Axes", points: Sequence[tuple[tuple[float, float], str]]) -> None:
+    """Write to each point what it is, where that covers no other point or label; what finds no room in this order is left out."""
+    from matplotlib.transforms import Bbox
+
+    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in axes.transData.transform([place for place, _ in points])] if points else []
+    for place, label in points:
+        for right, up in LABEL_PLACES:
+            side: Any = {"ha": ("right", "center", "left")[right + 1], "va": ("top", "center", "bottom")[up + 1]}
+            text = axes.annotate(label, place, (4 * right, 4 * up), textcoords="offset points", fontsize=7, color=GREY, **side)
+            text.set_in_layout(False)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken) and axes.bbox.fully_containsx(box.x0) and axes.bbox.fully_containsx(box.x1):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def _bars(estimates: Sequence[Any]) -> tuple[list[float], list[float]]:
@@ -106,8 +126,8 @@ def _look(i: int) -> dict[str, Any]:
     return {"color": f"C{i % 10}", "linestyle": DASHES[i // 10 % len(DASHES)]}
 
 
-def _figure(count: int, draw: "Callable[[Sequence[Axes]], None]") -> str:
-    """SVG of `count` axes in a row, with one legend below."""
+def _figure(count: int, draw: "Callable[[Sequence[Axes]], None]", label: "Callable[[Sequence[Axes]], None]" = lambda axes: None) -> str:
+    """SVG of `count` axes in a row, with one legend below. label: called when all has its place."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -121,6 +141,8 @@ def _figure(count: int, draw: "Callable[[Sequence[Axes]], None]") -> str:
         handles, labels = axes[0].get_legend_handles_labels()
         if handles:
             figure.legend(handles, labels, loc="outside lower left", ncols=8, frameon=False, fontsize=8)
+        figure.draw_without_rendering()
+        label(axes)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
         return out.getvalue()

@@ -11,6 +11,7 @@ import msgspec
 
 from slimebus.bus.errors import DataError
 from slimebus.cli.config import RunConfig
+from slimebus.cli.http_address import read_address
 
 WARM_STEPS = 5
 """Steps left out of idle shares: engines start, first weights are pulled whole, the pipeline fills."""
@@ -65,8 +66,7 @@ def rows_of(text: bytes) -> Iterator[dict[str, Any]]:
 
 def page_url(run_dir: Path) -> str:
     """Where the run's broker serves, or last served, the run's page; empty where it serves none."""
-    file = run_dir / "page.url"
-    return file.read_text() if file.is_file() else ""
+    return read_address(run_dir / "page.url")
 
 
 def summarise(report: Report) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import DataError
+from slimebus.cli.spans import phases_of
 from slimebus.view.report import read_rows
 
 LANES = {
@@ -20,12 +21,18 @@ LANES = {
 """What a process does one after the other is one lane; a span of another name has a lane of its own."""
 LANE_OF = {name: lane for lane, names in LANES.items() for name in names}
 
+WORK = ("generate", "reward", "put")
+"""What a worker does with a group that it has leased."""
+BROKER = "broker"
+"""Its spans are rows of steps, each with the lives of its groups."""
+LEAST_S = 1e-3
+"""A hook that is done with a turn sooner called no tool."""
 ROUNDING_S = 2e-6
 """Of recorded times."""
 
 
 class SpanRow(msgspec.Struct, frozen=True):
-    """One recorded span. begin: seconds since the epoch by the clock of its host."""
+    """One recorded span. begin: seconds since the epoch by the broker's clock, or where that is not known the clock of its host."""
 
     process: str
     name: str
@@ -41,7 +48,7 @@ class SpanRow(msgspec.Struct, frozen=True):
     @property
     def lane(self) -> str:
         """Which of its process's lanes it belongs to."""
-        return LANE_OF.get(self.name, self.name)
+        return str(self.about.get("sample") or LANE_OF.get(self.name, self.name))
 
 
 def read(run_dirs: Iterable[Path]) -> list[SpanRow]:
@@ -50,16 +57,73 @@ def read(run_dirs: Iterable[Path]) -> list[SpanRow]:
     A line that was cut off, by a kill or a full disk, is left out.
     """
     places = list(run_dirs)
-    found = [row for place in places for file in sorted((place / "metrics").glob("spans-*.jsonl")) for row in _spans(file)]
+    found = [row for place in places for row in _spans(place)]
     if not found:
         raise DataError(f"{', '.join(map(str, places))}: no spans on record (metrics/spans-*.jsonl)")
     return sorted(found, key=lambda row: row.begin)
 
 
-def _spans(file: Path) -> Iterator[SpanRow]:
-    for row in read_rows(file):
+def _spans(run_dir: Path) -> Iterator[SpanRow]:
+    """Those of one host. What recorded no offset of its clock has the first of its process, or else of its host."""
+    rows = [row for file in sorted((run_dir / "metrics").glob("spans-*.jsonl")) for row in read_rows(file)]
+    known = {row["process"]: row["offset"] for row in reversed(rows) if "offset" in row and "process" in row}
+    of_host = next(iter(known.values()), 0.0)
+    for row in rows:
         with contextlib.suppress(KeyError):  # a line that two writers cut in half
-            yield SpanRow(**{name: row.pop(name) for name in ("process", "name", "begin", "seconds")}, about=row)
+            process, name, begin, seconds = (row.pop(key) for key in ("process", "name", "begin", "seconds"))
+            offset = 0.0 if process == BROKER else row.pop("offset", known.get(process, of_host))
+            yield SpanRow(process, name, begin + offset, seconds, row)
+
+
+def processes_at_work(spans: Iterable[SpanRow]) -> list[SpanRow]:
+    """What trainer and workers did, without the broker's records of steps. Raises DataError when there is nothing."""
+    found = [span for span in spans if span.process != BROKER]
+    if not found:
+        raise DataError("the broker alone has spans on record; give the run directories of trainer and workers too")
+    return found
+
+
+def lives(spans: Sequence[SpanRow], step: int) -> list[SpanRow]:
+    """The life of each sample that a step trained, a lane each, and what trainer and workers did meanwhile. Raises DataError."""
+    steps = {span.about["step"]: span.about for span in spans if span.process == BROKER and "lives" in span.about}
+    if step not in steps:
+        have = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has none"
+        raise DataError(f"step {step} is not on record in metrics/spans-broker.jsonl of the broker's run directory; {have}")
+    about = steps[step]
+    made: dict[str, list[SpanRow]] = {group: [] for group in about["lives"]}
+    for span in spans:
+        made.get(span.about.get("group", ""), []).append(span)
+    found: list[SpanRow] = []
+    for group, (num_samples, life) in about["lives"].items():
+        of_group = _life(phases_of([(phase, at + about["shift"]) for phase, at in life], about["train_s"], about["after_s"]), made[group])
+        for i in range(num_samples):
+            for span in of_group:
+                found += _turns(span, i, f"{group} sample {i}", f"samples of step {step}")
+    begin, end = min(span.begin for span in found), max(span.end for span in found)
+    return sorted([*found, *(s for s in spans if s.process != BROKER and s.begin < end and s.end > begin)], key=lambda s: s.begin)
+
+
+def _life(phases: Iterable[tuple[str, float, float]], made: Sequence[SpanRow]) -> list[SpanRow]:
+    """The broker's phases of a group, and in place of a lease what the worker that had it then recorded."""
+    found = []
+    for name, begin, end in phases:
+        work = [s for s in made if name == "lease" and s.name in WORK and s.begin < end and s.end > begin]
+        found += work or [SpanRow(BROKER, name, begin, end - begin, {})]
+    return found
+
+
+def _turns(span: SpanRow, i: int, sample: str, process: str) -> Iterator[SpanRow]:
+    """A span of a group as one of its sample i; where a hook generated, its turns, and between them its tools."""
+    of_sample = (span.about.get("turns") or [[]])[i : i + 1]
+    if not of_sample or not of_sample[0]:
+        yield SpanRow(process, span.name, span.begin, span.seconds, {"sample": sample, "by": span.process})
+        return
+    done = 0.0
+    for at, seconds in of_sample[0]:
+        for name, since, until in (("tool", done, at), ("generate", at, at + seconds)):
+            if until - since > LEAST_S:
+                yield SpanRow(process, name, span.begin + since, until - since, {"sample": sample, "by": span.process})
+        done = at + seconds
 
 
 def chrome_trace(spans: Sequence[SpanRow]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from made_samples import frames, made
 from broker.machine import Machine
 from broker.service import RESTORED_TABLES
 from broker.source.interface import Prompt, PromptSource
-from broker.state.effects import Address, Event, Note, Notify, Record, Reply, Write
+from broker.state.effects import Address, Event, Lives, Note, Notify, Record, Reply, Write
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import MemoryStore
@@ -44,6 +44,7 @@ class Desk:
         self.hints: list[m.Hint] = []
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.lives: list[Lives] = []
         self.buffer_filter: BufferFilter | None = None
         self.store_problem = ""
         self.machine = self._boot()
@@ -77,6 +78,8 @@ class Desk:
                 self.notes.append(effect.text)
             elif isinstance(effect, Record):
                 self.rows.append(effect.row)
+            elif isinstance(effect, Lives):
+                self.lives.append(effect)
 
     def send(
         self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None, run: str = "r"

@@ -12,7 +12,7 @@ from slimebus.cli.config import RunConfig
 from slimebus.cli.config.agreement import folder_hash, shortened
 
 SECTIONS = ("algorithm", "optimizer", "trainer", "megatron")
-MAY_DIFFER = ("trainer.nproc_per_node", "trainer.train_threads", "trainer.save_hf", "trainer.tensorboard")
+MAY_DIFFER = ("trainer.nproc_per_node", "trainer.train_threads", "trainer.save_hf", "trainer.tensorboard", "trainer.dump_samples")
 """Of these sections: each node's own. Launchers compare the number of ranks themselves."""
 ALSO = (
     *("name", "seed", "model.family", "weights.update_weights_interval", "broker.required_fields"),

@@ -48,7 +48,7 @@ def _run(resolved: Resolved, model_dir: str, session: CriticSession | None, stop
     with refusals_in_one_line():
         critic = Critic.build(resolved.config, model_dir, resolved.base)
     rank = int(os.environ.get("RANK", "0"))
-    spans = Spans(resolved.run_dir / "metrics", f"critic-{rank}" if rank else "critic", counts_cpu=True)
+    spans = Spans(resolved.run_dir / "metrics", f"critic-{rank}" if rank else "critic", run=resolved.config.name, counts_cpu=True)
     confirm = session.confirm if session else lambda: None
     checkpoints = CheckpointSchedule(resolved, confirm, resolved.run_dir / "critic")
     try:

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, write_arrays
+from slimebus.bus.exported_groups import BATCHES_FILE, GROUPS_FILE, arrays_of, shard_name, write_arrays
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.samples import encode_group
 from slimebus.cli.config import Resolved
 from trainer.batches.step_batch import StepBatch
 from trainer.checkpoint.folder import saved_step
-from trainer.replay import BATCHES_FILE, random_file
+from trainer.replay import random_file
 
 log = logging.getLogger("trainer")
 
@@ -87,7 +87,7 @@ class Dumps:
             target.mkdir(parents=True, exist_ok=True)
             save_file(random, random_file(target, self.rank))
             if batch is not None:
-                self._write_batch(target, batch)
+                write_batch(target, batch)
                 self._write_about(target, reason, step, metrics)
                 log.warning("step %d (%s) is dumped; to train it again: %s %s", step, reason, self.command, target)
         except (OSError, SlimebusError) as bad:
@@ -98,15 +98,17 @@ class Dumps:
         values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         (target / "dump.json").write_bytes(msgspec.json.encode(about | {"metrics": values, "config": self.resolved.config}))
 
-    def _write_batch(self, target: Path, batch: StepBatch) -> None:
-        rows, arrays = list[dict[str, object]](), dict[str, np.ndarray]()
-        for group in batch.groups:
-            checked = check_group(encode_group(group.samples))
-            arrays |= arrays_of(group.id, checked)
-            rows.append({"group": group.id, "table": checked.table, "arrays": shard_name(0)})
-        size = sum(array.nbytes for array in arrays.values())
-        if size > MAX_BYTES:
-            raise OSError(f"the batch has {size} bytes, at most {MAX_BYTES} are dumped")
-        write_arrays(arrays, target / shard_name(0))
-        (target / GROUPS_FILE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        (target / BATCHES_FILE).write_bytes(msgspec.json.encode({"step": batch.step, **batch.record()}) + b"\n")
+
+def write_batch(target: Path, batch: StepBatch) -> None:
+    """A batch in the files of an export. Raises OSError, also where it has more than MAX_BYTES."""
+    rows, arrays = list[dict[str, object]](), dict[str, np.ndarray]()
+    for group in batch.groups:
+        checked = check_group(encode_group(group.samples))
+        arrays |= arrays_of(group.id, checked)
+        rows.append({"group": group.id, "table": checked.table, "arrays": shard_name(0)})
+    size = sum(array.nbytes for array in arrays.values())
+    if size > MAX_BYTES:
+        raise OSError(f"the batch has {size} bytes, at most {MAX_BYTES} are dumped")
+    write_arrays(arrays, target / shard_name(0))
+    (target / GROUPS_FILE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    (target / BATCHES_FILE).write_bytes(msgspec.json.encode({"step": batch.step, **batch.record()}) + b"\n")

@@ -11,6 +11,7 @@ from trainer.model import parallel
 from trainer.model.policy import Policy
 from trainer.watch.dumps import Dumps
 from trainer.watch.profile import StepProfile
+from trainer.watch.sample_dump import SampleDump
 from trainer.watch.speed import Speed
 
 
@@ -20,6 +21,8 @@ class StepWatch:
     def __init__(self, resolved: Resolved, file: Path | None, policy: Policy, *, profile: range | None, is_dumping: bool = True) -> None:
         self.policy, rank = policy, parallel.rank()
         self.dumps = Dumps(resolved, file, rank) if is_dumping else None
+        limit = resolved.config.trainer.dump_samples if is_dumping and rank == 0 else 0
+        self.samples = SampleDump(resolved.run_dir, limit) if limit else None
         self.profile = StepProfile(resolved.run_dir / "profile", profile, rank) if profile else None
         self.speed = Speed(policy)
 
@@ -38,4 +41,6 @@ class StepWatch:
             self.profile.after(step)
         if self.dumps and (reason := self.dumps.reason(metrics)):
             self.dumps.write(reason, step, batch, metrics, random)
+        if self.samples and batch:
+            self.samples.add(batch)
         return metrics | (self.speed.of(batch, time.perf_counter() - started) if batch else {})

@@ -351,6 +351,7 @@ async function loadGroups() {
   fill($("group-list"), found.length ? found.map((group) => {
     const line = make("li", `${group.group}${group.step >= 0 ? ` · step ${group.step}` : ""}${group.reason ? ` · ${group.reason}` : ""}`);
     line.dataset.group = group.group;
+    line.dataset.state = group.state;
     line.onclick = () => loadGroup(line);
     return line;
   }) : [make("li", "no such groups now", "empty")]);
@@ -360,7 +361,7 @@ async function loadGroups() {
 async function loadGroup(line) {
   for (const other of $("group-list").children) other.setAttribute("aria-selected", other === line);
   line.scrollIntoView({ block: "nearest" });
-  state.group = await ask(`/group?id=${encodeURIComponent(line.dataset.group)}`);
+  state.group = await ask(`/group?id=${encodeURIComponent(line.dataset.group)}&state=${line.dataset.state}`);
   showGroup();
 }
 function showGroup() {

@@ -10,6 +10,7 @@ while MAX_BULK_BYTES are unanswered, so that heartbeats and leases are not queue
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -94,6 +95,9 @@ class Client:
         self._beat: Callable[[], Heartbeat] | None = None
         self._on_beat: Callable[[HeartbeatReply], None] = lambda reply: None
         self._on_lost: Callable[[SlimebusError], None] = lambda problem: None
+        self.on_clock: Callable[[float, float], None] = lambda took_s, offset_s: None
+        """Told with each heartbeat's answer how long it took, and by how much the server's clock is ahead of ours, by half of that unsure
+        (the offset of NTP, RFC 5905, section 8)."""
         self._beat_every_s, self._next_beat = 0.0, float("inf")
         self._on_hint: Callable[[Hint], None] = lambda hint: None
         self._hints: Any = None
@@ -411,9 +415,9 @@ class Client:
             return
         self._next_beat = now + self._beat_every_s
         self._silence.begin()
-        self._submit_own(self._beat(), 4 * self._beat_every_s, self._beaten)
+        self._submit_own(self._beat(), 4 * self._beat_every_s, functools.partial(self._beaten, time.time()))
 
-    def _beaten(self, future: "Future[Reply]") -> None:
+    def _beaten(self, sent_at: float, future: "Future[Reply]") -> None:
         if future.cancelled():
             return
         try:
@@ -424,4 +428,7 @@ class Client:
             return
         if self._hints_address and message.hints:  # a broker that was started again may have bound another port
             self._hints_address = message.hints
+        if message.time:
+            took_s = time.time() - sent_at
+            self.on_clock(took_s, message.time - sent_at - took_s / 2)
         self._on_beat(message)

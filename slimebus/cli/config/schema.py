@@ -49,7 +49,8 @@ class BrokerConfig(Section, frozen=True):
     """[address] Where hints are published; empty: a free port of the same interface, the same again after a restart if it is free."""
     http: str = "127.0.0.1:0"
     """[address] Where the run's web page and its metrics are served, as HOST:PORT; with port 0 any free one, after a restart the same if
-    it is free. The log and RUN_DIR/page.url say which. Empty: no page."""
+    it is free. The log and RUN_DIR/page.url say which. Trainer, critic and workers serve their own metrics on such a host, at the next
+    free port (RUN_DIR/metrics/PROCESS.url). Empty: none of these."""
     max_staleness: NonNegative | Literal["auto"] = 1
     """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded; auto begins at
     staleness_floor, goes up when the trainer waits for workers, and down when target_ess is missed."""
@@ -399,6 +400,9 @@ class TrainerConfig(Section, frozen=True):
     mismatch_interval: Natural = 0
     """[steps] Every so many steps some stale samples are recomputed under the version that made them, which tells the engine's error from
     staleness; 0: never. Above 0 each gradient's cosine with the one before is reported too, for one more float32 copy of the gradients."""
+    dump_samples: Natural = 0
+    """[samples] Keep the newest so many trained samples in RUN_DIR/samples, which `slimebus view` shows and `slimebus trainer --replay`
+    trains again; 0: none."""
     tensorboard: bool = True
     """[switch] Write TensorBoard files beside the JSONL metrics."""
     wandb: bool = False

@@ -8,6 +8,8 @@ import pytest
 from broker.page.history import History
 from slimebus.bus import messages as m
 
+TRAINER = (("process", "trainer"),)
+
 
 def parsed(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     parser = pytest.importorskip("prometheus_client.parser")
@@ -37,12 +39,20 @@ def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: 
     assert found["slimebus_broker_silent_seconds", (("process", 'w"1'), ("role", "rollout"))] == 0.0
     assert found["slimebus_broker_groups", (("phase", "queued"),)] == 0.0
     assert found["slimebus_broker_bounds_hits", (("bound", "max_clients"),)] == 0.0
-    assert found["slimebus_weights_copy_s", ()] == 0.1
-    assert found["slimebus_train_loss", ()] == 0.25
-    assert found["slimebus_train_lag_ess_token", (("lag", "3-4"),)] == 0.5
+    assert found["slimebus_weights_copy_s", TRAINER] == 0.1
+    assert found["slimebus_train_loss", TRAINER] == 0.25
+    assert found["slimebus_train_lag_ess_token", (("lag", "3-4"), *TRAINER)] == 0.5
     assert found["slimebus_eval_mean_reward", (("dataset", "held"),)] == 0.75
     assert not [name for name, _ in found if "odd" in name]
 
 
 def test_without_its_broker_a_run_is_down_and_what_is_on_record_stays(tmp_path: Path) -> None:
     assert parsed(exposition({}, History(tmp_path))) == {("slimebus_broker_up", ()): 0.0, ("slimebus_broker_stalled_seconds", ()): 0.0}
+
+
+def test_a_metric_of_one_name_may_have_labels_or_none(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history._add_step({"step": 0, "metrics": {"lag_mean": 1.5, "lag/all/mean": 2.5}})
+    found = parsed(exposition({}, history))
+    assert found["slimebus_train_lag_mean", TRAINER] == 1.5
+    assert found["slimebus_train_lag_mean", (("lag", "all"), *TRAINER)] == 2.5

@@ -2,16 +2,22 @@
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from made_samples import frames, made
 
-from broker.page.process import listen, token_of
+from broker.page.process import STOP_S, PageProcess
 from slimebus.bus.errors import DataError, UsageError
+from slimebus.bus.exported_groups import arrays_of, write_arrays
+from slimebus.bus.sample_table import check_group
 from slimebus.cli.config import resolve
 from slimebus.cli.config.saved import save_config, saved_config
+from slimebus.cli.http_address import listen, token_of
 
 
 @pytest.fixture
@@ -148,3 +154,42 @@ def test_a_saved_config_is_read_back(tmp_path: Path) -> None:
     found = saved_config(tmp_path)
     assert found.config == made.config
     assert found.base == Path.cwd()
+
+
+def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, tmp_path: Path) -> None:
+    for step in (8, 9):
+        folder = tmp_path / "run" / "samples" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        group = check_group(frames(made((3, 4), reward=0.5), made((3, 4), reward=1.0)))
+        write_arrays(arrays_of(f"0/{step}", group), folder / "arrays-00000.safetensors")
+        (folder / "groups.jsonl").write_bytes(
+            msgspec.json.encode({"group": f"0/{step}", "table": group.table, "arrays": "arrays-00000.safetensors"})
+        )
+
+    async def ask(client: Any) -> list[Any]:
+        paths = ("/groups?state=dumped&text=", "/groups?state=dumped&text=0/8", "/group?id=0/9&state=dumped", "/group?id=0/7&state=dumped")
+        return [await (await client.get(path)).json() for path in paths]
+
+    listed, found, whole, absent = visited(ask)
+    assert [(group["group"], group["step"], group["num_samples"]) for group in listed] == [("0/9", 9, 2), ("0/8", 8, 2)]
+    assert [group["group"] for group in found] == ["0/8"]
+    assert [sample["reward"] for sample in whole["samples"]] == [0.5, 1.0]
+    assert whole["samples"][0]["num_tokens"] == 4
+    assert "not kept any more" in absent["problem"]
+
+
+def test_a_page_that_a_hung_disk_keeps_is_not_waited_for_for_ever() -> None:
+    waits: list[float | None] = []
+
+    class Hung:
+        def kill(self) -> None:
+            pass
+
+        def wait(self, timeout: float | None = None) -> int:
+            waits.append(timeout)
+            raise subprocess.TimeoutExpired("page", timeout or 0.0)
+
+    page: Any = PageProcess.__new__(PageProcess)
+    page._process = Hung()
+    page.stop()
+    assert waits == [STOP_S]

@@ -8,6 +8,8 @@ from made_samples import frames, made
 from broker.state import batches
 from slimebus.bus import messages as m
 
+PHASES = ("queued", "leased", "ready", "assigned", "committed")
+
 
 def test_a_batch_is_first_in_first_out_and_the_same_until_it_is_committed(desk: Any) -> None:
     groups = desk.lease(4)
@@ -78,6 +80,37 @@ def test_commit_is_idempotent_counts_lag_and_frees_under_a_checkpoint(desk: Any)
     assert desk.status["lag"] == {"mean": 0.5, "max": 1, "groups": 4, "histogram": {"0": 2, "1": 2}}
     assert [key for key, _ in desk.store.scan("payloads")] == ["0/2", "0/3"]
     assert [row["step"] for row in desk.rows] == [0, 1]
+
+
+def test_a_commit_tells_how_its_groups_came_to_be_trained_and_forgets_it(desk: Any) -> None:
+    first, second = desk.lease(2)
+    desk.now += 1
+    desk.ask("w", m.GiveBack(group=first.group, lease=first.lease, outcome="requeue", reason="r"))
+    (again,) = desk.lease(1)
+    desk.now += 2
+    for group in (again, second):
+        desk.put(group)
+    desk.now += 3
+    assert len(desk.batch(0)) == 2
+    desk.now += 4
+    assert desk.ask("t", m.Commit(step=0, metrics={"train_s": 2.5, "publish_s": 0.5, "save_s": 0.25})) == m.Ok()
+    (lives,) = desk.lives
+    assert (lives.step, lives.now, lives.train_s, lives.after_s) == (0, 110.0, 2.5, 0.75)
+    assert lives.groups[second.group] == (
+        second.num_samples,
+        [("queued", 100.0), ("leased", 100.0), ("ready", 103.0), ("assigned", 106.0), ("committed", 110.0)],
+    )
+    assert [phase for phase, _ in lives.groups[first.group][1]] == ["queued", "leased", "queued", "leased", *PHASES[2:]]
+    assert not desk.state.lives
+
+
+def test_of_a_group_that_ended_nothing_is_kept_in_mind(new_desk: Any) -> None:
+    desk = new_desk(max_attempts=1)
+    desk.begin()
+    dead, dropped = desk.lease(2)
+    desk.ask("w", m.GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason="r"))
+    desk.ask("w", m.GiveBack(group=dropped.group, lease=dropped.lease, outcome="drop", reason="r"))
+    assert not desk.state.lives
 
 
 def test_commits_out_of_order_are_refused(desk: Any) -> None:

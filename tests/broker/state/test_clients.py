@@ -58,6 +58,14 @@ def test_the_status_names_who_is_silent(desk: Any) -> None:
     assert "trainer t has been silent for 30 s" in desk.status["waiting"]
 
 
+def test_a_process_that_is_called_as_its_role_is_named_once(new_desk: Any) -> None:
+    desk = new_desk()
+    desk.join("trainer", "trainer")
+    desk.ask("trainer", m.Heartbeat(state="starting: loads its model"))
+    assert "trainer is starting: loads its model" in desk.status["waiting"]
+    assert "everyone waits for trainer, which has joined and is loading" in desk.status["waiting"]
+
+
 def test_status_needs_no_hello_and_no_run(desk: Any) -> None:
     assert isinstance(desk.ask("anyone", m.Status(), run=""), m.StatusReply)
     assert desk.ask("anyone", m.Status(), run="another").code == "wrong_run"

@@ -1,11 +1,13 @@
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slimebus.cli.spans import SCHEDSTAT, Spans
+from slimebus.cli import otel
+from slimebus.cli.spans import SCHEDSTAT, Spans, phases_of
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -70,3 +72,41 @@ def test_spans_of_many_threads_are_whole_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(row["number"] for row in rows(tmp_path / "spans-w.jsonl")) == sorted(list(range(4)) * 50)
+
+
+def test_a_span_says_by_how_much_the_brokers_clock_is_ahead_as_its_quickest_answer_told(tmp_path: Path) -> None:
+    spans = Spans(tmp_path, "w")
+    for offset in (None, (0.5, 3.0), (0.01, 2.0), (0.2, 9.0)):
+        if offset is not None:
+            spans.compare_clock(*offset)
+        with spans("pull"):
+            pass
+    assert [row.get("offset") for row in rows(tmp_path / "spans-w.jsonl")] == [None, 3.0, 2.0, 2.0]
+    for _ in range(8):
+        spans.compare_clock(0.3, 5.0)
+    with spans("pull"):
+        pass
+    assert rows(tmp_path / "spans-w.jsonl")[-1]["offset"] == 5.0, "a clock drifts: what was long ago counts no more"
+
+
+def test_phases_of_a_group_end_in_its_training_which_ends_before_the_commit() -> None:
+    life = [("queued", 0.0), ("leased", 1.0), ("queued", 2.0), ("leased", 3.0), ("ready", 5.0), ("assigned", 8.0), ("committed", 12.0)]
+    assert list(phases_of(life, train_s=2.0, after_s=0.5)) == [
+        *(("queue", 0.0, 1.0), ("lease", 1.0, 2.0), ("queue", 2.0, 3.0), ("lease", 3.0, 5.0), ("ready", 5.0, 8.0)),
+        *(("assigned", 8.0, 9.5), ("trained", 9.5, 11.5)),
+    ]
+    rewound = [("assigned", 1.0), ("ready", 2.0)]
+    assert list(phases_of(rewound, train_s=9.0, after_s=0.0)) == [("assigned", 1.0, 2.0)]
+
+
+def test_without_its_packages_no_span_goes_to_opentelemetry_which_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert otel.collector_of("r", "w") is None
+    assert not caplog.records
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with Spans(tmp_path, "w")("pull"):
+        pass
+    assert "pip install 'slimebus[otel]'" in caplog.text
+    assert len(rows(tmp_path / "spans-w.jsonl")) == 1

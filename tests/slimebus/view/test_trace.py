@@ -119,3 +119,64 @@ def test_a_picture_of_no_time_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [str(run_dir), "--plot", str(tmp_path / "t.png"), "--begin-s", "50"])
     assert isinstance(done.exception, DataError)
     assert "the run has" in str(done.exception)
+
+
+LIVES: dict[str, Any] = {
+    "step": 7,
+    "shift": 1000.0,
+    "train_s": 2.0,
+    "after_s": 1.0,
+    "lives": {"0/1": [2, [["queued", 0.0], ["leased", 1.0], ["ready", 5.0], ["assigned", 6.0], ["committed", 10.0]]]},
+}
+WORKED = [
+    span("generate", 1, 4, "w1", group="0/1", turns=[[[0.0, 1.0], [1.5, 0.5]], [[0.0, 3.0]]]),
+    span("generate", -9, -8, "w2", group="0/1"),  # of an attempt long ago
+    span("reward", 4, 4.5, "w1", group="0/1"),
+    span("put", 4.5, 5, "w1", group="0/1"),
+    span("sample", 1, 4.5, "w1", group="0/1"),
+    span("train", 7, 9, step=7),
+    span("train", 97, 99, step=70),
+]
+
+
+def test_a_step_is_the_life_of_each_of_its_samples_over_all_processes() -> None:
+    made = trace.lives(sorted([*WORKED, span("step", 0, 10, "broker", **LIVES)], key=lambda s: s.begin), 7)
+    lives = {i: [s for s in made if s.lane == f"0/1 sample {i}"] for i in (0, 1)}
+    shown = {i: [(s.name, s.begin - 1000, s.end - 1000) for s in life] for i, life in lives.items()}
+    broker_before, after = [("queue", 0.0, 1.0)], [("reward", 4.0, 4.5), ("put", 4.5, 5.0)]
+    after += [("ready", 5.0, 6.0), ("assigned", 6.0, 7.0), ("trained", 7.0, 9.0)]
+    turns = [("generate", 1.0, 2.0), ("tool", 2.0, 2.5), ("generate", 2.5, 3.0)]
+    assert shown == {0: [*broker_before, *turns, *after], 1: [*broker_before, ("generate", 1.0, 4.0), *after]}
+    assert {s.about["by"] for s in lives[0]} == {"broker", "w1"}
+    beside = [(s.process, s.name) for s in made if s.process in ("trainer", "w1")]
+    assert ("trainer", "train") in beside
+    assert sum(s.name == "train" for s in made) == 1, "what was done at other times is left out"
+
+
+def test_a_step_without_the_workers_records_shows_its_lease() -> None:
+    made = trace.lives([span("step", 0, 10, "broker", **LIVES)], 7)
+    assert [s.name for s in made if s.lane == "0/1 sample 1"] == ["queue", "lease", "ready", "assigned", "trained"]
+
+
+def test_clocks_of_hosts_are_brought_to_the_brokers(tmp_path: Path) -> None:
+    ahead = write(tmp_path / "b", [span("wait", 0, 1, "w1"), span("pull", 1, 2, "w1", offset=-5.0), span("x", 3, 4, "other")])
+    here = write(tmp_path / "a", [span("step", 0, 10, "broker", **LIVES), span("train", 0, 1, offset=0.5)])
+    found = {(s.process, s.name): s.begin - 1000 for s in trace.read([here, ahead])}
+    assert found[("w1", "pull")] == -4.0
+    assert found[("w1", "wait")] == -5.0, "before it was known it was the same"
+    assert found[("other", "x")] == -2.0, "a process of the same host has the same clock"
+    assert found[("trainer", "train")] == 0.5
+    assert found[("broker", "step")] == 0.0
+
+
+def test_the_command_writes_a_step_or_says_which_there_are(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", [*WORKED, span("step", 0, 10, "broker", **LIVES)])
+    done = CliRunner().invoke(command, [str(run_dir), "--step", "7"])
+    assert done.exit_code == 0, done.output
+    events = json.loads((run_dir / "trace-7.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"0/1 sample 0", "0/1 sample 1", "step"}
+    done = CliRunner().invoke(command, [str(run_dir), "--step", "8"])
+    assert isinstance(done.exception, DataError)
+    assert "it has steps 7 to 7" in str(done.exception)
+    done = CliRunner().invoke(command, [str(run_dir)])
+    assert f"{len(WORKED)} spans" in done.output, "the broker's records of steps are no spans of work"
