@@ -104,11 +104,13 @@ def lives(spans: Sequence[SpanRow], step: int) -> list[SpanRow]:
 
 
 def _life(phases: Iterable[tuple[str, float, float]], made: Sequence[SpanRow]) -> list[SpanRow]:
-    """The broker's phases of a group, and in place of a lease what the worker that had it then recorded."""
+    """The broker's phases of a group, and in place of a lease what the worker that had it then recorded until its end."""
     found = []
     for name, begin, end in phases:
         work = [s for s in made if name == "lease" and s.name in WORK and s.begin < end and s.end > begin]
-        found += work or [SpanRow(BROKER, name, begin, end - begin, {})]
+        found += [msgspec.structs.replace(s, seconds=min(s.end, end) - s.begin) for s in work] or [
+            SpanRow(BROKER, name, begin, end - begin, {})
+        ]
     return found
 
 
