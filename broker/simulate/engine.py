@@ -2,26 +2,35 @@
 
 import heapq
 import random
+from collections import Counter
 
 from broker.simulate.workload import Workload
 
 
 class SimulatedGroup:
-    """A leased group in the making. runs: version -> tokens of it, of the samples done so far."""
+    """A leased group in the making. tokens, runs (version -> tokens) and oldest (version -> samples whose oldest token it made) are of the
+    samples done so far under this lease; before: tokens of earlier leases; left: what its samples still need, None before they begin.
+    """
 
-    __slots__ = ("id", "lease", "open", "runs", "tokens")
+    __slots__ = ("before", "id", "is_evaluated", "lease", "left", "oldest", "open", "runs", "tokens")
 
-    def __init__(self, id: str, lease: int, samples: int) -> None:
-        self.id, self.lease, self.open, self.tokens = id, lease, samples, 0.0
+    def __init__(self, id: str, lease: int, samples: int, *, is_evaluated: bool = False, begun: "SimulatedGroup | None" = None) -> None:
+        """begun: the same group under an earlier lease, to be continued."""
+        self.id, self.lease, self.is_evaluated, self.open, self.tokens = id, lease, is_evaluated, samples, 0.0
+        self.before, self.left = (begun.before + begun.tokens, begun.left) if begun else (0.0, None)
         self.runs: dict[int, float] = {}
+        self.oldest: Counter[int] = Counter()
 
 
 class SimulatedEngine:
-    """Processor sharing: with n samples each gets `workload.speed(n)`. Service is counted in tokens that a sample got since the start."""
+    """Processor sharing: with n samples each gets `workload.speed(n)`. Service is counted in tokens that a sample got since the start.
+
+    `now` is that of the clock of work.
+    """
 
     def __init__(self, workload: Workload, rng: random.Random) -> None:
         self.workload, self.random = workload, rng
-        self.busy_s = self._service = self._at = 0.0
+        self.made = self._service = self._at = 0.0
         self._running: list[tuple[float, int, float, SimulatedGroup]] = []
         self._serial = 0
         self._switches: list[tuple[float, int]] = []
@@ -36,13 +45,15 @@ class SimulatedEngine:
             del self._switches[0]
 
     def begin(self, group: SimulatedGroup, version: int, now: float) -> None:
-        """Start all samples of a group with the version served now."""
+        """Start or continue all samples of a group with the version served now."""
         if not self._running:
             self.take_version(version, now)
         self._advance(now)
-        for _ in range(group.open):
+        lengths = group.left or [self.workload.length(self.random) for _ in range(group.open)]
+        group.open, group.left = len(lengths), None
+        for length in lengths:
             self._serial += 1
-            heapq.heappush(self._running, (self._service + self.workload.length(self.random), self._serial, self._service, group))
+            heapq.heappush(self._running, (self._service + length, self._serial, self._service, group))
 
     def next_at(self) -> float:
         """When the next sample is done; infinity when none runs."""
@@ -56,15 +67,31 @@ class SimulatedEngine:
         end, _, begin, group = heapq.heappop(self._running)
         self._service = max(self._service, end)
         group.open -= 1
+        self._count(group, begin, end)
+        return None if group.open else group
+
+    def take_out(self, group: SimulatedGroup, now: float) -> None:
+        """Cut off what runs of a group; `left` is what it still needs."""
+        self._advance(now)
+        cut = [sample for sample in self._running if sample[3] is group]
+        self._running = [sample for sample in self._running if sample[3] is not group]
+        heapq.heapify(self._running)
+        group.left = [end - self._service for end, *_ in cut]
+        for _, _, begin, _ in cut:
+            self._count(group, begin, self._service)
+
+    def _count(self, group: SimulatedGroup, begin: float, end: float) -> None:
         group.tokens += end - begin
+        self.made += end - begin
+        is_first = True
         for i, (since, version) in enumerate(self._switches):
             until = self._switches[i + 1][0] if i + 1 < len(self._switches) else end
             if (made := min(end, until) - max(begin, since)) > 0:
                 group.runs[version] = group.runs.get(version, 0.0) + made
-        return None if group.open else group
+                group.oldest[version] += is_first
+                is_first = False
 
     def _advance(self, now: float) -> None:
         if self._running and now > self._at:
             self._service += (now - self._at) * self.workload.speed(len(self._running))
-            self.busy_s += now - self._at
         self._at = now

@@ -4,6 +4,7 @@ Broker time stands still: waits, leases and silence are not what is asked about 
 by far. Failures of workers are told to the machine when it would have noticed them.
 """
 
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from broker.simulate.engine import SimulatedEngine, SimulatedGroup
 from broker.simulate.numbered_prompts import NumberedPrompts
 from broker.simulate.timeline import Timeline
 from broker.simulate.workload import Workload
-from broker.state.effects import Address, Event, Reply
+from broker.state.effects import Address, Event, Notify, Reply
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.sample_table import TOKEN_FIELDS, SampleTable, encode_table
@@ -33,12 +34,16 @@ WARM_SHARE, MAX_WARM = 0.1, 20
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What came of it, from the end of the first steps on. Idle: share of the time. lag_tokens: staleness -> trained tokens."""
+    """What came of it, from the end of the first steps on. Idle: share of the time. lag_tokens: staleness -> trained tokens.
+
+    lag_mean: over samples, by their oldest token. worker_tokens_per_s: of one that is busy, evaluations included.
+    """
 
     steps_per_s: float
     tokens_per_s: float
     trainer_idle: float
     worker_idle: float
+    worker_tokens_per_s: float
     lag_mean: float
     lag_tokens: dict[int, float]
     wasted_tokens: float
@@ -50,14 +55,19 @@ class Outcome(msgspec.Struct, kw_only=True):
 class SimulatedWorker:
     """One worker: its engine, and what it leases."""
 
-    __slots__ = ("engine", "groups", "is_asking", "is_dead", "name", "turn")
+    __slots__ = ("engine", "groups", "is_asking", "is_busy", "is_dead", "name", "turn")
 
     def __init__(self, name: str, engine: SimulatedEngine) -> None:
         self.name, self.engine = name, engine
         self.groups: dict[int, SimulatedGroup] = {}
-        self.is_asking = self.is_dead = False
+        self.is_asking = self.is_busy = self.is_dead = False
         self.turn = 0
         """Which of the planned looks at the engine is the valid one."""
+
+    def room(self, workload: Workload) -> int:
+        """Groups of the usual size that it can begin now."""
+        samples = sum(1 if group.is_evaluated else workload.samples for group in self.groups.values())
+        return workload.groups_per_worker - math.ceil(samples / workload.samples)
 
 
 class SimulatedRun:
@@ -78,12 +88,16 @@ class SimulatedRun:
         self.is_training = self.is_over = False
         self._waits_since = 0.0
         self.made: dict[str, SimulatedGroup] = {}
+        self.begun: dict[str, SimulatedGroup] = {}
+        """Groups that were recalled, until somebody continues them."""
         self.idle_s = self.tokens = self.wasted = self.sampled = 0.0
+        self.busy_s, self._num_busy, self._counted_at = 0.0, 0, 0.0
         self.lag_tokens: defaultdict[int, float] = defaultdict(float)
+        self.lag_samples: defaultdict[int, int] = defaultdict(int)
         self._warm = min(MAX_WARM, int(WARM_SHARE * workload.steps))
         self._together_s = TOGETHER * workload.train_seconds(workload.batch * workload.samples * workload.mean_length)
-        self._frames: dict[tuple[int, ...], list[bytes]] = {}
-        self._warm_at = self._warm_busy = 0.0
+        self._frames: dict[tuple[tuple[int, ...], int], list[bytes]] = {}
+        self._warm_at = self._warm_made = 0.0
 
     def run(self) -> Outcome:
         """Play every step."""
@@ -121,6 +135,8 @@ class SimulatedRun:
             for effect in self.machine.apply(burst, BROKER_NOW):
                 if isinstance(effect, Reply):
                     self._answer(effect)
+                elif isinstance(effect, Notify) and self.workload.over_sampling:
+                    self._compare_leases()
 
     def _answer(self, reply: Reply) -> None:
         if isinstance(reply.message, m.Error):
@@ -140,9 +156,11 @@ class SimulatedRun:
     def _next_step(self) -> None:
         self._waits_since = self.timeline.now
         if self.step == self._warm:
-            self._warm_at, self._warm_busy = self.timeline.now, sum(worker.engine.busy_s for worker in self.workers)
-            self.idle_s = self.tokens = self.wasted = self.sampled = 0.0
+            self._count(0)
+            self._warm_at, self._warm_made = self.timeline.now, sum(worker.engine.made for worker in self.workers)
+            self.idle_s = self.tokens = self.wasted = self.sampled = self.busy_s = 0.0
             self.lag_tokens.clear()
+            self.lag_samples.clear()
         for step in range(self.step, min(self.step + AHEAD, self.workload.steps)):
             if step not in self.batches:
                 self.batches[step] = m.BatchReply(step=step)
@@ -158,15 +176,25 @@ class SimulatedRun:
         if self.is_training or batch is None or not batch.groups:
             return
         self.is_training = True
+        self._count(0)
         self.idle_s += self.timeline.now - self._waits_since
-        tokens = 0.0
+        tokens = before = 0.0
         for group in batch.groups:
             made = self.made.pop(group.group)
-            tokens += made.tokens
+            tokens, before = tokens + made.tokens, before + made.before
             for version, count in made.runs.items():
                 self.lag_tokens[batch.version - version] += count
+            for version, samples in made.oldest.items():
+                self.lag_samples[batch.version - version] += samples
         self.tokens += tokens
-        self.timeline.later(self.workload.train_seconds(tokens) + self.workload.publish_s, self._trained)
+        self.timeline.after_work(self.workload.train_seconds(tokens + before) + self.workload.publish_s, self._trained)
+
+    def _count(self, busy: int) -> None:
+        """Count the time of workers until now, of which so many more are busy from now on; share the cores anew."""
+        self.busy_s += self._num_busy * (self.timeline.now - self._counted_at)
+        self._counted_at = self.timeline.now
+        self._num_busy += busy
+        self.timeline.pace = self.workload.pace(self.is_training + self._num_busy * self.workload.worker_cores)
 
     def _trained(self) -> None:
         batch = self.batches.pop(self.step)
@@ -175,6 +203,7 @@ class SimulatedRun:
         self._ask(TRAINER, m.Commit(step=self.step, checkpoint=self.step + 1))
         self.step += 1
         self.is_training = False
+        self._count(0)
         if self.step < self.workload.steps:
             self._next_step()
         else:
@@ -192,6 +221,7 @@ class SimulatedRun:
     def _fail(self, worker: SimulatedWorker) -> None:
         """It is gone; the broker notices when its leases expire, and another one comes."""
         worker.is_dead = True
+        self._count(-worker.is_busy)
         self._asking.pop(worker.name, None)
         self.wasted += sum(group.tokens for group in worker.groups.values())
         self.timeline.later(self.workload.lease_s, lambda: self._ask(worker.name, m.Goodbye()))
@@ -202,7 +232,7 @@ class SimulatedRun:
         is_first, self.serving = self.serving == m.NO_VERSION, version
         for worker in self.workers:
             if worker.groups:
-                worker.engine.take_version(version, self.timeline.now)
+                worker.engine.take_version(version, self.timeline.worked)
             if is_first:
                 self._lease(worker)
         for name in self._asking:
@@ -210,7 +240,7 @@ class SimulatedRun:
 
     def _lease(self, worker: SimulatedWorker) -> None:
         """Ask for as much as it has room for. More waiting requests than groups could be given to are not sent: nobody would answer."""
-        want = self.workload.groups_per_worker - len(worker.groups)
+        want = worker.room(self.workload)
         if worker.is_asking or worker.is_dead or want < 1:
             return
         worker.is_asking = True
@@ -221,7 +251,7 @@ class SimulatedRun:
 
     def _send_lease(self, worker: SimulatedWorker, want: int) -> None:
         self._asking[worker.name] = worker
-        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving)
+        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving, takes_partials=True)
         self._ask(worker.name, lease, lambda reply: self._leased(worker, reply))
 
     def _leased(self, worker: SimulatedWorker, reply: m.LeaseReply) -> None:
@@ -230,12 +260,16 @@ class SimulatedRun:
         if self._unasked and not reply.finished:
             other = self._unasked.popleft()
             if not other.is_dead:
-                self._send_lease(other, self.workload.groups_per_worker - len(other.groups))
+                self._send_lease(other, other.room(self.workload))
         if worker.is_dead or reply.finished:
             return
         for leased in reply.groups:
-            group = worker.groups[leased.lease] = SimulatedGroup(leased.group, leased.lease, leased.num_samples)
-            worker.engine.begin(group, self.serving, self.timeline.now)
+            begun = self.begun.pop(leased.group, None)
+            if begun is not None and leased.partial_frames == 0:
+                self.wasted, begun = self.wasted + begun.before + begun.tokens, None
+            group = SimulatedGroup(leased.group, leased.lease, leased.num_samples, is_evaluated=leased.kind == "eval", begun=begun)
+            worker.groups[leased.lease] = group
+            worker.engine.begin(group, self.serving, self.timeline.worked)
         self._look_at_engine(worker)
         self._lease(worker)
 
@@ -243,13 +277,16 @@ class SimulatedRun:
         """Come back when its next sample is done, unless something changes before."""
         worker.turn += 1
         turn, at = worker.turn, worker.engine.next_at()
-        if at < float("inf"):
-            self.timeline.later(at - self.timeline.now, lambda: self._sample_done(worker, turn))
+        if worker.is_busy != (at < float("inf")):
+            worker.is_busy = not worker.is_busy
+            self._count(1 if worker.is_busy else -1)
+        if worker.is_busy:
+            self.timeline.after_work(at - self.timeline.worked, lambda: self._sample_done(worker, turn))
 
     def _sample_done(self, worker: SimulatedWorker, turn: int) -> None:
         if turn != worker.turn or worker.is_dead:
             return
-        group = worker.engine.finish_next(self.timeline.now)
+        group = worker.engine.finish_next(self.timeline.worked)
         if group is not None:
             self.timeline.later(self.workload.overhead_s, lambda: self._put(worker, group))
         self._look_at_engine(worker)
@@ -257,36 +294,67 @@ class SimulatedRun:
     def _put(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
         if worker.is_dead or worker.groups.pop(group.lease, None) is None:
             return
-        self.sampled += group.tokens
-        if (before := self.made.get(group.id)) is not None:
-            self.wasted += before.tokens  # it was too stale, and its prompt was sampled again
-        self.made[group.id] = group
-        self._ask(worker.name, m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), bulk=self._bulk(tuple(sorted(group.runs))))
+        put, samples = m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), 1 if group.is_evaluated else self.workload.samples
+        self._ask(worker.name, put, lambda reply: self._was_put(group, reply), self._bulk(tuple(sorted(group.runs)), samples))
         self._lease(worker)
 
-    def _bulk(self, versions: tuple[int, ...]) -> list[bytes]:
+    def _was_put(self, group: SimulatedGroup, reply: m.PutReply) -> None:
+        if group.is_evaluated:
+            return
+        self.sampled += group.tokens
+        lost = group if reply.result == "discarded" else self.made.get(group.id)  # it was too stale, and its prompt was sampled again
+        self.wasted += lost.tokens if lost is not None else 0.0
+        if lost is not group:
+            self.made[group.id] = group
+
+    def _compare_leases(self) -> None:
+        """Workers with groups tell the broker of them, and learn which it wants no more, or back."""
+        for worker in self.workers:
+            if worker.groups and not worker.is_dead:
+                beat = m.Heartbeat(state="serving", lineage=LINEAGE, serving=self.serving, leases=list(worker.groups))
+                self._ask(worker.name, beat, lambda reply, worker=worker: self._compared(worker, reply))  # type: ignore[misc]
+
+    def _compared(self, worker: SimulatedWorker, reply: m.HeartbeatReply) -> None:
+        ended = (worker.groups.get(lease) for lease in (*reply.lost, *reply.surplus, *reply.recalled))
+        unfinished = [group for group in ended if group is not None and group.open and not worker.is_dead]
+        for group in unfinished:
+            del worker.groups[group.lease]
+            worker.engine.take_out(group, self.timeline.worked)
+            self.sampled += group.tokens
+            if group.lease in reply.recalled:
+                self.begun[group.id] = group
+                back = m.GiveBack(group=group.id, lease=group.lease, outcome="partial", reason="recalled", lineage=LINEAGE)
+                self._ask(worker.name, back, bulk=self._bulk(tuple(sorted(group.runs)), self.workload.samples))
+            else:
+                self.wasted += group.tokens + group.before
+        if unfinished:
+            self._look_at_engine(worker)
+            self._lease(worker)
+
+    def _bulk(self, versions: tuple[int, ...], samples: int) -> list[bytes]:
         """Samples of one token for each version: the machine asks for no more than these, and how many there are is kept here."""
-        if versions not in self._frames:
-            n, k = self.workload.samples, len(versions)
+        if (versions, samples) not in self._frames:
+            n, k = samples, len(versions)
             fields = [m.Field(name=name, dtype=dtype) for name, dtype in TOKEN_FIELDS.items()]
             table = SampleTable(num_tokens=[k] * n, versions=[[(v, 1) for v in versions]] * n, fields=fields)
             table.reward, table.status = [0.0] * n, ["completed"] * n
-            self._frames[versions] = [encode_table(table), bytes(4 * n * k), b"\1" * (n * k), bytes(4 * n * k)]
-        return self._frames[versions]
+            self._frames[versions, samples] = [encode_table(table), bytes(4 * n * k), b"\1" * (n * k), bytes(4 * n * k)]
+        return self._frames[versions, samples]
 
     # --- the end ---
 
     def _outcome(self) -> Outcome:
+        self._count(0)
         seconds = max(1e-9, self.timeline.now - self._warm_at)
-        lag = dict(sorted(self.lag_tokens.items()))
-        busy_s = sum(worker.engine.busy_s for worker in self.workers) - self._warm_busy
+        made = sum(worker.engine.made for worker in self.workers) - self._warm_made
         return Outcome(
             steps_per_s=(self.workload.steps - self._warm) / seconds,
             tokens_per_s=self.tokens / seconds,
             trainer_idle=self.idle_s / seconds,
-            worker_idle=max(0.0, 1 - busy_s / (seconds * self.workload.workers)),
-            lag_mean=sum(k * n for k, n in lag.items()) / (sum(lag.values()) or 1.0),
-            lag_tokens=lag,
+            worker_idle=max(0.0, 1 - self.busy_s / (seconds * self.workload.workers)),
+            worker_tokens_per_s=made / max(1e-9, self.busy_s),
+            lag_mean=sum(k * n for k, n in self.lag_samples.items()) / (sum(self.lag_samples.values()) or 1),
+            lag_tokens=dict(sorted(self.lag_tokens.items())),
             wasted_tokens=self.wasted / (self.sampled or 1.0),
             wasted_groups={reason: groups for reason, (groups, _) in self.machine.state.meta.waste.items()},
             seconds=self.timeline.now,

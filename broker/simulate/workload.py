@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from broker.state.rules import Rules
+from broker.state.rules import EvalDataset, Rules
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config.schema import Natural, NonNegative, Positive
 
@@ -38,6 +38,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[steps] A version."""
     over_sampling: Natural = 0
     """[groups] Started for each step; 0: as many as are trained."""
+    partial_rollouts: Annotated[int, Meta(ge=0, le=1)] = 0
+    """[0 or 1] With over_sampling: continue groups that a batch leaves behind too old, instead of sampling them anew."""
+    eval_interval: Natural = 0
+    """[versions] Between evaluations, which the same workers make; 0: none."""
+    eval_samples: Natural = 0
+    """[samples] Of an evaluation, one a prompt."""
     workers: Positive = 1
     """[processes] Rollout workers."""
     groups_per_worker: Positive = 64
@@ -58,6 +64,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[seconds] That a version holds the trainer up."""
     pull_s: NonNegative = 0.0
     """[seconds] From a version's publish until workers serve it."""
+    cores: Natural = 0
+    """[cores] Of the machine that trainer and workers share; 0: each has its own."""
+    worker_cores: Rate = 1.0
+    """[cores] Kept busy by a worker that samples, its share of the broker included; the trainer keeps one busy."""
     life_s: NonNegative = 0.0
     """[seconds] Mean time between failures of a worker; 0: none."""
     lease_s: NonNegative = 60.0
@@ -79,7 +89,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _check_size(self) -> None:
         """Raises ConfigError for what would not end: too much of it, or workers that fail before they have made a group."""
         sampled = self.samples * max(self.batch, self.over_sampling)
-        if max(self.steps * sampled, self.workers * WORKER_SAMPLES) > MOST_SAMPLES:
+        evaluated = self.eval_samples / self.eval_interval if self.eval_interval else 0.0
+        if max(self.steps * (sampled + evaluated), self.workers * WORKER_SAMPLES) > MOST_SAMPLES:
             raise ConfigError(f"{self.steps} steps of {sampled} samples by {self.workers} workers are too many to simulate; take fewer")
         if not self.life_s:
             return
@@ -99,6 +110,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             max_staleness=self.max_staleness,
             publish_interval=self.publish_interval,
             over_sampling=self.over_sampling,
+            masks_offpolicy=bool(self.partial_rollouts),
+            eval_interval=self.eval_interval if self.eval_samples else 0,
+            eval_datasets={"heldout": EvalDataset(num_prompts=self.eval_samples)} if self.eval_interval and self.eval_samples else {},
             num_steps=self.steps,
             buffer_capacity=0,
             max_parked=2 * self.workers + 16,
@@ -119,6 +133,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def speed(self, running: int) -> float:
         """Tokens a second of each of `running` samples of one worker."""
         return min(1 / self.token_s if self.token_s else math.inf, self.worker_tokens_per_s / running)
+
+    def pace(self, active: float) -> float:
+        """Seconds of work done a second where so many cores could be kept busy."""
+        return min(1.0, self.cores / active) if self.cores and active else 1.0
 
     def train_seconds(self, tokens: float) -> float:
         """Of a step with so many trained tokens."""

@@ -11,7 +11,7 @@ from bench_row import Row
 from rich.console import Console
 from rich.table import Table
 
-AREAS = ("broker", "e2e", "rollout", "trainer", "weights")
+AREAS = ("broker", "e2e", "rollout", "seeing", "trainer", "weights")
 COLUMNS = ("name", "value", "unit", "reference", "ratio", "goal")
 
 

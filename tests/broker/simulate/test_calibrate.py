@@ -12,6 +12,9 @@ from made_status import WHOLE
 from broker.simulate.calibrate import calibrate
 from broker.simulate.simulated_run import simulate
 from slimebus.bus.errors import DataError
+from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config.saved import save_config
+from slimebus.cli.config.schema import RolloutConfig
 from slimebus.cli.root import root
 
 RULES = {
@@ -53,11 +56,47 @@ def test_every_value_is_what_the_run_measured(run_dir: Path) -> None:
     found = calibrate(run_dir)
     assert (found.batch, found.samples, found.max_staleness, found.workers, found.groups_per_worker) == (16, 4, 2, 1, 8)
     assert found.lengths == (50, 100, 150)
-    assert found.worker_tokens_per_s == pytest.approx(5000)
+    assert simulate(found).worker_tokens_per_s == pytest.approx(5000, rel=0.02)
+    assert (found.cores, found.partial_rollouts, found.eval_samples) == (0, 0, 0)
     assert found.train_seconds(64 * 100) == pytest.approx(2.0)
     assert found.publish_s == pytest.approx(0.25)
     assert found.pull_s == pytest.approx(0.3)
     assert found.token_s == pytest.approx(0.55 / 150)
+
+
+def test_a_trainer_that_waited_for_cores_shares_them_with_workers(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    spans = [{"name": "train", "step": i, "seconds": 2.0, "cpu_s": 1.6, "queued_s": 0.4} for i in range(40)]
+    write_lines(run_dir / "metrics" / "spans-trainer.jsonl", spans)
+    found = calibrate(run_dir)
+    assert found.train_seconds(64 * 100) == pytest.approx(1.6)
+    busy = 1.28 / 2.75
+    beside = 1 - 0.2 / busy  # the pace while the worker is busy
+    assert (found.cores, found.worker_cores) == (2, pytest.approx(2 / beside - 1, rel=0.02))
+
+
+def test_time_without_tokens_is_told_from_the_steps_that_trained_fewer(run_dir: Path) -> None:
+    steps = [json.loads(line) for line in (run_dir / "metrics" / "trainer.jsonl").read_text().splitlines()]
+    for i, row in enumerate(steps):
+        row["tokens_trained"] = 3000 + 50 * (i % 8)
+        row["train_s"] = 0.4 + row["tokens_trained"] / 2000
+    write_lines(run_dir / "metrics" / "trainer.jsonl", steps)
+    found = calibrate(run_dir)
+    assert found.step_s == pytest.approx(0.4)
+    trained = sum(row["tokens_trained"] for row in steps[5:]) / 35
+    assert found.trainer_tokens_per_s == pytest.approx(2000 * 6400 / trained)
+
+
+def test_evaluations_and_partial_rollouts_are_those_of_the_run(run_dir: Path) -> None:
+    status = json.loads((run_dir / "status.json").read_text())
+    status["settings"]["eval_interval"] = 10
+    (run_dir / "status.json").write_text(json.dumps(status))
+    rows = [{"evaluation": f"e{v}", "dataset": d, "version": v, "num_samples": n} for v in (0, 10) for d, n in (("a", 30), ("b", 12))]
+    write_lines(run_dir / "metrics" / "broker.jsonl", rows)
+    config = RunConfig(rollout=RolloutConfig(max_running_groups=24, mask_offpolicy_in_partial_rollout=True))
+    save_config(Resolved(msgspec.structs.replace(config, run_dir=str(run_dir)), {}, run_dir))
+    found = calibrate(run_dir)
+    assert (found.eval_interval, found.eval_samples, found.partial_rollouts, found.groups_per_worker) == (10, 42, 1, 24)
 
 
 def test_its_simulation_has_the_pace_of_the_slower_side(run_dir: Path) -> None:

@@ -38,7 +38,7 @@ def test_two_samples_share_the_engine_until_the_shorter_is_done() -> None:
     assert made.next_at() == pytest.approx(1.5)  # 50 tokens left at 100 tokens/s
     assert made.finish_next(1.5) is group
     assert group.tokens == pytest.approx(150.0)
-    assert (made.busy_s, made.next_at()) == (pytest.approx(1.5), float("inf"))
+    assert (made.made, made.next_at()) == (pytest.approx(150.0), float("inf"))
 
 
 def test_a_sample_alone_is_no_faster_than_its_own_tokens_allow() -> None:

@@ -1,0 +1,153 @@
+"""Short real runs of the quick start for `bin/bench seeing`: what they did once warm, and how much of the machine others used meanwhile."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from bench_process import ENVIRONMENT, ROOT
+
+from slimebus.bus.errors import SlimebusError
+from slimebus.view import report
+
+sys.path.insert(0, str(ROOT / "configs" / "quickstart"))
+
+WARM_SHARE = 0.1
+"""The first steps are left out, as in a simulation."""
+FOREIGN, TRIES = 0.1, 3
+"""Cores that others may use; a run beside more is made again."""
+POLL_S, SCRAPE_S = 0.05, 5.0
+
+
+class Measured(NamedTuple):
+    """A run once warm. cpu_s: of all of its processes, a step. foreign: cores that others used meanwhile."""
+
+    run_dir: Path
+    steps_per_s: float
+    lag_mean: float
+    cpu_s: float
+    foreign: float
+
+
+def prepared(folder: Path) -> Path:
+    """The data and the warmed-up model of the quick start under this folder, made where it has none; the model."""
+    import quickstart
+
+    quickstart.prepare(folder, seed=0, resume=True)
+    return quickstart.warm_up(folder, 0, None)
+
+
+def run(folder: Path, name: str, steps: int, changes: dict[str, Any], **how: Any) -> Measured:
+    """A run of the quick start with these changes as FOLDER/NAME; one that was disturbed is made again. how: see `_run`."""
+    made: list[Measured] = []
+    while not made or (made[-1].foreign > FOREIGN and len(made) < TRIES):
+        made.append(_run(folder, f"{name}-{len(made)}" if made else name, steps, changes, **how))
+        one = made[-1]
+        said = f"{one.steps_per_s:.3f} steps/s, lag {one.lag_mean:.2f}, {one.cpu_s:.3f} CPU s a step, others {one.foreign:.2f} cores"
+        print(f"{one.run_dir.name}: {said}", file=sys.stderr, flush=True)
+    return min(made, key=lambda one: one.foreign)
+
+
+def _run(folder: Path, name: str, steps: int, changes: dict[str, Any], *, workers: int = 1, is_seen: bool = True) -> Measured:
+    """is_seen: with spans and whatever `changes` leave on, somebody who looks at the page, and a scraper of its metrics."""
+    import quickstart
+
+    run_dir, warm = folder / name, prepared(folder)
+    of_run = {"seed": 0, "model.hf_checkpoint": warm, "rollout.num_rollout": steps, "trainer.save_interval": 0, "trainer.save_hf": ""}
+    file = quickstart.write_run("run.yaml", run_dir, folder, {**of_run, **changes})
+    environment = dict(ENVIRONMENT)
+    if not is_seen:
+        environment["PYTHONPATH"] = os.pathsep.join([str(_unseen(folder)), str(ROOT)])
+    words = [sys.executable, "-P", "-m", "slimebus", "up", str(file), "--workers", str(workers)]
+    with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log, env=environment) as up:
+        with looked_at(run_dir) if is_seen else nullcontext():
+            first = _when(up, run_dir, int(WARM_SHARE * steps))
+            last = _when(up, run_dir, steps)
+        if up.wait():
+            raise SlimebusError(f"slimebus up ended with code {up.returncode}; its log: {folder / name}.log")
+    own, machine, seconds = (b - a for a, b in zip(first, last, strict=True))
+    warm_steps = steps - int(WARM_SHARE * steps)
+    rows = report.read(run_dir).steps
+    elapsed_s = rows[-1]["elapsed_s"] - rows[-1 - warm_steps]["elapsed_s"]
+    lag = fmean(row["lag_mean"] for row in rows[-warm_steps:])
+    return Measured(run_dir, warm_steps / elapsed_s, lag, own / warm_steps, max(0.0, machine - own) / seconds)
+
+
+def _unseen(folder: Path) -> Path:
+    """A folder whose place on the path makes processes write no spans, which no option turns off."""
+    place = folder / "unseen"
+    place.mkdir(exist_ok=True)
+    text = "import slimebus.cli.spans as s\nmake = s.Spans.__init__\ns.Spans.__init__ = lambda self, *given, **how: make(self)\n"
+    (place / "sitecustomize.py").write_text(text)
+    return place
+
+
+def _when(up: "subprocess.Popen[bytes]", run_dir: Path, steps: int) -> tuple[float, float, float]:
+    """Once so many steps are on record: CPU seconds of the run so far, of the machine, and the time."""
+    file = run_dir / "metrics" / "trainer.jsonl"
+    while not (file.is_file() and file.read_bytes().count(b"\n") >= steps):
+        if up.poll() is not None:
+            raise SlimebusError(f"slimebus up ended with code {up.returncode} before step {steps} of {run_dir}")
+        time.sleep(POLL_S)
+    return sum(map(cpu_s, _descendants(up.pid))), _machine_s(), time.monotonic()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process so far; 0 for one that has ended."""
+    seconds = 0.0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):
+            seconds += int(file.read_text().split()[0]) / 1e9
+    return seconds
+
+
+def _descendants(pid: int) -> list[int]:
+    """A process, its children, and theirs."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            children[int(file.read_text().rpartition(")")[2].split()[1])].append(int(file.parent.name))
+    found = [pid]
+    for one in found:
+        found += children[one]
+    return found
+
+
+def _machine_s() -> float:
+    """CPU seconds in which any core of the machine was busy, those stolen by its host included."""
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def looked_at(run_dir: Path) -> Iterator[None]:
+    """Somebody has the page of the run open, and Prometheus reads its metrics."""
+    ended = threading.Event()
+    threads = [threading.Thread(target=work, args=(run_dir / "page.url", ended), daemon=True) for work in (_look, _scrape)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _look(url_file: Path, ended: threading.Event) -> None:
+    while not ended.wait(POLL_S):
+        with suppress(OSError), urllib.request.urlopen(url_file.read_text() + "events", timeout=30) as events:
+            while not ended.is_set() and events.readline():
+                pass
+
+
+def _scrape(url_file: Path, ended: threading.Event) -> None:
+    while not ended.wait(SCRAPE_S):
+        with suppress(OSError), urllib.request.urlopen(url_file.read_text() + "metrics", timeout=30) as answer:
+            answer.read()
