@@ -50,6 +50,9 @@ class SeededRun:
             engine={"engine_api_key": "very-secret"},
         )
         self.trainer, self.tokens = self.broker.client("t", "trainer"), 1000.0
+        self.browser = Browser(folder / "chromium")
+        self.browser.goto(page_url(self.broker.run_dir))
+        self.browser.wait_for("state.records")  # of a run without a step
         self.trainer.keep_alive(0.5, Heartbeat, lambda reply: None, lambda problem: None)
         begin(self.trainer)
         self.worker, self.victim = (self._worker(name) for name in ("w1", "w2"))
@@ -62,9 +65,8 @@ class SeededRun:
         dead = self.lease(1)[0]
         self.worker.call(GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason=f"the hook failed: {HOSTILE}"))
         self.dead = dead.group
-        self.browser = Browser(folder / "chromium")
         self.browser.goto(page_url(self.broker.run_dir))
-        self.browser.wait_for(f"state.status && state.records && state.records.step.length === {STEPS}")
+        self.browser.wait_for(f"state.status?.step === {STEPS} && state.records && state.records.step.length === {STEPS}")
 
     def _worker(self, name: str) -> Client:
         client = self.broker.client(name, "rollout")

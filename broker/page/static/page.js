@@ -91,7 +91,7 @@ const filled = (tone) => () => ({ fill: colour(tone) + "30" });
 const columns = (...names) => (records) => records.step.length ? [records.step, ...names.map((name) => records[name])] : null;
 const datasets = (records) => [...new Set(records.evaluations.map((row) => row.dataset))];
 
-function smooth(values, window = 9) {
+function smooth(values = [], window = 9) {
   return values.map((_, i) => {
     const near = values.slice(Math.max(0, i - (window >> 1)), i + (window >> 1) + 1).filter((value) => value !== null);
     return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
