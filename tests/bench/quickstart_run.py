@@ -1,6 +1,7 @@
 """Short real runs of the quick start for `bin/bench seeing`: what they did once warm, and how much of the machine others used meanwhile."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,9 +23,13 @@ sys.path.insert(0, str(ROOT / "configs" / "quickstart"))
 
 WARM_SHARE = 0.1
 """The first steps are left out, as in a simulation."""
-FOREIGN, TRIES = 0.1, 3
-"""Cores that others may use; a run beside more is made again."""
+FOREIGN, LOOK_S = 0.15, 4.0
+"""Cores that others may use, over so many seconds; a run beside more is ended and made again once the machine is quiet."""
+QUIET_S, TRIES = 1800.0, 30
 POLL_S, SCRAPE_S = 0.05, 5.0
+
+
+Times = tuple[float, float, float]
 
 
 class Measured(NamedTuple):
@@ -45,22 +50,39 @@ def prepared(folder: Path) -> Path:
     return quickstart.warm_up(folder, 0, None)
 
 
+class Disturbed(Exception):
+    """Something else used the machine."""
+
+
 def run(folder: Path, name: str, steps: int, changes: dict[str, Any], **how: Any) -> Measured:
-    """A run of the quick start with these changes as FOLDER/NAME; one that was disturbed is made again. how: see `_run`."""
-    made: list[Measured] = []
-    while not made or (made[-1].foreign > FOREIGN and len(made) < TRIES):
-        made.append(_run(folder, f"{name}-{len(made)}" if made else name, steps, changes, **how))
-        one = made[-1]
-        said = f"{one.steps_per_s:.3f} steps/s, lag {one.lag_mean:.2f}, {one.cpu_s:.3f} CPU s a step, others {one.foreign:.2f} cores"
-        print(f"{one.run_dir.name}: {said}", file=sys.stderr, flush=True)
-    return min(made, key=lambda one: one.foreign)
+    """A run of the quick start with these changes as FOLDER/NAME-N, the first that nothing disturbed. how: see `_run`."""
+    prepared(folder)
+    for number in range(TRIES):
+        wait_for_quiet()
+        with suppress(Disturbed):
+            one = _run(folder, f"{name}-{number}", steps, changes, **how)
+            said = f"{one.steps_per_s:.3f} steps/s, lag {one.lag_mean:.2f}, {one.cpu_s:.3f} CPU s a step, others {one.foreign:.2f} cores"
+            print(f"{one.run_dir.name}: {said}", file=sys.stderr, flush=True)
+            return one
+    raise SlimebusError(f"{name}: disturbed {TRIES} times; measure on an otherwise idle machine")
+
+
+def wait_for_quiet() -> None:
+    """Until others leave the machine alone. Raises SlimebusError when they do not."""
+    deadline = time.monotonic() + QUIET_S
+    while time.monotonic() < deadline:
+        before = _machine_s()
+        time.sleep(LOOK_S)
+        if _machine_s() - before < FOREIGN * LOOK_S:
+            return
+    raise SlimebusError(f"others used the machine for {QUIET_S:.0f} s; measure on an otherwise idle one")
 
 
 def _run(folder: Path, name: str, steps: int, changes: dict[str, Any], *, workers: int = 1, is_seen: bool = True) -> Measured:
     """is_seen: with spans and whatever `changes` leave on, somebody who looks at the page, and a scraper of its metrics."""
     import quickstart
 
-    run_dir, warm = folder / name, prepared(folder)
+    run_dir, warm = folder / name, folder / "warm-up" / "hf"
     of_run = {"seed": 0, "model.hf_checkpoint": warm, "rollout.num_rollout": steps, "trainer.save_interval": 0, "trainer.save_hf": ""}
     file = quickstart.write_run("run.yaml", run_dir, folder, {**of_run, **changes})
     environment = dict(ENVIRONMENT)
@@ -69,11 +91,16 @@ def _run(folder: Path, name: str, steps: int, changes: dict[str, Any], *, worker
     words = [sys.executable, "-P", "-m", "slimebus", "up", str(file), "--workers", str(workers)]
     with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log, env=environment) as up:
         with looked_at(run_dir) if is_seen else nullcontext():
-            first = _when(up, run_dir, int(WARM_SHARE * steps))
-            last = _when(up, run_dir, steps)
+            try:
+                first = _when(up, run_dir, int(WARM_SHARE * steps))
+                last = _when(up, run_dir, steps)
+            except Disturbed:
+                up.send_signal(signal.SIGINT)
+                up.wait()
+                raise
         if up.wait():
             raise SlimebusError(f"slimebus up ended with code {up.returncode}; its log: {folder / name}.log")
-    own, machine, seconds = (b - a for a, b in zip(first, last, strict=True))
+    own, machine, seconds = _between(first, last)
     warm_steps = steps - int(WARM_SHARE * steps)
     rows = report.read(run_dir).steps
     elapsed_s = rows[-1]["elapsed_s"] - rows[-1 - warm_steps]["elapsed_s"]
@@ -90,14 +117,28 @@ def _unseen(folder: Path) -> Path:
     return place
 
 
-def _when(up: "subprocess.Popen[bytes]", run_dir: Path, steps: int) -> tuple[float, float, float]:
-    """Once so many steps are on record: CPU seconds of the run so far, of the machine, and the time."""
-    file = run_dir / "metrics" / "trainer.jsonl"
+def _when(up: "subprocess.Popen[bytes]", run_dir: Path, steps: int) -> Times:
+    """Once so many steps are on record. Raises Disturbed after the first of them when something else uses the machine."""
+    file, before = run_dir / "metrics" / "trainer.jsonl", _times(up.pid)
     while not (file.is_file() and file.read_bytes().count(b"\n") >= steps):
         if up.poll() is not None:
             raise SlimebusError(f"slimebus up ended with code {up.returncode} before step {steps} of {run_dir}")
         time.sleep(POLL_S)
-    return sum(map(cpu_s, _descendants(up.pid))), _machine_s(), time.monotonic()
+        if time.monotonic() - before[2] > LOOK_S:
+            own, machine, seconds = _between(before, now := _times(up.pid))
+            before = now
+            if machine - own > 2 * FOREIGN * seconds and file.is_file():
+                raise Disturbed
+    return _times(up.pid)
+
+
+def _times(pid: int) -> Times:
+    """CPU seconds of a process and all below it so far, of the machine, and the time."""
+    return sum(map(cpu_s, _descendants(pid))), _machine_s(), time.monotonic()
+
+
+def _between(first: Times, last: Times) -> Times:
+    return last[0] - first[0], last[1] - first[1], last[2] - first[2]
 
 
 def cpu_s(pid: int) -> float:
