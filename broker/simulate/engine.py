@@ -17,7 +17,8 @@ class SimulatedGroup:
     def __init__(self, id: str, lease: int, samples: int, *, is_evaluated: bool = False, begun: "SimulatedGroup | None" = None) -> None:
         """begun: the same group under an earlier lease, to be continued."""
         self.id, self.lease, self.is_evaluated, self.open, self.tokens = id, lease, is_evaluated, samples, 0.0
-        self.before, self.left = (begun.before + begun.tokens, begun.left) if begun else (0.0, None)
+        self.before: float = begun.before + begun.tokens if begun else 0.0
+        self.left: list[float] | None = begun.left if begun else None
         self.runs: dict[int, float] = {}
         self.oldest: Counter[int] = Counter()
 
