@@ -12,9 +12,10 @@ import time
 from slimebus.cli.config import RunConfig
 from slimebus.cli.spans import Spans
 from trainer.batches.source import BatchSource, EndOfBatches
-from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan, share_plan
+from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan
 from trainer.checkpoint.schedule import CheckpointSchedule
 from trainer.mismatch import engine_mismatch
+from trainer.model import parallel
 from trainer.model.policy import Policy
 from trainer.publish.publication import Publication
 from trainer.replay import NoPublication, ReplayStart
@@ -92,6 +93,6 @@ def next_batch(source: BatchSource | None, step: int, max_steps: int, stop: Stop
         except EndOfBatches:
             has_ended = True
         mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(max_steps) if batch else NOT_YET
-        plan = share_plan(mine if source else None)
+        plan = parallel.share(mine if source else None, StepPlan)
         if plan != NOT_YET:
             return batch, plan

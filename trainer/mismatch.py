@@ -7,9 +7,7 @@ bfloat16. The ratio in the loss also holds the updates since v (drift) and, wher
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,15 +21,13 @@ from trainer.model.gpt import Model
 from trainer.model.hf_load import expert_names, load_parameter
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-
-if TYPE_CHECKING:
-    from trainer.publish.publication import Publication
+from trainer.publish.publication import Publication
 
 MAX_SAMPLES = 32
 """Recomputed at a time; on the quick start some 1,000 tokens, which leaves a standard error of a few percent of the mean."""
 
 
-def engine_mismatch(policy: Policy, publication: "Publication", groups: Sequence[Group] | None, version: int) -> dict[str, float]:
+def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[Group] | None, version: int) -> dict[str, float]:
     """Metrics `mismatch/NAME` (docs/algorithms.md) on rank 0; none where no sample of an older version is here that is still kept.
 
     Every rank calls it between two versions, rank 0 with the groups about to be trained. `version` is that of the weights, which are bit
@@ -39,8 +35,7 @@ def engine_mismatch(policy: Policy, publication: "Publication", groups: Sequence
     """
     publication.wait()
     samples = stale_samples(groups or (), publication.oldest_kept, version)
-    choice = msgspec.msgpack.encode(version_of(samples[0]) if samples else NO_VERSION)
-    made_by = msgspec.msgpack.decode(parallel.broadcast_bytes(choice), type=int)
+    made_by = parallel.share(version_of(samples[0]) if samples else NO_VERSION, int)
     tensors = shared_tensors(policy.model, publication.kept_tensors(made_by)) if made_by != NO_VERSION else None
     if tensors is None:
         return {}
@@ -95,7 +90,7 @@ def load_version(model: Model, tensors: Mapping[str, Tensor], version: int) -> N
 def shared_tensors(model: Model, mine: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     """Of the tensors that all ranks have, those that this rank's part of the model is made of; None where a rank's are gone (None)."""
     forms = None if mine is None else [(name, tensor.dtype, tensor.shape) for name, tensor in mine.items()]
-    of_ranks = [msgspec.msgpack.decode(payload) for payload in parallel.gather_bytes(msgspec.msgpack.encode(forms))]
+    of_ranks = parallel.gather(forms, list[tuple[str, str, tuple[int, ...]]] | None)
     if any(theirs is None for theirs in of_ranks):
         return None
     wanted = {name for whole_name in expert_names(model.gpt).values() for name in model.hf.rule(whole_name).names}
@@ -104,7 +99,7 @@ def shared_tensors(model: Model, mine: Mapping[str, Tensor] | None) -> dict[str,
     kept = {}
     for rank, theirs in enumerate(of_ranks):
         for name, dtype, shape in theirs:
-            form = Tensor(dtype, tuple(shape), np.zeros(0, np.uint8))
+            form = Tensor(dtype, shape, np.zeros(0, np.uint8))
             payload = mine[name].buffer if mine and rank == parallel.rank() else np.empty(num_bytes(form), np.uint8)
             moved = torch.from_numpy(payload).to(parallel.device())
             dist.broadcast(moved, rank)

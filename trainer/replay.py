@@ -164,10 +164,9 @@ class ReplayStart:
         from trainer.checkpoint.trained_state import restore_random_state
         from trainer.model import parallel
 
-        first = None if self.source is None else self.source.first_step
-        first = int(parallel.broadcast_bytes(None if first is None else str(first).encode()))
+        first = parallel.share(self.source.first_step if self.source else None, int)
         held = [step for step in map(step_of, complete_checkpoints(self.directory)) if step <= first]
-        newest = int(parallel.broadcast_bytes(str(max(held, default=-1)).encode() if parallel.is_main_rank() else None))
+        newest = parallel.share(max(held, default=-1), int)
         found = load_step(self.directory, policy, newest) if newest >= 0 else Progress(0, 0, 0)
         random = random_file(self.folder, parallel.rank())
         if random.exists():

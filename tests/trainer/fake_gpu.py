@@ -64,7 +64,7 @@ from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, TrainerCon
 from trainer.batches.batch import Group  # noqa: E402
 from trainer.batches.packing import RankLayout, pack  # noqa: E402
 from trainer.model import gpt, hf_export, parallel, update  # noqa: E402
-from trainer.model.value_update import _loss_of_row as loss_of_values  # noqa: E402
+from trainer.model.value_update import loss_of_values  # noqa: E402
 from trainer.objective.aggregation import masked_sum  # noqa: E402
 from trainer.objective.build_objective import build_objective  # noqa: E402
 from trainer.objective.plugin_settings import names  # noqa: E402
@@ -121,7 +121,7 @@ def groups() -> list[Group]:
 
 
 def step(model_dir: str, role: Any) -> dict[str, Any]:
-    """Rows, loss and gradients of a bf16 model, as train_step and compute_logprobs make them, or value_step; where they are."""
+    """Rows, loss and gradients of a bf16 model, as compute_gradient and forward_pass make them; where they are."""
     algorithm = AlgorithmConfig(use_rollout_logprobs=True, kl_loss_coef=0.1, entropy_coef=0.01)
     config = RunConfig(algorithm=algorithm, trainer=TrainerConfig(max_tokens_per_gpu=16, params_dtype="bfloat16"))
     start(config, 0, 1)
@@ -189,8 +189,7 @@ def ranks(model_dir: str, size: int = 64) -> dict[str, Any]:
         start(config, rank, size)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = gpt.build_model(config, model_dir)
-            mine: list[bytes] = []
-            hf_export.parallel = types.SimpleNamespace(gather_bytes=lambda payload, mine=mine: mine.append(payload) or [payload])
+            hf_export.parallel = types.SimpleNamespace(gather=lambda held, form: [held])
             export = hf_export.HfExport(model)
             held.append({name: tensor.shape for name, tensor in export.owned.items()})
             sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in model.gpt.parameters()))

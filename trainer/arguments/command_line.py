@@ -15,7 +15,7 @@ from slimebus.cli.config.flags import SIMILAR, ForeignFlag, is_run_file
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
 from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, fields_of_other_sections
-from trainer.arguments.options import MODEL_OPTIONS, names, shown
+from trainer.arguments.options import MODEL_OPTIONS, fixed_value, names, shown
 from trainer.arguments.other_names import OTHER_NAMES
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, kind_of, spellings
 from trainer.objective.plugin_settings import known_settings, settings_of_file
@@ -118,6 +118,6 @@ def _entry(field: MegatronField, width: int) -> Iterator[str]:
     elif field.name in ARCHITECTURE:
         texts.append("The model folder decides; accepted where it says the same.")
     elif field.name in FIXED:
-        texts.append(f"Always {shown(FIXED[field.name][0])}: {FIXED[field.name][1]}.")
+        texts.append(f"Always {shown(fixed_value(field.name))}: {FIXED[field.name]}.")
     for text in texts:
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")

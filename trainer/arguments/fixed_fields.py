@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from slimebus.cli.config.schema import OptimizerConfig, TrainerConfig
 from trainer.arguments.fields import megatron_fields
@@ -16,80 +15,55 @@ BY_ROW = "would depend on what else is in its row, and so on trainer.max_tokens_
 IGNORED = "Megatron itself ignores it"
 NO_METRIC = "nothing reads it: the metrics are those of docs/algorithms.md"
 
-FIXED: Mapping[str, tuple[Any, str]] = {
+
+def each(names: str, why: str) -> dict[str, str]:
+    """The same for each of these words."""
+    return dict.fromkeys(names.split(), why)
+
+
+FIXED: Mapping[str, str] = {
     # the schedule and the loss
-    "calculate_per_token_loss": (False, "the loss is already the mean over the trained tokens of all ranks; gradients would be multiplied"),
-    "variable_seq_lengths": (True, "packed rows have different lengths"),
-    "virtual_pipeline_model_parallel_size": (None, "leave it out, each rank has one chunk of the model"),
-    "align_param_gather": (False, "it is for several chunks of the model on a rank"),
-    "overlap_moe_expert_parallel_comm": (False, "its schedule takes other model calls than those of packed rows"),
-    "hybrid_context_parallel": (False, "packing already balances the ranks"),
-    "hierarchical_context_parallel_sizes": (None, "context parallelism has one level"),
-    "max_seqlen_per_dp_cp_rank": (None, "set trainer.max_tokens_per_gpu"),
-    "enable_autocast": (False, "trainer.params_dtype decides the precision"),
-    "fp16": (False, "set trainer.params_dtype: bfloat16; loss scaling is not tested, and published weights are bfloat16"),
-    "test_mode": (False, IGNORED),
+    "calculate_per_token_loss": "the loss is already the mean over the trained tokens of all ranks; gradients would be multiplied",
+    "variable_seq_lengths": "packed rows have different lengths",
+    "virtual_pipeline_model_parallel_size": "leave it out, each rank has one chunk of the model",
+    "align_param_gather": "it is for several chunks of the model on a rank",
+    "overlap_moe_expert_parallel_comm": "its schedule takes other model calls than those of packed rows",
+    "hybrid_context_parallel": "packing already balances the ranks",
+    "hierarchical_context_parallel_sizes": "context parallelism has one level",
+    "max_seqlen_per_dp_cp_rank": "set trainer.max_tokens_per_gpu",
+    "enable_autocast": "trainer.params_dtype decides the precision",
+    "fp16": "set trainer.params_dtype: bfloat16; loss scaling is not tested, and published weights are bfloat16",
     # routing
-    "moe_expert_capacity_factor": (None, f"what an expert drops, and so a token's logprob, {BY_ROW}"),
-    "moe_z_loss_coeff": (None, f"each packed row weighs the same, however long it is: the gradient {BY_ROW}"),
-    "moe_router_force_load_balancing": (False, "it routes at random, for benchmarks; every pass would have other logprobs"),
+    "moe_expert_capacity_factor": f"what an expert drops, and so a token's logprob, {BY_ROW}",
+    "moe_z_loss_coeff": f"each packed row weighs the same, however long it is: the gradient {BY_ROW}",
+    "moe_router_force_load_balancing": "it routes at random, for benchmarks; every pass would have other logprobs",
     # optimizer and gradients
-    "use_distributed_optimizer": (True, "it always is distributed, so that a checkpoint loads into every layout"),
-    "num_distributed_optimizer_instances": (1, "its shards span all data-parallel ranks, as its checkpoints do"),
-    "overlap_param_gather_with_optimizer_step": (False, "it needs several chunks of the model on a rank; overlap_param_gather needs one"),
-    "decoupled_lr": (None, "every parameter has the learning rate of optimizer.lr"),
-    "decoupled_min_lr": (None, "every parameter has the learning rate of optimizer.lr"),
-    "check_for_nan_in_grad": (False, "trainer.on_nonfinite decides what becomes of a gradient that is not finite"),
-    "check_for_large_grads": (False, "set optimizer.clip_grad; the norm is the metric grad_norm"),
-    "optimizer": ("adam", ADAM),
-    "sgd_momentum": (0.9, ADAM),
-    "muon_momentum": (0.95, ADAM),
-    "muon_split_qkv": (True, ADAM),
-    "muon_use_nesterov": (False, ADAM),
-    "muon_scale_mode": ("spectral", ADAM),
-    "muon_fp32_matmul_prec": ("medium", ADAM),
-    "muon_num_ns_steps": (5, ADAM),
-    "muon_tp_mode": ("blockwise", ADAM),
-    "muon_extra_scale_factor": (1.0, ADAM),
-    "qk_clip": (False, "it belongs to Muon; only Adam is trained"),
-    # what nothing reads
-    "log_num_zeros_in_grad": (False, NO_METRIC),
-    "log_max_attention_logit": (False, NO_METRIC),
-    "moe_per_layer_logging": (False, NO_METRIC),
-    "barrier_with_L1_time": (False, "Megatron's timers are not used; metrics/*.trace.jsonl has the times"),
-    "moe_enable_routing_replay": (False, "samples carry no routing"),
+    "use_distributed_optimizer": "it always is distributed, so that a checkpoint loads into every layout",
+    "num_distributed_optimizer_instances": "its shards span all data-parallel ranks, as its checkpoints do",
+    "overlap_param_gather_with_optimizer_step": "it needs several chunks of the model on a rank; overlap_param_gather needs one",
+    **each("decoupled_lr decoupled_min_lr", "every parameter has the learning rate of optimizer.lr"),
+    "check_for_nan_in_grad": "trainer.on_nonfinite decides what becomes of a gradient that is not finite",
+    "check_for_large_grads": "set optimizer.clip_grad; the norm is the metric grad_norm",
+    **each("optimizer sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec", ADAM),
+    **each("muon_num_ns_steps muon_tp_mode muon_extra_scale_factor", ADAM),
+    "qk_clip": "it belongs to Muon; only Adam is trained",
+    **each("log_num_zeros_in_grad log_max_attention_logit moe_per_layer_logging", NO_METRIC),
+    "barrier_with_L1_time": "Megatron's timers are not used; metrics/*.trace.jsonl has the times",
+    "moe_enable_routing_replay": "samples carry no routing",
     # where weights come from, and what is built of them
-    "perform_initialization": (True, INITIAL),
-    "init_method_std": (0.02, INITIAL),
-    "embedding_init_method_std": (None, INITIAL),
-    "init_model_with_meta_device": (False, FSDP),
-    "transformer_impl": ("transformer_engine", "Transformer Engine is used where it is installed, else the same layers on plain torch"),
-    # FSDP
-    "use_megatron_fsdp": (False, FSDP),
-    "use_custom_fsdp": (False, FSDP),
-    "data_parallel_sharding_strategy": ("no_shard", FSDP),
-    "outer_dp_sharding_strategy": ("no_shard", FSDP),
-    "suggested_communication_unit_size": (None, FSDP),
-    "fsdp_double_buffer": (False, FSDP),
-    "fsdp_manual_registration": (False, FSDP),
-    "keep_fp8_transpose_cache": (False, FSDP),
-    # CUDA graphs
-    "cuda_graph_impl": ("none", GRAPHS),
-    "enable_cuda_graph": (False, GRAPHS),
-    "external_cuda_graph": (False, GRAPHS),
-    # inference
-    "flash_decode": (False, INFERENCE),
-    "inference_rng_tracker": (False, INFERENCE),
-    "use_inference_optimized_layers": (False, INFERENCE),
-    "inference_fuse_tp_communication": (False, INFERENCE),
-    "cache_mla_latents": (False, INFERENCE),
-    # deprecated
-    "moe_extended_tp": (False, "Megatron itself ignores it; set expert_tensor_parallel_size"),
-    "async_tensor_model_parallel_allreduce": (True, IGNORED),
-    "moe_token_dropping": (False, IGNORED),
-    "fp8_interval": (1, IGNORED),
+    **each("perform_initialization init_method_std embedding_init_method_std", INITIAL),
+    "transformer_impl": "Transformer Engine is used where it is installed, else the same layers on plain torch",
+    **each("init_model_with_meta_device use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy fsdp_double_buffer", FSDP),
+    **each("outer_dp_sharding_strategy suggested_communication_unit_size fsdp_manual_registration keep_fp8_transpose_cache", FSDP),
+    **each("cuda_graph_impl enable_cuda_graph external_cuda_graph", GRAPHS),
+    **each("flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication", INFERENCE),
+    "cache_mla_latents": INFERENCE,
+    "moe_extended_tp": "Megatron itself ignores it; set expert_tensor_parallel_size",
+    **each("test_mode async_tensor_model_parallel_allreduce moe_token_dropping fp8_interval", IGNORED),
 }
-"""Field -> the value in force, and why another is refused."""
+"""Field -> why it has the value that is in force, and no other."""
+NOT_DEFAULT = {"variable_seq_lengths": True, "use_distributed_optimizer": True, "barrier_with_L1_time": False}
+"""The values in force that are not Megatron's own defaults."""
 
 ARCHITECTURE = frozenset(
     re.findall(
@@ -122,39 +96,21 @@ def fields_of_other_sections() -> dict[str, str]:
 
 
 NEEDS: Mapping[str, str] = {
-    "recompute_method": "recompute_granularity",
-    "recompute_num_layers": "recompute_granularity",
-    "recompute_modules": "recompute_granularity",
-    "distribute_saved_activations": "recompute_granularity",
+    **each("recompute_method recompute_num_layers recompute_modules distribute_saved_activations", "recompute_granularity"),
     "overlap_param_gather": "overlap_grad_reduce",
-    "optimizer_offload_fraction": "optimizer_cpu_offload",
-    "use_torch_optimizer_for_cpu_offload": "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
-    "pin_cpu_grads": "optimizer_cpu_offload",
-    "pin_cpu_params": "optimizer_cpu_offload",
-    "main_grads_dtype": "use_precision_aware_optimizer",
-    "main_params_dtype": "use_precision_aware_optimizer",
-    "exp_avg_dtype": "use_precision_aware_optimizer",
-    "exp_avg_sq_dtype": "use_precision_aware_optimizer",
-    "initial_loss_scale": "fp16",
-    "min_loss_scale": "fp16",
-    "loss_scale_window": "fp16",
-    "hysteresis": "fp16",
-    "offload_modules": "fine_grained_activation_offloading",
-    "min_offloaded_tensor_size": "fine_grained_activation_offloading",
-    "cpu_offloading_num_layers": "cpu_offloading",
-    "cpu_offloading_activations": "cpu_offloading",
-    "cpu_offloading_weights": "cpu_offloading",
-    "cpu_offloading_double_buffering": "cpu_offloading",
+    **each("optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload"),
+    **each("pin_cpu_grads pin_cpu_params", "optimizer_cpu_offload"),
+    **each("main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype", "use_precision_aware_optimizer"),
+    **each("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "fp16"),
+    **each("offload_modules min_offloaded_tensor_size", "fine_grained_activation_offloading"),
+    **each("cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering", "cpu_offloading"),
     "wgrad_deferral_limit": "defer_embedding_wgrad_compute",
-    "num_layers_at_start_in_bf16": "first_last_layers_bf16",
-    "num_layers_at_end_in_bf16": "first_last_layers_bf16",
+    **each("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "first_last_layers_bf16"),
     "kitchen_attention_backend": "use_kitchen_attention",
-    "fp8_param_gather": "fp8",
-    **dict.fromkeys(("fp8_param", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"), "fp8"),
-    **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red", "first_last_layers_bf16"), "fp8"),
-    **dict.fromkeys(("fp4_param", "fp4_quantizer_factory"), "fp4"),
-    **dict.fromkeys(("tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs"), "tp_comm_overlap"),
-    **dict.fromkeys(("tp_comm_overlap_rs_dgrad", "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1"), "tp_comm_overlap"),
+    **each("fp8_param_gather fp8_param fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention", "fp8"),
+    **each("fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16", "fp8"),
+    **each("fp4_param fp4_quantizer_factory", "fp4"),
+    **each("tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad", "tp_comm_overlap"),
+    **each("tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1", "tp_comm_overlap"),
 }
 """Field -> the one without which it changes nothing (or, for the overlaps, without which Megatron-LM refuses it)."""

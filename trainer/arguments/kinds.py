@@ -1,10 +1,11 @@
 """What a field's annotation takes: a value checked against it, and the same in words."""
 
 import ast
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import msgspec
 
@@ -20,9 +21,16 @@ DTYPES = {
     "fp8": "uint8",
 }
 """Words for a dtype, Megatron-LM's and torch's, and the torch name of each (Megatron keeps fp8 moments as uint8)."""
-NOTHING = ("none", "null", "None", "")
-WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list"}
-PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
+NOTHING = (None, "none", "null", "None", "")
+PLAIN: Mapping[str, tuple[Any, str]] = {
+    "None": (None, "none"),
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "text"),
+    "list": (list, "a list"),
+}
+"""What msgspec checks a value against, and the same in words."""
 TEXT_CHOICES: Mapping[str, tuple[str, ...]] = {
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
@@ -39,74 +47,51 @@ class Kind:
     """The type of one field. choices: those of its texts; enums: members of the enums that the annotation names."""
 
     def __init__(self, annotation: str, choices: tuple[str, ...] = (), enums: Mapping[str, tuple[str, ...]] | None = None) -> None:
-        self.tree = ast.parse(annotation, mode="eval").body
-        self.choices, self.enums = choices, enums or {}
+        self._choices = {"str": choices, "dtype": tuple(DTYPES), **(enums or {})}
+        alternatives = list(_alternatives(ast.parse(annotation, mode="eval").body))
+        self._names = {_name(node) for node in alternatives}
+        self._forms = [known for node in alternatives if (known := self._form(node))[1]]
+        self.words = " or ".join(dict.fromkeys(words for _, words in self._forms))
+        """What it takes: `one of full, selective, none`."""
 
     @property
     def is_switch(self) -> bool:
         """Whether it is true or false."""
-        return any(_name(node) == "bool" for node in _alternatives(self.tree))
+        return "bool" in self._names
 
     @property
     def is_list(self) -> bool:
         """Whether it may hold several values."""
-        return any(_name(node) in ("List", "list", "Tuple") for node in _alternatives(self.tree))
+        return not self._names.isdisjoint(("List", "list", "Tuple"))
 
     def read(self, value: Any) -> Any:
         """The value as the field holds it; enums and dtypes as words. Raises ValueError when it does not fit."""
-        if isinstance(value, str) and "," in value and any(_name(node) in ("List", "Tuple") for node in _alternatives(self.tree)):
-            value = value.split(",")
-        for node in _alternatives(self.tree):
-            try:
-                return self._one(node, value)
-            except (ValueError, msgspec.ValidationError):
-                continue
+        if "None" in self._names and not isinstance(value, list) and value in NOTHING:
+            return None
+        parts = (value.split(",") if value else []) if isinstance(value, str) else value
+        is_split = isinstance(value, str) and "," in value and not self._names.isdisjoint(("List", "Tuple"))
+        word = value.removeprefix("torch.") if isinstance(value, str) and "dtype" in self._names else value
+        for form, _ in self._forms:
+            with contextlib.suppress(msgspec.ValidationError):
+                is_many = is_split or get_origin(form) in (list, tuple)
+                made = msgspec.convert(parts if is_many else word, form, strict=isinstance(value, int | float))
+                if all(math.isfinite(one) for one in (made if isinstance(made, list) else [made]) if isinstance(one, float)):
+                    return list(made) if isinstance(made, tuple) else DTYPES.get(made, made) if "dtype" in self._names else made
         raise ValueError(f"expected {self.words}")
 
-    @property
-    def words(self) -> str:
-        """What it takes, in words: `one of full, selective, none`."""
-        return " or ".join(dict.fromkeys(word for node in _alternatives(self.tree) if (word := self._words(node))))
-
-    def _one(self, node: ast.expr, value: Any) -> Any:
-        name, inner = _name(node), _arguments(node)
-        if name == "None":
-            return _none(value)
-        if name == "str" and self.choices:
-            return _chosen(value, self.choices)
-        if name in PLAIN:
-            return _plain(PLAIN[name], value)
-        if name == "Literal":
-            return _chosen(value, tuple(ast.literal_eval(choice) for choice in inner))
-        if name == "dtype":
-            return DTYPES[_chosen(value, tuple(DTYPES))]
-        if name in self.enums:
-            return _chosen(value, self.enums[name])
-        if name in ("List", "list", "Tuple"):
-            return self._many(inner, value, is_exact=name == "Tuple")
-        raise ValueError(name)
-
-    def _many(self, inner: list[ast.expr], value: Any, *, is_exact: bool) -> list[Any]:
-        values = value if isinstance(value, list) else [part for part in value.split(",") if part] if isinstance(value, str) else None
-        if values is None or (not inner and not isinstance(value, list)) or (is_exact and len(values) != len(inner)):
-            raise ValueError
-        return [self._one(inner[0], one) for one in values] if inner else values
-
-    def _words(self, node: ast.expr) -> str:
-        name, inner = _name(node), _arguments(node)
-        if name == "str" and self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if name == "Literal":
-            return f"one of {', '.join(str(ast.literal_eval(choice)) for choice in inner)}"
-        if name == "dtype":
-            return "one of fp32, bf16, fp16, fp8"
-        if name in self.enums:
-            return f"one of {', '.join(self.enums[name])}"
+    def _form(self, node: ast.expr) -> tuple[Any, str]:
+        """What msgspec checks one of the alternatives against, and the same in words; none for an object."""
+        name, inner, literal = _name(node), _arguments(node), Literal
+        choices = tuple(map(ast.literal_eval, inner)) if name == "Literal" else self._choices.get(name)
+        if choices:
+            shown = "fp32, bf16, fp16, fp8" if name == "dtype" else ", ".join(map(str, choices))
+            return literal[choices], f"one of {shown}"
         if name == "Tuple":
-            return f"{len(inner)} values with commas between"
+            return tuple[tuple(self._form(one)[0] for one in inner)], f"{len(inner)} values with commas between"  # type: ignore[misc]
         if name in ("List", "list") and inner:
-            return f"several with commas between, each {self._words(inner[0])}"
-        return "none" if name == "None" else WORDS.get(name, "")
+            form, words = self._form(inner[0])
+            return list[form], f"several with commas between, each {words}"  # type: ignore[valid-type]
+        return PLAIN.get(name, (None, ""))
 
 
 @cache
@@ -136,26 +121,3 @@ def _arguments(node: ast.expr) -> list[ast.expr]:
     if not isinstance(node, ast.Subscript):
         return []
     return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-
-
-def _none(value: Any) -> None:
-    if value is not None and value not in NOTHING:
-        raise ValueError
-
-
-def _plain(kind: type, value: Any) -> Any:
-    if isinstance(value, bool) and kind is not bool:
-        raise ValueError
-    if kind is bool and isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError
-    made: Any = msgspec.convert(value, kind, strict=False)
-    if isinstance(made, float) and not math.isfinite(made):
-        raise ValueError
-    return made
-
-
-def _chosen(value: Any, choices: tuple[Any, ...]) -> Any:
-    word = value.removeprefix("torch.") if isinstance(value, str) else value
-    if word not in choices:
-        raise ValueError
-    return word

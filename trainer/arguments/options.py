@@ -1,12 +1,12 @@
 """The `megatron` section read: each option by its field, its value checked, and what is wrong with the others in one sentence each."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.arguments.fields import megatron_fields
-from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS, fields_of_other_sections
+from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS, NOT_DEFAULT, fields_of_other_sections
 from trainer.arguments.kinds import Kind
 from trainer.arguments.spellings import AS_GIVEN, INSTEAD, Spelling, kind_of, spellings
 
@@ -57,8 +57,8 @@ def _take(options: MegatronOptions, key: str, value: Any) -> None:
         raise ValueError(f"says {shown(value)}, but {options.places[name]} has said {shown(other)}; keep one of them")
     options.places[name] = key
     (options.model if name in MODEL_OPTIONS or name in ARCHITECTURE else options.values)[name] = value
-    if name in FIXED and value != FIXED[name][0]:
-        raise ValueError(f"{shown(value)} is not possible: {FIXED[name][1]}")
+    if name in FIXED and value != fixed_value(name):
+        raise ValueError(f"{shown(value)} is not possible: {FIXED[name]}")
 
 
 def _field_and_value(key: str, value: Any) -> tuple[str, Any]:
@@ -121,8 +121,6 @@ def _default(name: str) -> Any:
         return text
 
 
-def described() -> Iterator[tuple[str, str]]:
-    """(name, reason) of each field that is refused unless it has the value in force."""
-    for name, (value, why) in FIXED.items():
-        if name in megatron_fields():
-            yield name, f"always {shown(value)}: {why}"
+def fixed_value(name: str) -> Any:
+    """The value in force of a field that cannot be chosen."""
+    return NOT_DEFAULT[name] if name in NOT_DEFAULT else _default(name)

@@ -110,6 +110,10 @@ class Batch:
         columns = {name: column.select(samples, tokens, groups) for name, column in self.columns.items()}
         return Batch(np.cumsum(lengths), group_of, columns)
 
+    def cut_groups(self, parts: int) -> list[range]:
+        """Its groups in so many parts of almost equal numbers."""
+        return [range(self.num_groups * i // parts, self.num_groups * (i + 1) // parts) for i in range(parts)]
+
     def to_tokens(self, values: np.ndarray) -> np.ndarray:
         """[N, ...] from [S, ...]: each of a sample's tokens gets what the sample has."""
         return np.repeat(values, self.lengths, axis=0)

@@ -9,7 +9,6 @@ import numpy as np
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import Group
-from trainer.model import parallel
 
 ZERO_VARIANCE = "zero_variance"
 NUM_QUANTILES = 21
@@ -25,12 +24,6 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 NOT_YET = StepPlan()
 """Rank 0 still waits for the batch; it says so often enough that no other rank's broadcast times out."""
-
-
-def share_plan(plan: StepPlan | None) -> StepPlan:
-    """Rank 0's plan on every rank; the others give None."""
-    payload = None if plan is None else msgspec.msgpack.encode(plan)
-    return msgspec.msgpack.decode(parallel.broadcast_bytes(payload), type=StepPlan)
 
 
 class StepBatch(msgspec.Struct):

@@ -9,9 +9,9 @@ import math
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from trainer.checkpoint.boxes import overlap, slices_in
 from trainer.checkpoint.folder import latest_name, loadable_checkpoints, name_of, point_at, set_aside, step_of
 from trainer.checkpoint.manifest import MANIFEST, Manifest, Part, Progress, decode_manifest, read_manifest
 from trainer.checkpoint.rank_file import DTYPES, OpenFile, has_its_hash, problem_with
-from trainer.checkpoint.save import is_first_of_node, random_key
+from trainer.checkpoint.save import is_first_of_node
 from trainer.checkpoint.trained_state import LocalBox
 from trainer.model import parallel
 from trainer.model.learner import Learner
@@ -52,10 +52,7 @@ def load_checkpoint(folder: str | Path, policy: Learner) -> Progress | None:
 
 def load_step(folder: str | Path, policy: Learner, step: int) -> Progress:
     """Continue from the checkpoint of this step and no other; every rank calls it. Raises DataError when it is not whole."""
-    checkpoint = _open(Path(folder) / name_of(step))
-    if not isinstance(checkpoint, _Checkpoint):
-        raise DataError(f"{Path(folder) / name_of(step)}: {checkpoint}")
-    return checkpoint.load(policy)
+    return _open_whole(Path(folder) / name_of(step)).load(policy)
 
 
 def load_weights(folder: str | Path, policy: Learner, step: int | None = None) -> Progress | None:
@@ -66,9 +63,7 @@ def load_weights(folder: str | Path, policy: Learner, step: int | None = None) -
     names = _agreed_names(Path(folder)) if step is None else [name_of(step)]
     if not names:
         return None
-    checkpoint = _open(Path(folder) / names[0])
-    if not isinstance(checkpoint, _Checkpoint):
-        raise DataError(f"{Path(folder) / names[0]}: {checkpoint}")
+    checkpoint = _open_whole(Path(folder) / names[0])
     checkpoint.copy_to(list(trained_state.weights(policy)))
     return checkpoint.manifest.progress
 
@@ -76,8 +71,7 @@ def load_weights(folder: str | Path, policy: Learner, step: int | None = None) -
 def _agreed_names(folder: Path) -> list[str]:
     """Rank 0's checkpoints, newest first; those of the first rank that has some, when rank 0 has none."""
     mine = [path.name for path in loadable_checkpoints(folder)]
-    everyone = [msgspec.json.decode(payload, type=list[str]) for payload in parallel.gather_bytes(msgspec.json.encode(mine))]
-    return next((names for names in everyone if names), [])
+    return next((names for names in parallel.gather(mine, list[str]) if names), [])
 
 
 def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
@@ -108,11 +102,19 @@ def _open(path: Path) -> "_Checkpoint | str":
     manifests = parallel.gather_bytes(mine)
     whole = next((payload for payload in manifests if payload), None)
     if whole is None:
-        return parallel.gather_bytes(problem.encode())[0].decode()
+        return parallel.gather(problem, str)[0]
     checkpoint = _Checkpoint(path, decode_manifest(whole))
     if (step := checkpoint.manifest.progress.step) != step_of(path):
         return f"{MANIFEST} is that of step {step}"
     return checkpoint.find_files() or checkpoint
+
+
+def _open_whole(path: Path) -> "_Checkpoint":
+    """As _open. Raises DataError for what is wrong with it."""
+    checkpoint = _open(path)
+    if not isinstance(checkpoint, _Checkpoint):
+        raise DataError(f"{path}: {checkpoint}")
+    return checkpoint
 
 
 class _Checkpoint:
@@ -133,7 +135,7 @@ class _Checkpoint:
         """Look which ranks see which file, and check each file on one of them; what is wrong, or nothing."""
         files, rank = self.manifest.files, dist.get_rank()
         mine = {file.name: problem_with(self.path / file.name, file) for file in files}
-        everyone = [msgspec.json.decode(payload, type=dict[str, str]) for payload in parallel.gather_bytes(msgspec.json.encode(mine))]
+        everyone = parallel.gather(mine, dict[str, str])
         self.seen_by = [[i for i, problems in enumerate(everyone) if not problems[file.name]] for file in files]
         lacking = [i for i, ranks in enumerate(self.seen_by) if not ranks]
         if lacking:
@@ -142,7 +144,7 @@ class _Checkpoint:
         checked = [i for i, ranks in enumerate(self.seen_by) if ranks[i % len(ranks)] == rank]
         wrong = [files[i].name for i in checked if not has_its_hash(self.path / files[i].name, files[i])]
         found = [f"{name} on {socket.gethostname()} is not what was written (BLAKE3)" for name in wrong]
-        return next((text.decode() for text in parallel.gather_bytes("; ".join(found).encode()) if text), "")
+        return next(filter(None, parallel.gather("; ".join(found), str)), "")
 
     # --- take it ---
 
@@ -174,26 +176,27 @@ class _Checkpoint:
             log.warning("%s is of another layout (%s): dropout goes on from the seed, not from its random state", self.path.name, changed)
             return
         states = trained_state.random_state()
-        self.copy_to(
-            [
-                LocalBox(random_key(dist.get_rank(), name), tuple(state.shape), (0,), tuple(state.shape), state, False, False)
-                for name, state in states.items()
-            ]
-        )
+        self.copy_to(trained_state.random_boxes(states))
         trained_state.restore_random_state(states)
 
     @torch.no_grad()
     def copy_to(self, boxes: list[LocalBox]) -> None:
         """Fill these boxes of this rank. Every rank calls it. Raises DataError when the checkpoint is of another model."""
-        wanted: dict[tuple[int, int], list[tuple[LocalBox, Part]]] = defaultdict(list)
+        wanted: dict[tuple[int, int], list[LocalBox]] = defaultdict(list)
+        parts = {(number, part.at): part for number, file in enumerate(self.manifest.files) for part in file.parts}
         for local in boxes:
             for number, part in self._parts_of(local):
-                wanted[number, part.at].append((local, part))
-        absent = self._copy_files_seen(wanted)
-        for number, part in self._sent_by_others(absent):
-            tensor = self._broadcast(number, part)
-            for local, _ in wanted.get((number, part.at), ()):
-                _copy(tensor, part, local)
+                wanted[number, part.at].append(local)
+        seen = {place for place in wanted if dist.get_rank() in self.seen_by[place[0]]}
+        for place in sorted(seen):
+            tensor = self._read(place[0], parts[place])
+            for local in wanted[place]:
+                _copy(tensor, parts[place], local)
+        absent = parallel.gather(sorted(wanted.keys() - seen), list[tuple[int, int]])
+        for place in sorted(set(chain.from_iterable(absent))):  # what some rank does not see and wants, the same on every rank
+            tensor = self._broadcast(place[0], parts[place])
+            for local in wanted.get(place, ()):
+                _copy(tensor, parts[place], local)
 
     def _parts_of(self, local: LocalBox) -> Iterator[tuple[int, Part]]:
         """The parts that overlap a box of this rank. Raises DataError unless they cover it."""
@@ -207,28 +210,10 @@ class _Checkpoint:
             raise DataError(f"{self.path}: {covered} of {math.prod(local.shape)} entries of {local.key} at {list(local.offset)} are saved")
         yield from found
 
-    def _copy_files_seen(self, wanted: dict[tuple[int, int], list[tuple[LocalBox, Part]]]) -> list[tuple[int, int]]:
-        """Copy from the files that this rank sees; the others that it wants."""
-        absent = []
-        for (number, at), uses in wanted.items():
-            if dist.get_rank() not in self.seen_by[number]:
-                absent.append((number, at))
-                continue
-            for local, part in uses:
-                _copy(self._read(number, part), part, local)
-        return absent
-
     def _read(self, number: int, part: Part) -> torch.Tensor:
         if number not in self._open:
             self._open[number] = OpenFile(self.path / self.manifest.files[number].name)
         return self._open[number].tensor(part)
-
-    def _sent_by_others(self, absent: list[tuple[int, int]]) -> list[tuple[int, Part]]:
-        """What some rank does not see and wants, the same list on every rank."""
-        payloads = parallel.gather_bytes(msgspec.json.encode(absent))
-        asked = sorted({pair for payload in payloads for pair in msgspec.json.decode(payload, type=list[tuple[int, int]])})
-        by_box = {(number, part.at): part for number, file in enumerate(self.manifest.files) for part in file.parts}
-        return [(pair[0], by_box[pair]) for pair in asked]
 
     def _broadcast(self, number: int, part: Part) -> torch.Tensor:
         source = self.seen_by[number][0]

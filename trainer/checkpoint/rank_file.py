@@ -5,36 +5,24 @@ import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from blake3 import blake3
 
-from trainer.checkpoint.boxes import Shape
+from slimebus.weights.tensors import SAFETENSORS_CODES
 from trainer.checkpoint.manifest import Part, RankFile
+from trainer.checkpoint.trained_state import LocalBox
 
 ALIGN = 64
 CHUNK_BYTES = 1 << 24
 """Hashed and written at once."""
-CODES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
-}
+CODES = {getattr(torch, name): code for name, code in SAFETENSORS_CODES.items()}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
-class HostBox(NamedTuple):
-    """A box of the tensor `key` in host memory; tensor has the box's number of entries, in order."""
-
-    key: str
-    offset: Shape
-    shape: Shape
-    tensor: torch.Tensor
-
-
-def write_rank_file(path: Path, host: str, boxes: Sequence[HostBox]) -> RankFile:
-    """Write these boxes, durably. Raises OSError."""
+def write_rank_file(path: Path, host: str, boxes: Sequence[LocalBox]) -> RankFile:
+    """Write these boxes, in host memory, durably. Raises OSError."""
     parts, header, at = list[Part](), dict[str, object](), 0
     for box in boxes:
         size = box.tensor.numel() * box.tensor.element_size()

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from slimebus.bus.errors import SlimebusError
 from trainer.checkpoint import trained_state
 from trainer.checkpoint.folder import clear_unfinished, complete, name_of, point_at, prune
 from trainer.checkpoint.manifest import FORMAT, Manifest, Progress, RankFile
-from trainer.checkpoint.rank_file import HostBox, write_rank_file
+from trainer.checkpoint.rank_file import write_rank_file
+from trainer.checkpoint.trained_state import LocalBox
 from trainer.model import parallel
 from trainer.model.learner import Learner
 
@@ -49,9 +50,9 @@ class BackgroundSave:
         self._target = Path(folder) / name_of(progress.step)
         self._building = self._target.with_name(f"{self._target.name}.part")
         self._prepare()
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._adam_step = trained_state.adam_step(policy)
         boxes = self._copy(policy)
+        self._shapes = {box.key: box.whole for box in boxes}
         self._path = self._building / f"rank_{dist.get_rank():05d}.safetensors"
         self._file: Future[RankFile] = Future()
         # a daemon: a disk that does not answer must not keep the process from leaving
@@ -67,43 +68,33 @@ class BackgroundSave:
         dist.barrier()
 
     @torch.no_grad()
-    def _copy(self, policy: Learner) -> list[HostBox]:
+    def _copy(self, policy: Learner) -> list[LocalBox]:
         """What this rank writes, in host memory; the steps that follow do not touch it."""
         boxes = [
-            *self._copies(trained_state.weights(policy)),
-            *self._copies(trained_state.optimizer_state(policy)),
+            *host_copies(trained_state.weights(policy)),
+            *host_copies(trained_state.optimizer_state(policy)),
             *self._copies_of_reference(policy),
         ]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        for name, state in trained_state.random_state().items():
-            boxes.append(HostBox(random_key(dist.get_rank(), name), (0,), tuple(state.shape), state))
-            self._shapes[boxes[-1].key] = tuple(state.shape)
-        return boxes
+        return boxes + trained_state.random_boxes(trained_state.random_state())
 
-    def _write(self, boxes: list[HostBox]) -> None:
+    def _write(self, boxes: list[LocalBox]) -> None:
         try:
             self._building.mkdir(parents=True, exist_ok=True)
             self._file.set_result(write_rank_file(self._path, socket.gethostname(), boxes))
         except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
             self._file.set_exception(bad)
 
-    def _copies(self, boxes: Iterator[trained_state.LocalBox]) -> Iterator[HostBox]:
-        for local in boxes:
-            if local.is_saved:
-                self._shapes[local.key] = local.whole
-                copy = torch.empty(local.tensor.shape, dtype=local.tensor.dtype, pin_memory=local.tensor.is_cuda)
-                yield HostBox(local.key, local.offset, local.shape, copy.copy_(local.tensor, non_blocking=True))
-
-    def _copies_of_reference(self, policy: Learner) -> list[HostBox]:
+    def _copies_of_reference(self, policy: Learner) -> list[LocalBox]:
         if policy.reference is None or not policy.reference.is_refreshed:
             return []
         with policy.reference.swapped_in():
-            return list(self._copies(trained_state.reference_weights(policy)))
+            return list(host_copies(trained_state.reference_weights(policy)))
 
     def is_whole(self) -> bool:
         """Whether every rank has written its file, or failed to. Every rank calls it."""
-        return all(payload == b"1" for payload in parallel.gather_bytes(b"1" if self._file.done() else b"0"))
+        return all(parallel.gather(self._file.done(), bool))
 
     def finish(self, keep: int, timeout_s: float | None = None) -> None:
         """Wait for all ranks, make it the latest checkpoint, and remove the oldest beyond `keep`. Every rank calls it.
@@ -129,17 +120,17 @@ class BackgroundSave:
                 write()
             except OSError as bad:
                 problem = str(bad)
-        for rank, text in enumerate(parallel.gather_bytes(problem.encode())):
-            if text:
-                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {text.decode()}", code="checkpoint")
+        self._check(parallel.gather(problem, str))
+
+    def _check(self, problems: list[str]) -> None:
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {problem}", code="checkpoint")
 
     def _manifest(self, timeout_s: float | None) -> bytes:
-        mine = msgspec.msgpack.encode(self._written(timeout_s))
-        ranks = [msgspec.msgpack.decode(payload, type=Written) for payload in parallel.gather_bytes(mine)]
+        ranks = parallel.gather(self._written(timeout_s), Written)
+        self._check([written.problem for written in ranks])
         files = [written.file for written in ranks if written.file is not None]
-        for rank, written in enumerate(ranks):
-            if written.problem:
-                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {written.problem}", code="checkpoint")
         shapes = {key: shape for written in ranks for key, shape in written.shapes.items()}
         check_parts(files, shapes)
         adam_step = max(written.adam_step for written in ranks)
@@ -167,9 +158,12 @@ def check_parts(files: list[RankFile], shapes: dict[str, tuple[int, ...]]) -> No
             raise SlimebusError(f"checkpoint: {saved[key]} entries of {key} are written, it has {math.prod(shape)}", code="checkpoint")
 
 
-def random_key(rank: int, name: str) -> str:
-    """The key of a generator's state."""
-    return f"random/{rank:05d}/{name}"
+def host_copies(boxes: Iterable[LocalBox]) -> Iterator[LocalBox]:
+    """Those that this rank saves, in host memory."""
+    for local in boxes:
+        if local.is_saved:
+            copy = torch.empty(local.tensor.shape, dtype=local.tensor.dtype, pin_memory=local.tensor.is_cuda)
+            yield local._replace(tensor=copy.copy_(local.tensor, non_blocking=True))
 
 
 def is_first_of_node() -> bool:

@@ -185,6 +185,12 @@ def layout() -> dict[str, int]:
     }
 
 
+def random_boxes(states: dict[str, torch.Tensor]) -> list[LocalBox]:
+    """This rank's random_state, or the place of one."""
+    key = f"random/{torch.distributed.get_rank():05d}"
+    return [LocalBox(f"{key}/{name}", (len(of),), (0,), (len(of),), of, True, False) for name, of in states.items()]
+
+
 def random_state() -> dict[str, torch.Tensor]:
     """Torch's generators and those of megatron's tracker (dropout), by name; [bytes] uint8 each."""
     tracked = {f"tracker.{name}": state for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}

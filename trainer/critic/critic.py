@@ -4,8 +4,6 @@ N tokens of the batch   T tokens of one sample
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
@@ -13,46 +11,32 @@ from msgspec.structs import replace
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from trainer.algorithms.ppo import Ppo
-from trainer.arguments.agreement import shared_settings
 from trainer.batches.batch import Batch, Column, Group
-from trainer.compat import cpu_compat
-from trainer.model import parallel
-from trainer.model.gpt import build_model
+from trainer.model import update
 from trainer.model.learner import Learner
-from trainer.model.optimizer import build_optimizer, gather_weights, learning_rate
-from trainer.model.update import merged_metrics
-from trainer.model.value_update import compute_values, value_step
+from trainer.model.optimizer import gather_weights
+from trainer.model.value_update import loss_of_values
 from trainer.objective.aggregation import token_weights
-from trainer.objective.build_objective import build_objective
+from trainer.objective.objective import Objective
 from trainer.objective.returns import gae, token_rewards
 
 
 class Critic(Learner):
     """Every rank builds one and makes the same calls; rank 0 gives the groups, the others None."""
 
-    @classmethod
-    def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> "Critic":
-        """Join the other ranks, build the model with the weights of `model_dir` and a value head, and the optimizer.
+    role = "value"
 
-        Raises ConfigError when the algorithm has no critic, and as Policy.build. `close` undoes it all.
-        """
-        objective = build_objective(config, base)
+    @staticmethod
+    def checked(config: RunConfig, objective: Objective) -> RunConfig:
+        """With the critic's learning rate. Raises ConfigError when the algorithm has no critic, and as check_config."""
         settings = settings_of(objective.algorithm)
         check_config(config)
-        config = replace(config, optimizer=replace(config.optimizer, lr=settings.critic_lr or config.optimizer.lr))
-        with cpu_compat.library_warnings_ignored():
-            parallel.start(config, shared_settings(config, base, Path(model_dir)))
-            try:
-                model = build_model(config, model_dir, role="value")
-                return cls(config, model, build_optimizer(config, model), objective)
-            except BaseException:
-                parallel.stop()
-                raise
+        return replace(config, optimizer=replace(config.optimizer, lr=settings.critic_lr or config.optimizer.lr))
 
     def values(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
         """The value of what stands before each token, under the current weights, [T] f32 for each sample; 0 at each first token."""
         batch = self._shared(groups, None)
-        return np.split(compute_values(self.model, batch, self.config.trainer.max_tokens_per_gpu), batch.ends[:-1])
+        return np.split(self._forward(batch), batch.ends[:-1])
 
     def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
         """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps; metrics on every rank (docs/critic.md).
@@ -61,10 +45,9 @@ class Critic(Learner):
         """
         batch = self._shared(groups, None)
         batch = batch.with_columns(self._of_rank_0(lambda: {"returns": Column(self._returns(batch))}))
-        edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
-        made = [self._train_part(of_groups(batch, range(*edge))) for edge in pairwise(edges)]
+        made = [self._train_part(of_groups(batch, part)) for part in batch.cut_groups(num_steps)]
         gather_weights(self.model)
-        return merged_metrics(made) | {"lr": made[-1]["lr"]} | measures(batch)
+        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | measures(batch)
 
     def _returns(self, batch: Batch) -> np.ndarray:
         """A + V of each trained token, [N] f32: what the values should have been, from the rewards and the values as they were."""
@@ -74,17 +57,15 @@ class Critic(Learner):
 
     def _train_part(self, part: Batch) -> dict[str, float]:
         """One optimizer step on all of `part`, or none where nothing in it is trained."""
-        num_updates = self.config.rollout.num_rollout * self.config.rollout.num_steps_per_rollout
-        lr = learning_rate(self.config.optimizer, self.num_updates, num_updates=num_updates)
-        trained = float(np.count_nonzero(part["loss_mask"]))
+        lr, trained = self._learning_rate(), float(np.count_nonzero(part["loss_mask"]))
         counts = {"samples": float(part.num_samples), "tokens": float(part.num_tokens), "tokens_trained": trained}
-        found = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0, "lr": lr}
+        found = update.NO_STEP | {"lr": lr}
         if trained:
             part = part.with_columns({"loss_weight": token_weights(part, "token", 1)})
-            clip, max_tokens = settings_of(self.objective.algorithm).value_clip, self.config.trainer.max_tokens_per_gpu
-            found = value_step(self.model, self.optimizer, part, value_clip=clip, max_tokens_per_gpu=max_tokens, lr=lr)
-        self.num_updates += 1
-        self._count_nonfinite(found)
+            clip = settings_of(self.objective.algorithm).value_clip
+            measures = self._gradient(part, lambda num_tokens, num_rows: loss_of_values(part, num_tokens, num_rows, clip))
+            found = update.apply_gradient(self.optimizer, measures, lr, part.num_samples)
+        self._count_update(found)
         return counts | found
 
 

@@ -80,7 +80,7 @@ def next_groups(session: CriticSession | None, max_steps: int, stop: StopRequest
         while session and mine == NOT_YET and time.monotonic() < until:
             new = [] if stop.is_made else session.take(LOOK_S)
             mine = CriticPlan(stops=True) if stop.is_made else plan_for(session, new, max_steps)
-        plan = share_plan(mine if session else None)
+        plan = parallel.share(mine if session else None, CriticPlan)
         if plan != NOT_YET:
             return new, plan
 
@@ -91,9 +91,3 @@ def plan_for(session: CriticSession, new: list[Group], max_steps: int) -> Critic
         num_steps = min(max_steps, session.num_trainable) if session.is_full else 0
         return CriticPlan(session.has_new, bool(new), num_steps, session.is_full, session.position)
     return CriticPlan(stops=True) if session.consumer.is_finished else NOT_YET
-
-
-def share_plan(plan: CriticPlan | None) -> CriticPlan:
-    """Rank 0's plan on every rank; the others give None."""
-    payload = None if plan is None else msgspec.msgpack.encode(plan)
-    return msgspec.msgpack.decode(parallel.broadcast_bytes(payload), type=CriticPlan)

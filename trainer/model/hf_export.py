@@ -7,6 +7,7 @@ An owner is the first tensor-parallel and data-parallel rank of a pipeline stage
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -53,9 +54,8 @@ class HfExport:
         rank = dist.get_rank()
         mine = [HfTensor(name, list(whole.shape), str(whole.dtype)[len("torch.") :], rank) for name, whole in self.held_tensors()]
         self.owned: dict[str, HfTensor] = {}
-        for payload in parallel.gather_bytes(msgspec.msgpack.encode(mine)):
-            for found in msgspec.msgpack.decode(payload, type=list[HfTensor]):
-                self.owned.setdefault(found.name, found)
+        for found in chain.from_iterable(parallel.gather(mine, list[HfTensor])):
+            self.owned.setdefault(found.name, found)
         self.owners = sorted({0, *(found.rank for found in self.owned.values())})
 
     def held_tensors(self, first: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:

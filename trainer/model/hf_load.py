@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from megatron.core import parallel_state
 
@@ -42,8 +41,7 @@ def load_weights(gpt: Any, hf: HfMap, folder: str | Path, num_layers: int) -> No
     for name, whole_name in expert_names(gpt).items():
         used.update(hf.rule(whole_name).names)
         load_parameter(live[name].data, hf, whole_name, tensors, str(folder))
-    everywhere = {name for names in parallel.gather_bytes(msgspec.msgpack.encode(sorted(used))) for name in msgspec.msgpack.decode(names)}
-    check_rest(tensors.keys() - everywhere, str(folder), num_layers)
+    check_rest(tensors.keys() - set().union(*parallel.gather(used, set[str])), str(folder), num_layers)
 
 
 def expert_names(gpt: Any) -> dict[str, str]:

@@ -1,14 +1,21 @@
 """A model that learns: what the policy and the critic have in common, and what a checkpoint holds of either."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import RunConfig
+from trainer.arguments.agreement import shared_settings
 from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes, columns_of_bytes, columns_to_bytes
-from trainer.model import parallel
-from trainer.model.gpt import Model
+from trainer.compat import cpu_compat
+from trainer.model import parallel, update
+from trainer.model.gpt import Model, Role, build_model
+from trainer.model.optimizer import GradientCosine, build_optimizer, learning_rate
 from trainer.model.reference import Reference
+from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective
 
 MAX_NONFINITE = 8
@@ -18,10 +25,35 @@ MAX_NONFINITE = 8
 class Learner:
     """Every rank builds one and makes the same calls; rank 0 gives the groups, the others None."""
 
+    role: Role = "policy"
     reference: Reference | None = None
+    cosine: GradientCosine | None = None
 
-    def __init__(self, config: RunConfig, model: Model, optimizer: Any, objective: Objective) -> None:
-        self.config, self.model, self.optimizer, self.objective = config, model, optimizer, objective
+    @classmethod
+    def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> Self:
+        """Join the other ranks, build the model with the weights of `model_dir`, and the optimizer. base: the folder of the run.yaml, for
+        algorithms by path. `close` undoes it all.
+
+        Raises ConfigError or DataError with one line when the config, the layout or the model directory do not fit.
+        """
+        objective = build_objective(config, base)
+        config = cls.checked(config, objective)
+        with cpu_compat.library_warnings_ignored():
+            parallel.start(config, shared_settings(config, base, Path(model_dir)))
+            try:
+                return cls(config, build_model(config, model_dir, role=cls.role), objective)
+            except BaseException:
+                parallel.stop()
+                raise
+
+    @staticmethod
+    def checked(config: RunConfig, objective: Objective) -> RunConfig:
+        """The config that it is built with. Raises ConfigError for one that it cannot have."""
+        return config
+
+    def __init__(self, config: RunConfig, model: Model, objective: Objective) -> None:
+        self.config, self.model, self.objective = config, model, objective
+        self.optimizer = build_optimizer(config, model)
         self.num_updates = 0
         """Steps of the learning-rate schedule done so far."""
         self.num_nonfinite = 0
@@ -31,7 +63,21 @@ class Learner:
         """Leave the other ranks."""
         parallel.stop()
 
-    def _count_nonfinite(self, metrics: dict[str, float]) -> None:
+    def _learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        rollout = self.config.rollout
+        return learning_rate(self.config.optimizer, self.num_updates, num_updates=rollout.num_rollout * rollout.num_steps_per_rollout)
+
+    def _gradient(self, part: Batch, loss_of_rows: Callable[[int, int], Any]) -> dict[str, float]:
+        return update.compute_gradient(self.model, self.optimizer, part, self.config.trainer.max_tokens_per_gpu, loss_of_rows)
+
+    def _forward(self, batch: Batch) -> np.ndarray:
+        """Logprobs or values, [N]."""
+        return update.forward_pass(self.model, batch, self.config.trainer.max_tokens_per_gpu)
+
+    def _count_update(self, metrics: dict[str, float]) -> None:
+        """An optimizer step was made, or skipped. Raises SlimebusError `nonfinite` when too many were skipped."""
+        self.num_updates += 1
         self.num_nonfinite = self.num_nonfinite + 1 if metrics["nonfinite"] else 0 if metrics["updated"] else self.num_nonfinite
         limit = 1 if self.config.trainer.on_nonfinite == "stop" else MAX_NONFINITE
         if self.num_nonfinite >= limit:

@@ -4,11 +4,12 @@ The same code runs as one of several ranks (the environment says who is who) and
 gloo where there is no CUDA, NCCL where there is. This and all else that imports megatron comes after cpu_compat.import_megatron.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -22,6 +23,8 @@ from trainer.compat.gloo_device import shared_gloo_device
 
 # a rank that has died is noticed after this long
 COLLECTIVE_TIMEOUT_S = 1800
+
+Value = TypeVar("Value")
 
 
 def start(config: RunConfig, settings: Mapping[str, str]) -> None:
@@ -63,8 +66,7 @@ def start(config: RunConfig, settings: Mapping[str, str]) -> None:
 
 def _check_agreement(settings: Mapping[str, str]) -> None:
     """Whoever started the ranks: torchrun and Slurm compare nothing."""
-    said = [json.loads(of_rank) for of_rank in gather_bytes(json.dumps(dict(settings)).encode())] if has_others() else []
-    if differing := disagreements(said, "rank"):
+    if differing := disagreements(gather(dict(settings), dict[str, str]) if has_others() else [], "rank"):
         dist.destroy_process_group()
         raise ConfigError(refusal(differing, "rank"))
 
@@ -92,13 +94,24 @@ def rank() -> int:
 
 
 def broadcast_bytes(payload: bytes | None) -> bytes:
-    """Rank 0's payload on every rank; the others give None."""
+    """Rank 0's payload on every rank; what the others give does not count."""
     size = torch.tensor([len(payload or b"")], device=device())
     dist.broadcast(size, 0)
-    body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
-    body = body.to(device())
+    body = torch.empty(int(size), dtype=torch.uint8, device=device())
+    if payload and is_main_rank():
+        body = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device())
     dist.broadcast(body, 0)
     return body.cpu().numpy().tobytes()
+
+
+def share(value: Value | None, form: Any) -> Value:
+    """Rank 0's value on every rank; what the others give does not count. form: its type."""
+    return msgspec.msgpack.decode(broadcast_bytes(None if value is None else msgspec.msgpack.encode(value)), type=form)
+
+
+def gather(value: Value, form: Any) -> list[Value]:
+    """Every rank's value, in rank order, on each rank. form: its type."""
+    return [msgspec.msgpack.decode(payload, type=form) for payload in gather_bytes(msgspec.msgpack.encode(value))]
 
 
 def gather_bytes(payload: bytes) -> list[bytes]:

@@ -1,56 +1,33 @@
 """The model being trained, as the loop sees it: train, log-probabilities, weights by Hugging Face name."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from slimebus.cli.config import RunConfig
-from trainer.arguments.agreement import shared_settings
 from trainer.batches.batch import Batch, Group
-from trainer.compat import cpu_compat
 from trainer.model import parallel, update
-from trainer.model.gpt import Model, build_model
+from trainer.model.gpt import Model
 from trainer.model.hf_export import HfExport
 from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
 from trainer.model.learner import Learner
-from trainer.model.optimizer import GradientCosine, build_optimizer, gather_weights, learning_rate
+from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference
-from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective
 
 
 class Policy(Learner):
     """The policy. Every rank builds one and makes the same calls; rank 0 gives the batch, the others None."""
 
-    def __init__(self, config: RunConfig, model: Model, optimizer: Any, reference: Reference | None, objective: Objective) -> None:
-        super().__init__(config, model, optimizer, objective)
+    def __init__(self, config: RunConfig, model: Model, objective: Objective) -> None:
+        """The reference, for a KL term, has these weights also in a run that is resumed, unless it was refreshed."""
+        reference = Reference(model) if objective.needs_pass("reference_logprobs") else None
+        super().__init__(config, model, objective)
         self.reference = reference
         self.cosine = GradientCosine() if config.trainer.mismatch_interval else None
-
-    @classmethod
-    def build(cls, config: RunConfig, model_dir: str, base: Path | None = None) -> "Policy":
-        """Join the other ranks, build the model with the weights of `model_dir`, the optimizer, and for a KL term the frozen reference.
-        base: the folder of the run.yaml, for algorithms by path.
-
-        The reference has those weights also in a run that is resumed, unless it was refreshed. `close` undoes it all.
-
-        Raises ConfigError or DataError with one line when the config, the layout or the model directory do not fit.
-        """
-        objective = build_objective(config, base)
-        with cpu_compat.library_warnings_ignored():
-            parallel.start(config, shared_settings(config, base, Path(model_dir)))
-            try:
-                model = build_model(config, model_dir)
-                reference = Reference(model) if objective.needs_pass("reference_logprobs") else None
-                return cls(config, model, build_optimizer(config, model), reference, objective)
-            except BaseException:
-                parallel.stop()
-                raise
 
     def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None) -> dict[str, float]:
         """Train on a batch of groups, in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on every rank
@@ -63,11 +40,10 @@ class Policy(Learner):
         """
         batch = self._add_logprob_columns(self._shared(groups, version), num_steps)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
-        edges = [batch.num_groups * i // num_steps for i in range(num_steps + 1)]
         trained, made, new_logprobs = [], [], []
-        for i, edge in enumerate(pairwise(edges)):
-            samples, counts = update.choose_samples(batch, range(*edge), self.objective)
-            metrics, logprobs = self._train_part(batch.select(samples), is_first=i == 0)
+        for groups_of_step in batch.cut_groups(num_steps):
+            samples, counts = update.choose_samples(batch, groups_of_step, self.objective)
+            metrics, logprobs = self._train_part(batch.select(samples), is_first=not made)
             trained.append(samples)
             made.append(counts | metrics)
             new_logprobs.append(logprobs)
@@ -89,33 +65,40 @@ class Policy(Learner):
         objective, columns = self.objective, dict[str, np.ndarray]()
         if self.reference is not None:
             with self.reference.swapped_in():
-                columns["reference_logprobs"] = self._logprobs(batch)
+                columns["reference_logprobs"] = self._forward(batch)
         wanted = {name for name in ("old_logprobs", "current_logprobs") if objective.needs_pass(name)}
         if objective.keeps_old and "old_logprobs" not in objective.fields and (num_steps > 1 or wanted):
             wanted.add("old_logprobs")  # with one step, and nothing that reads them before, they are those of the training pass
         if wanted:
-            columns |= dict.fromkeys(wanted, self._logprobs(batch))
+            columns |= dict.fromkeys(wanted, self._forward(batch))
         return batch.with_columns(columns)
 
     def _train_part(self, part: Batch, *, is_first: bool) -> tuple[dict[str, float], np.ndarray]:
         """One optimizer step on all of `part`, or none where nothing in it has a gradient; metrics, and new_logprobs of its tokens, [N]."""
-        num_rollout, num_steps = self.config.rollout.num_rollout, self.config.rollout.num_steps_per_rollout
-        lr = learning_rate(self.config.optimizer, self.num_updates, num_updates=num_rollout * num_steps)
-        metrics, logprobs = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}, np.zeros(0, np.float32)
+        lr = self._learning_rate()
+        metrics, logprobs = {"lr": lr} | update.NO_STEP, np.zeros(0, np.float32)
         if part.num_samples:
             if not is_first and self.objective.needs_pass("current_logprobs"):
-                part = part.with_columns({"current_logprobs": self._logprobs(part)})
+                part = part.with_columns({"current_logprobs": self._forward(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
-            max_tokens = self.config.trainer.max_tokens_per_gpu
-            metrics, logprobs = update.train_step(self.model, self.optimizer, part, self.objective, max_tokens, lr, self.cosine)
-        self.num_updates += 1
-        self._count_nonfinite(metrics)
-        return {"lr": lr} | metrics, logprobs
+            metrics, logprobs = self._step(part, lr)
+        self._count_update(metrics)
+        return metrics, logprobs
+
+    def _step(self, part: Batch, lr: float) -> tuple[dict[str, float], np.ndarray]:
+        """One optimizer step at this learning rate times the plug-ins' factors; metrics and new_logprobs, 0 where the mask is 0."""
+        objective, values = self.objective, update.TokenValues(part.num_tokens)
+        measures = self._gradient(part, lambda num_tokens, num_rows: update.loss_of_row(part, num_tokens, num_rows, objective, values))
+        new_logprobs = values.of_all_ranks()
+        objective.check_weights(measures)
+        if objective.changes_learning_rate and math.isfinite(measures["loss"]):
+            lr *= parallel.share(objective.learning_rate_factor(part, new_logprobs) if parallel.is_main_rank() else None, float)
+        return update.apply_gradient(self.optimizer, measures, lr, part.num_samples, self.cosine), new_logprobs
 
     def logprobs(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
         batch = self._shared(groups, None)
-        return np.split(self._logprobs(batch), batch.ends[:-1])
+        return np.split(self._forward(batch), batch.ends[:-1])
 
     @cached_property
     def export(self) -> HfExport:
@@ -131,6 +114,3 @@ class Policy(Learner):
             write_folder(folder, plan, tensors, source=self.model.folder, dtype=dtype, shard_bytes=SHARD_BYTES)
         else:
             deque(tensors, maxlen=0)
-
-    def _logprobs(self, batch: Batch) -> np.ndarray:
-        return update.compute_logprobs(self.model, batch, self.config.trainer.max_tokens_per_gpu)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,6 +26,8 @@ from trainer.objective.row import DeviceColumns, Row
 
 log = logging.getLogger("trainer")
 
+NO_STEP = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}
+"""The metrics of an optimizer step on nothing."""
 COUNTED = ("samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups", "updated", "nonfinite")
 
 
@@ -79,15 +80,17 @@ def is_reporting_rank() -> bool:
 
 
 @torch.no_grad()
-def compute_logprobs(model: Model, batch: Batch, max_tokens_per_gpu: int) -> np.ndarray:
-    """log p(tokens[t] | tokens[:t]) of the current weights for the whole batch, [N] f32 on every rank; 0 at each first token."""
+def forward_pass(model: Model, batch: Batch, max_tokens_per_gpu: int) -> np.ndarray:
+    """log p(tokens[t] | tokens[:t]) of the current weights for the whole batch, of a value model V(tokens[:t]): the value of what stands
+    before the token; [N] f32 on every rank, 0 at each first token.
+    """
     model.module.eval()
     rows = pack(batch, np.arange(batch.num_samples), max_tokens_per_gpu, rank_layout(model))
-    collected = run_schedule(model, rows, lambda row, logprobs, entropy: logprobs, forward_only=True)
+    collected = run_schedule(model, rows, lambda row, *made: made[0], forward_only=True)
     values = TokenValues(batch.num_tokens)
     if is_reporting_rank():
-        for row, logprobs in zip(rows, collected, strict=True):
-            values.add(row, logprobs, row.is_real)
+        for row, made in zip(rows, collected, strict=True):
+            values.add(row, made, row.is_real)
     return values.of_all_ranks()
 
 
@@ -126,44 +129,34 @@ def choose_samples(batch: Batch, groups: range, objective: Objective) -> tuple[n
     return np.flatnonzero(kept), {name: float(count) for name, count in counts.items()}
 
 
-def train_step(
-    model: Model,
-    optimizer: Any,
-    part: Batch,
-    objective: Objective,
-    max_tokens_per_gpu: int,
-    lr: float,
-    cosine: GradientCosine | None = None,
-) -> tuple[dict[str, float], np.ndarray]:
-    """One optimizer step on all of `part`, which has its column `loss_weight`, at this learning rate times the plug-ins' factors; metrics,
-    and new_logprobs, [N] f32, 0 where the mask is 0; both the same on every rank.
+def compute_gradient(
+    model: Model, optimizer: Any, part: Batch, max_tokens_per_gpu: int, loss_of_rows: Callable[[int, int], Any]
+) -> dict[str, float]:
+    """The gradient of the loss over all of `part`, which has its column `loss_weight`; the metrics of the rows, the same on every rank.
 
-    Where the loss or the gradient is not finite no step is made: `updated` is 0, `nonfinite` 1; metrics that are not finite are left out.
+    loss_of_rows: from the number of trained tokens and that of rows to what `run_schedule` is given.
     """
     num_tokens = int(np.count_nonzero(part["loss_mask"]))
     clear_gradients(model, optimizer)
     model.module.train()
     rows = pack(part, np.arange(part.num_samples), max_tokens_per_gpu, rank_layout(model))
-    values = TokenValues(part.num_tokens)
-    reports = run_schedule(model, rows, loss_of_row(part, num_tokens, len(rows), objective, values), forward_only=False)
-    measures, new_logprobs = mean_report(reports, num_tokens), values.of_all_ranks()
-    objective.check_weights(measures)
-    if objective.changes_learning_rate and math.isfinite(measures["loss"]):
-        lr *= of_rank_0(lambda: objective.learning_rate_factor(part, new_logprobs))
+    return mean_report(run_schedule(model, rows, loss_of_rows(num_tokens, len(rows)), forward_only=False), num_tokens)
+
+
+def apply_gradient(
+    optimizer: Any, measures: dict[str, float], lr: float, num_samples: int, cosine: GradientCosine | None = None
+) -> dict[str, float]:
+    """One optimizer step at this learning rate; the metrics, the same on every rank.
+
+    Where the loss or the gradient is not finite no step is made: `updated` is 0, `nonfinite` 1; metrics that are not finite are left out.
+    """
     set_learning_rate(optimizer, lr)
     updated, grad_norm = step_if_finite(optimizer, measures["loss"], cosine)
     measures |= {"grad_norm": grad_norm, "lr": lr}
     if updated:
-        return measures | (cosine.metrics if cosine else {}) | {"updated": 1.0, "nonfinite": 0.0}, new_logprobs
-    log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, part.num_samples)
-    return {name: value for name, value in measures.items() if math.isfinite(value)} | {"updated": 0.0, "nonfinite": 1.0}, new_logprobs
-
-
-def of_rank_0(compute: Callable[[], float]) -> float:
-    """What rank 0 computes, on every rank."""
-    if not parallel.has_others():
-        return compute()
-    return float(msgspec.msgpack.decode(parallel.broadcast_bytes(msgspec.msgpack.encode(compute()) if parallel.is_main_rank() else None)))
+        return measures | (cosine.metrics if cosine else {}) | {"updated": 1.0, "nonfinite": 0.0}
+    log.warning("no optimizer step: loss %s, gradient norm %s over %d samples", measures["loss"], grad_norm, num_samples)
+    return {name: value for name, value in measures.items() if math.isfinite(value)} | {"updated": 0.0, "nonfinite": 1.0}
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -180,13 +173,17 @@ def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
+def loss_scale(num_rows: int) -> int:
+    """The schedule divides by the number of rows and DDP by the data-parallel ranks (it undoes context parallelism itself)."""
+    return num_rows * int(parallel_state.get_data_parallel_world_size())
+
+
 def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objective, values: TokenValues) -> Any:
     """The loss function that the schedule calls for each row; it returns the scaled loss and the row's report. values: get new_logprobs."""
     columns, old = DeviceColumns(part, parallel.device()), objective.old_column(part)
     has_context = parallel_state.get_context_parallel_world_size() > 1
     cp_group = parallel_state.get_context_parallel_group() if has_context else None
-    # the schedule divides by the number of rows and DDP by the data-parallel ranks (it undoes context parallelism itself)
-    scale = num_rows * parallel_state.get_data_parallel_world_size()
+    scale = loss_scale(num_rows)
     names = set[str]()
 
     def reduce(micro: MicroBatch, new_logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -227,7 +224,7 @@ def mean_report(reports: Sequence[dict[str, torch.Tensor]], num_tokens: int) -> 
     if is_reporting_rank():
         names = sorted(reports[0])
         rows = torch.stack([torch.stack([report[name] for name in names]).double() for report in reports]).tolist()
-    of_ranks = [msgspec.msgpack.decode(payload) for payload in parallel.gather_bytes(msgspec.msgpack.encode((names, rows)))]
+    of_ranks = parallel.gather((names, rows), tuple[list[str], list[list[float]]])
     names = max(theirs for theirs, _ in of_ranks)  # the same on each reporting rank, none on the others
     columns = np.array([row for _, rows in of_ranks for row in rows]).T
     return {

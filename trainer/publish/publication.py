@@ -54,8 +54,8 @@ class Publication:
 
     def begin(self, version: int) -> None:
         """A new lineage, the same on all ranks, begins at `version`. Raises SlimebusError when this rank cannot serve its part."""
-        is_main, disk = parallel.is_main_rank(), self.resolved.weights_dir
-        self.lineage = parallel.broadcast_bytes(secrets.token_hex(6).encode() if is_main else None).decode()
+        disk = self.resolved.weights_dir
+        self.lineage = parallel.share(secrets.token_hex(6), str)
         owners, rank, weights = self.policy.export.owners, parallel.rank(), self.config.weights
         if rank not in owners:
             return

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
-import msgspec
 import torch
 
 from trainer.batches.step_batch import StepBatch
@@ -49,8 +47,7 @@ class Speed:
     def __init__(self, policy: Policy) -> None:
         config = policy.model.config
         mine = {local.key: local.whole for local in trained_state.weights(policy)}
-        everyone = [msgspec.json.decode(payload, type=dict[str, Any]) for payload in parallel.gather_bytes(msgspec.json.encode(mine))]
-        shapes = {key: tuple(shape) for of_rank in everyone for key, shape in of_rank.items()}
+        shapes = {key: shape for of_rank in parallel.gather(mine, dict[str, tuple[int, ...]]) for key, shape in of_rank.items()}
         share = (config.moe_router_topk / config.num_moe_experts) if config.num_moe_experts else 1.0
         is_tied = policy.model.gpt.share_embeddings_and_output_weights
         self.parameters = used_parameters(shapes, is_tied=is_tied, share_of_experts=share)

@@ -239,8 +239,8 @@ def test_several_optimizer_steps_on_a_batch_equal_as_many_batches(tied_model, bu
 
 def passes(monkeypatch):
     """The forward-only passes that a policy makes."""
-    made, compute = [], update.compute_logprobs
-    monkeypatch.setattr(update, "compute_logprobs", lambda *args: made.append(args) or compute(*args))
+    made, compute = [], update.forward_pass
+    monkeypatch.setattr(update, "forward_pass", lambda *args: made.append(args) or compute(*args))
     return made
 
 
@@ -339,8 +339,8 @@ def test_recomputed_old_logprobs_start_at_ratio_one(tied_model, build_policy, ma
 
 def test_a_kl_term_keeps_the_groups_without_variance(tied_model, build_policy, make_batch, monkeypatch):
     policy = build_policy(tied_model, algorithm=AlgorithmConfig(kl_loss_coef=0.1))
-    compute = update.compute_logprobs
-    monkeypatch.setattr(update, "compute_logprobs", lambda *args: compute(*args) - 0.5)
+    compute = update.forward_pass
+    monkeypatch.setattr(update, "forward_pass", lambda *args: compute(*args) - 0.5)
     metrics = policy.train(with_reward(make_batch(), 1.0))
     assert metrics["updated"] == 1
     assert metrics["kl_loss"] == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
