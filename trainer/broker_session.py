@@ -14,12 +14,12 @@ from slimebus.cli.config.saved import without_secrets
 from slimebus.cli.exporter import MetricsServer
 from slimebus.cli.metrics import MetricsWriter
 from slimebus.client import connect
+from trainer.batches.step_batch import StepBatch
+from trainer.checkpoint.manifest import Progress
 from trainer.watch.tracker import Tracker
 
 if TYPE_CHECKING:
     from trainer.batches.batch_client import BatchClient
-    from trainer.batches.step_batch import StepBatch
-    from trainer.checkpoint.manifest import Progress
     from trainer.publish.publication import Publication
 
 log = logging.getLogger("trainer")
@@ -57,7 +57,7 @@ class BrokerSession:
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
         self.exporter = MetricsServer(resolved, "trainer", "trainer", lambda: self._metrics)
 
-    def begin(self, start: "Progress", publication: "Publication", vocab_size: int) -> None:
+    def begin(self, start: Progress, publication: "Publication", vocab_size: int) -> None:
         """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained.
 
         Raises Fenced when another trainer has taken this one's place meanwhile.
@@ -76,7 +76,7 @@ class BrokerSession:
         self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)
         log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
 
-    def take(self, step: int, wait_s: float) -> "StepBatch | None":
+    def take(self, step: int, wait_s: float) -> StepBatch | None:
         """The batch of `step`, or None when it is not here after wait_s seconds. Raises Fenced when another trainer took over.
 
         It is on record (metrics/batches.jsonl) before it is trained: of rows with one step, the last is what the weights learned from.
@@ -89,7 +89,7 @@ class BrokerSession:
             self.batches.write(step, {"lineage": self.publication.lineage, **batch.record()})
         return batch
 
-    def commit(self, step: int, batch: "StepBatch", checkpoint: int, metrics: dict[str, float]) -> None:
+    def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
         """Tell the broker and the records that `step` is trained."""
         assert self.batch_client is not None  # begin() came first
         values = metrics | batch.metrics() | {"elapsed_s": time.monotonic() - self._started}

@@ -11,8 +11,7 @@ import time
 
 from slimebus.cli.config import RunConfig
 from slimebus.cli.spans import Spans
-from trainer.batches.source import BatchSource, EndOfBatches
-from trainer.batches.step_batch import NOT_YET, StepBatch, StepPlan
+from trainer.batches.step_batch import NOT_YET, BatchSource, EndOfBatches, StepBatch, StepPlan
 from trainer.checkpoint.schedule import CheckpointSchedule
 from trainer.mismatch import engine_mismatch
 from trainer.model import parallel

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
-from slimebus.weights.tensors import Tensor
+from slimebus.weights.tensors import Tensor, tensor_bytes
 from trainer.batches.batch import Group
 from trainer.model import parallel
 from trainer.model.gpt import Model
@@ -99,15 +99,9 @@ def shared_tensors(model: Model, mine: Mapping[str, Tensor] | None) -> dict[str,
     kept = {}
     for rank, theirs in enumerate(of_ranks):
         for name, dtype, shape in theirs:
-            form = Tensor(dtype, shape, np.zeros(0, np.uint8))
-            payload = mine[name].buffer if mine and rank == parallel.rank() else np.empty(num_bytes(form), np.uint8)
+            payload = mine[name].buffer if mine and rank == parallel.rank() else np.empty(tensor_bytes(name, dtype, shape), np.uint8)
             moved = torch.from_numpy(payload).to(parallel.device())
             dist.broadcast(moved, rank)
             if name in wanted:
-                kept[name] = form._replace(buffer=moved.cpu().numpy())
+                kept[name] = Tensor(dtype, shape, moved.cpu().numpy())
     return kept
-
-
-def num_bytes(form: Tensor) -> int:
-    """The size of a tensor of this form."""
-    return int(np.prod(form.shape)) * getattr(torch, form.dtype).itemsize

@@ -18,9 +18,8 @@ from slimebus.cli.config.load import raise_all
 from slimebus.cli.engine_plan import visible
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
-from trainer.arguments.agreement import shared_settings
-from trainer.arguments.checks import megatron_problems, model_problems
-from trainer.arguments.layout import check_layout
+from trainer.arguments.agreement import note_settings, shared_settings
+from trainer.arguments.checks import check_layout, megatron_problems, model_problems
 from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
 from trainer.compat.cpu_compat import import_megatron
@@ -29,7 +28,6 @@ from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
 from trainer.model.determinism import make_deterministic
 from trainer.model.megatron_fields import refusals_in_one_line
 from trainer.replay import NoPublication, ReplaySource, ReplayStart
-from trainer.settings_record import note_settings
 from trainer.stop_request import StopRequest
 
 log = logging.getLogger("trainer")

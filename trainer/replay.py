@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.exported_groups import BATCHES_FILE, GROUPS_FILE, folders_of, read_groups, read_lines
@@ -20,13 +19,15 @@ from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import Resolved
 from slimebus.cli.metrics import MetricsWriter
+from slimebus.weights.codec.rounding import host_bytes
 from slimebus.weights.tensors import hash_bytes
-from trainer.batches.source import EndOfBatches
+from trainer.batches.batch import Group
+from trainer.batches.flatten import check_sample, is_failed
+from trainer.batches.step_batch import EndOfBatches, StepBatch
 from trainer.checkpoint.folder import complete_checkpoints, step_of
 from trainer.checkpoint.manifest import Progress
 
 if TYPE_CHECKING:
-    from trainer.batches.step_batch import StepBatch
     from trainer.model.policy import Policy
 
 log = logging.getLogger("trainer")
@@ -88,11 +89,8 @@ class ReplaySource:
         what = f"{steps} of {self.folder}"
         log.info("replays %s, metrics in %s", what, self.metrics)
 
-    def take(self, step: int, wait_s: float) -> "StepBatch":
+    def take(self, step: int, wait_s: float) -> StepBatch:
         """The batch of `step`. Raises EndOfBatches after the last one, DataError when its groups cannot be trained."""
-        from trainer.batches.batch import Group
-        from trainer.batches.step_batch import StepBatch
-
         if step not in self.rows:
             raise EndOfBatches
         row, following = self.rows[step], self.rows.get(step + 1)
@@ -101,8 +99,6 @@ class ReplaySource:
         return StepBatch(step, row.version, row.version if following is None else following.version, groups, lags)
 
     def _samples(self, name: str) -> list[Sample]:
-        from trainer.batches.flatten import check_sample, is_failed
-
         folder, row = self.groups[name]
         samples = row.samples(folder)
         kept = [sample for sample in samples if not is_failed(sample)]
@@ -115,7 +111,7 @@ class ReplaySource:
         oldest = oldest_version(sample.versions, sample.loss_mask)
         return 0 if oldest == NO_VERSION else version - oldest
 
-    def commit(self, step: int, batch: "StepBatch", checkpoint: int, metrics: dict[str, float]) -> None:
+    def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
         """Record the step, with all digits: two replays can be compared."""
         values = metrics | batch.metrics()
         self.writer.write(step, values)
@@ -193,15 +189,9 @@ class ReplayStart:
 
     def close(self, policy: "Policy") -> None:
         """Name the weights that came out: two replays of the same batches print the same."""
-        hashes = {name: hash_bytes(_bytes(tensor)) for name, tensor in policy.export.tensors()}
+        hashes = {name: hash_bytes(host_bytes(tensor)) for name, tensor in policy.export.tensors()}
         text = "".join(f"{name} {hashed}\n" for name, hashed in sorted(hashes.items()))
         log.info("replayed to step %d; BLAKE3 of the weights: %s", self._next_step - 1, hash_bytes(text.encode()))
-
-
-def _bytes(tensor: Any) -> np.ndarray:
-    import torch
-
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def keep_as_older(file: Path) -> None:

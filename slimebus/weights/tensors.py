@@ -1,5 +1,6 @@
 """Tensors as bytes, one verified version of them, and the hashes that say so."""
 
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,7 @@ SAFETENSORS_CODES = {
     name: name.upper().replace("LOAT", "").replace("UINT", "U").replace("INT", "I").removesuffix("FN") for name in DTYPE_BYTES
 }
 """What safetensors calls it: BF16, F8_E4M3, F32, U8, I64, BOOL."""
+SAFETENSORS_DTYPES = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
 STEPPED_DTYPES = frozenset({"bfloat16", "float16"})
 """The dtypes whose changes travel as steps; all others travel whole."""
 
@@ -107,6 +109,24 @@ def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
         text = f"{list(shape[:8])}{', ...' if len(shape) > 8 else ''}"
         raise FatalWeightsError(f"tensor {name!r} has shape {text}; expected at most {MAX_DIMENSIONS} sizes from 0 to 2^62")
     return math.prod(shape) * DTYPE_BYTES[dtype]
+
+
+def safetensors_header(forms: Iterable[tuple[str, str, tuple[int, ...]]], alignment: int = 8) -> bytes:
+    """All that stands in a safetensors file before these tensors, (name, dtype, shape), which follow in this order without gaps.
+
+    0          8                              a multiple of `alignment`
+    +----------+------------------------------+-----------------
+    | N, u64   | N bytes: JSON, then spaces   | tensors
+    +----------+------------------------------+-----------------
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in forms:
+        start, end = end, end + tensor_bytes(name, dtype, shape)
+        header[name] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
 
 
 def as_tensor(name: str, value: TensorLike) -> Tensor:

@@ -1,13 +1,11 @@
 """CISPO: the importance weight is clipped, and no token loses its gradient. MiniMax, "MiniMax-M1" (2025), eq. 4 and 5."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from slimebus.cli.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
-from trainer.objective.group_rewards import group_normalised, group_of_one, rewards_with_kl
+from trainer.objective.group_rewards import group_normalised, rewards_with_kl
 from trainer.objective.plugin import PolicyGradient, TokenLoss
 from trainer.objective.row import Row
 
@@ -20,6 +18,7 @@ class Cispo(PolicyGradient):
     """
 
     needs_ratio = True
+    compares_groups = True
 
     class Settings(PolicyGradient.Settings, frozen=True):
         """Of the weight and the advantages."""
@@ -32,10 +31,6 @@ class Cispo(PolicyGradient):
         """[switch] Divide a group's advantages by its standard deviation."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from group_of_one(self.config)
 
     def advantages(self, batch: Batch) -> np.ndarray:
         rewards = rewards_with_kl(batch, self.config.algorithm)

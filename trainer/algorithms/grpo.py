@@ -1,17 +1,17 @@
 """GRPO: a reward against its group. Shao et al., "DeepSeekMath" (2024), section 4.1.2."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from slimebus.cli.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
-from trainer.objective.group_rewards import group_normalised, group_of_one, rewards_with_kl
+from trainer.objective.group_rewards import group_normalised, rewards_with_kl
 
 
 class Grpo(ClippedPolicyGradient):
     """The clipped loss with A = (r - mean) / (std + 1e-4) over the group, the same for all tokens of a sample."""
+
+    compares_groups = True
 
     class Settings(ClippedPolicyGradient.Settings, frozen=True):
         """Of the clip and the advantages."""
@@ -22,10 +22,6 @@ class Grpo(ClippedPolicyGradient):
         """[switch] Divide a group's advantages by its standard deviation."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from group_of_one(self.config)
 
     def rewards(self, batch: Batch) -> np.ndarray:
         """[S] f64: what is compared within the group."""

@@ -9,7 +9,7 @@ import numpy as np
 from slimebus.cli.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
-from trainer.objective.group_rewards import group_normalised, group_of_one
+from trainer.objective.group_rewards import group_normalised
 from trainer.objective.plugin import TokenLoss
 from trainer.objective.row import Row
 
@@ -31,13 +31,15 @@ class OnPolicyDistillation(ClippedPolicyGradient):
 
     settings: Settings
 
+    @property
+    def compares_groups(self) -> bool:  # type: ignore[override]
+        return bool(self.settings.opd_reward_coef)
+
     def needs(self) -> set[str]:
         return {"teacher_logprobs"} | (set() if self.config.algorithm.use_rollout_logprobs else {"old_logprobs"})
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.settings.opd_reward_coef:
-            yield from group_of_one(self.config)
         if self.config.algorithm.kl_coef:
             yield "algorithm.kl_coef: on_policy_distillation has its own KL, to the teacher (opd_kl_coef); use kl_loss_coef for a reference"
 

@@ -1,12 +1,10 @@
 """REINFORCE++ with the group's mean as baseline. Hu et al., "REINFORCE++" (2025)."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
-from trainer.objective.group_rewards import group_of_one, grpo_advantages, per_group, token_kl
+from trainer.objective.group_rewards import group_normalised, token_kl
 from trainer.objective.returns import whitened
 
 
@@ -17,10 +15,8 @@ class ReinforcePlusPlusBaseline(ClippedPolicyGradient):
     with kl_loss_type k2.
     """
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from group_of_one(self.config)
+    compares_groups = True
 
     def advantages(self, batch: Batch) -> np.ndarray:
-        centred = per_group(batch, batch["reward"], lambda rewards, shares: grpo_advantages(rewards, shares, std_normalization=False))
+        centred = group_normalised(batch, batch["reward"], std_normalization=False)
         return whitened(batch, centred - token_kl(batch, self.config.algorithm))

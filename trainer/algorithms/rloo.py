@@ -1,12 +1,10 @@
 """RLOO: a reward against the others of its group. Ahmadian et al., "Back to Basics" (2024); Kool et al. (2019)."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
-from trainer.objective.group_rewards import group_of_one, rewards_with_kl
+from trainer.objective.group_rewards import rewards_with_kl
 
 
 class Rloo(ClippedPolicyGradient):
@@ -17,10 +15,7 @@ class Rloo(ClippedPolicyGradient):
     """
 
     aggregation = "constant"
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from group_of_one(self.config)
+    compares_groups = True
 
     def advantages(self, batch: Batch) -> np.ndarray:
         rewards, edges = rewards_with_kl(batch, self.config.algorithm), np.flatnonzero(np.diff(batch.group_of)) + 1

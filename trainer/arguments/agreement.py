@@ -1,5 +1,10 @@
-"""The settings that all ranks of a trainer must share: each node and each rank tells its own, and a difference is refused."""
+"""The settings that all ranks of a trainer must share: each node and each rank tells its own, and a difference is refused.
 
+What a run was last trained with is in RUN_DIR/trainer-settings.json: a resumed trainer logs what has changed since.
+"""
+
+import contextlib
+import logging
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,9 +13,13 @@ from typing import Any
 import msgspec
 import xxhash
 
+from slimebus.atomic_file import replacing
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.agreement import folder_hash, shortened
 
+log = logging.getLogger("trainer")
+
+FILE = "trainer-settings.json"
 SECTIONS = ("algorithm", "optimizer", "trainer", "megatron")
 MAY_DIFFER = ("trainer.nproc_per_node", "trainer.train_threads", "trainer.save_hf", "trainer.tensorboard", "trainer.dump_samples")
 """Of these sections: each node's own. Launchers compare the number of ranks themselves."""
@@ -81,3 +90,18 @@ def _disagreements(name: str, values: Sequence[str], what: str) -> Iterable[str]
 def refusal(differing: Sequence[str], what: str) -> str:
     """The error of all of them."""
     return f"{'; '.join(differing)}; start every {what} with the same settings"
+
+
+def note_settings(run_dir: Path, settings: Mapping[str, str], *, is_resumed: bool) -> None:
+    """Log a line for each setting that differs from those recorded, where the run goes on from a checkpoint; record these."""
+    before: dict[str, str] = {}
+    with contextlib.suppress(OSError, msgspec.DecodeError):  # a run from before there was a record
+        before = msgspec.json.decode((run_dir / FILE).read_bytes(), type=dict[str, str])
+    if is_resumed and before:
+        for name in sorted(before.keys() | settings.keys()):
+            old, new = before.get(name, UNSET), settings.get(name, UNSET)
+            if old != new:
+                log.warning("changed since the run was last started: %s: %s -> %s", name, old, new)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with replacing(run_dir / FILE) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(dict(settings)), indent=2))

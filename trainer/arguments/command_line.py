@@ -16,8 +16,7 @@ from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
 from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, fields_of_other_sections
 from trainer.arguments.options import MODEL_OPTIONS, fixed_value, names, shown
-from trainer.arguments.other_names import OTHER_NAMES
-from trainer.arguments.spellings import AS_GIVEN, INSTEAD, kind_of, spellings
+from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OTHER_NAMES, kind_of, spellings
 from trainer.objective.plugin_settings import known_settings, settings_of_file
 
 PLUGIN_FILE = re.compile(r"([\w./-]+\.py):\w+")

@@ -1,4 +1,4 @@
-"""Megatron-LM's own spellings of options: the field each one means, or what decides instead."""
+"""Megatron-LM's own spellings of options: the field each one means, or what decides instead; and the names that others have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +73,34 @@ INSTEAD: Mapping[str, str] = {
     "use_dynamic_batch_size": "rows are always packed up to trainer.max_tokens_per_gpu tokens",
 }
 """Options of Megatron-LM (and of slime) that are no field of megatron-core, and what does it here."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    "adv-estimator": "--advantage-estimator",
+    "clip-ratio": "--eps-clip",
+    "clip-ratio-high": "--eps-clip-high",
+    "clip-ratio-low": "--eps-clip",
+    "entropy-coeff": "--entropy-coef",
+    "grad-clip": "--clip-grad",
+    "lam": "--lambd",
+    "learning-rate": "--lr",
+    "loss-agg-mode": "--loss-aggregation",
+    "max-response-length": "--rollout-max-response-len",
+    "max-steps": "--num-rollout",
+    "num-generations": "--n-samples-per-prompt",
+    "ppo-epochs": "--num-steps-per-rollout",
+    "ppo-max-token-len-per-gpu": "--max-tokens-per-gpu",
+    "save-freq": "--save-interval",
+    "temperature": "--rollout-temperature",
+    "test-freq": "--eval-interval",
+    "total-epochs": "--num-epoch",
+    "train-batch-size": "--rollout-batch-size",
+    "use-kl-loss": "--kl-loss-coef",
+    "use-opd": "--advantage-estimator on_policy_distillation",
+    "use-opsm": "--corrections opsm",
+    "use-tis": "--corrections tis",
+    "warmup-steps": "--lr-warmup-iters",
+}
+"""Flags of slime, verl and TRL without dashes -> what to write here; docs/algorithms.md has the same table."""
 
 
 @cache

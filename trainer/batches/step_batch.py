@@ -1,7 +1,9 @@
-"""The batch of one training step, and what every rank must know of it before it is trained."""
+"""The batch of one training step, what every rank must know of it before it is trained, and where batches come from: the bus
+(trainer/broker_session.py), a folder (trainer/replay.py), or a test.
+"""
 
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import Group
+from trainer.checkpoint.manifest import Progress
 
 ZERO_VARIANCE = "zero_variance"
 NUM_QUANTILES = 21
@@ -75,3 +78,23 @@ class StepBatch(msgspec.Struct):
             "num_tokens": float(sum(len(sample.tokens) for sample in self.samples)),
             "rejected_groups": float(self.num_rejected),
         }
+
+
+class EndOfBatches(Exception):
+    """There is no batch of this step and there will be none: the loop stops before it."""
+
+
+class BatchSource(Protocol):
+    """What the loop asks of it, on rank 0 alone. Steps are taken in order, from where it began; each is committed when trained."""
+
+    def begin(self, start: Progress, publication: Any, vocab_size: int) -> None:
+        """Training begins where `start` ends; the versions are those of `publication`. Token ids are below vocab_size."""
+
+    def take(self, step: int, wait_s: float) -> StepBatch | None:
+        """The batch of `step`, or None when it is not here after wait_s seconds. Raises EndOfBatches."""
+
+    def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
+        """`step` is trained. checkpoint: the first step whose batch may be needed again."""
+
+    def finish(self) -> None:
+        """All steps are trained."""

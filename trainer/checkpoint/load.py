@@ -20,7 +20,7 @@ from trainer.checkpoint import trained_state
 from trainer.checkpoint.boxes import overlap, slices_in
 from trainer.checkpoint.folder import latest_name, loadable_checkpoints, name_of, point_at, set_aside, step_of
 from trainer.checkpoint.manifest import MANIFEST, Manifest, Part, Progress, decode_manifest, read_manifest
-from trainer.checkpoint.rank_file import DTYPES, OpenFile, has_its_hash, problem_with
+from trainer.checkpoint.rank_file import OpenFile, has_its_hash, problem_with, torch_dtype
 from trainer.checkpoint.save import is_first_of_node
 from trainer.checkpoint.trained_state import LocalBox
 from trainer.model import parallel
@@ -220,7 +220,7 @@ class _Checkpoint:
         if dist.get_rank() == source:
             tensor = self._read(number, part).to(parallel.device())
         else:
-            tensor = torch.empty(part.shape, dtype=DTYPES[part.dtype], device=parallel.device())
+            tensor = torch.empty(part.shape, dtype=torch_dtype(part), device=parallel.device())
         dist.broadcast(tensor, source)
         return tensor
 

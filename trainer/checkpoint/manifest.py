@@ -1,6 +1,5 @@
 """state.json: how far a checkpoint is, who wrote it, and every file of it with its hash and the parts in it."""
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -76,18 +75,10 @@ def decode_manifest(payload: bytes) -> Manifest:
     try:
         found = msgspec.json.decode(payload, type=Manifest)
     except msgspec.DecodeError:
-        raise DataError(_why_not(payload)) from None
-    if found.encode() != payload:
+        found = None
+    if found is None or found.encode() != payload:
         raise DataError(f"{MANIFEST} is not what was written")
     return found
-
-
-def _why_not(payload: bytes) -> str:
-    try:
-        is_older = "num_updates" in json.loads(payload)
-    except ValueError:
-        is_older = False
-    return "an older release wrote it in another format" if is_older else f"{MANIFEST} is not what was written"
 
 
 def read_manifest(checkpoint: Path) -> bytes:

@@ -1,11 +1,9 @@
 """A-3PO: "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation" (arXiv 2512.06547)."""
 
-from collections.abc import Iterator
-
 import torch
 
 from slimebus.cli.config.schema import NonNegative
-from trainer.objective.importance import against_old, kept_within
+from trainer.objective.importance import kept_within
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -21,6 +19,7 @@ class A3po(Correction):
     """
 
     replaces_old = True
+    needs_sampler_as_old = False
 
     class Settings(Correction.Settings, frozen=True):
         """Of the weight."""
@@ -29,9 +28,6 @@ class A3po(Correction):
         """[ratio] Largest weight that is kept."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from against_old(self.config, "a3po")
 
     def old_logprobs(self, row: Row) -> torch.Tensor:
         a = 1 - 1 / row["lag"].clamp_min(1)

@@ -2,10 +2,8 @@
 "AReaL" (arXiv 2505.24298), eq. 5.
 """
 
-from collections.abc import Iterator
-
 from slimebus.cli.config.schema import NonNegative
-from trainer.objective.importance import against_old, kept_within
+from trainer.objective.importance import kept_within
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -20,6 +18,8 @@ class Decoupled(Correction):
     leaves w out unless its rejection sampling is configured; here it is always applied. With one optimizer step on a batch r is 1.
     """
 
+    needs_sampler_as_old = False
+
     class Settings(Correction.Settings, frozen=True):
         """Of the weight."""
 
@@ -27,9 +27,6 @@ class Decoupled(Correction):
         """[ratio] Largest weight that is kept; AReaL's behav_imp_weight_cap."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from against_old(self.config, "decoupled")
 
     def weight(self, row: Row) -> TokenWeight:
         weight, dropped = kept_within(row, "token", 0.0, self.settings.decoupled_cap)

@@ -1,13 +1,13 @@
 """M2PO: Zheng et al., "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?" (arXiv 2510.01161)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from slimebus.cli.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
-from trainer.objective.importance import against_rollout, log_ratios, log_weight
+from trainer.objective.importance import log_ratios, log_weight
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -20,6 +20,8 @@ class M2po(Correction):
     micro-batch, clips at one bound and counts what it clipped; AReaL's `m2_threshold` compares p_old, in both directions.)
     """
 
+    needs_sampler_as_old = True
+
     class Settings(Correction.Settings, frozen=True):
         """Of the mask."""
 
@@ -27,9 +29,6 @@ class M2po(Correction):
         """[nats^2] Largest mean square of d among the active tokens that are trained."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from against_rollout(self.config, "m2po")
 
     def needs(self) -> set[str]:
         return {"current_logprobs"}

@@ -1,6 +1,5 @@
 """VCPO: Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv 2602.17616): its learning rate."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import numpy as np
@@ -9,7 +8,7 @@ from msgspec import Meta
 from slimebus.cli.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
-from trainer.objective.importance import against_rollout, effective_share, log_ratios, log_weight
+from trainer.objective.importance import effective_share, log_ratios, log_weight
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -22,6 +21,8 @@ class Vcpo(Correction):
     weighs rewards by w^2 |grad log p|^2 of each sample, is not here: it takes a backward pass and a norm over all ranks for each sample.
     """
 
+    needs_sampler_as_old = True
+
     class Settings(Correction.Settings, frozen=True):
         """Of the weight and the learning rate."""
 
@@ -31,9 +32,6 @@ class Vcpo(Correction):
         """[share] ESS / B from which on the learning rate is whole."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from against_rollout(self.config, "vcpo")
 
     def learning_rate_factor(self, part: Batch) -> float:
         has_tokens = part.sample_sums(np.ones(part.num_tokens)) > 0

@@ -1,12 +1,10 @@
 """VESPO: "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training" (arXiv 2602.10693)."""
 
-from collections.abc import Iterator
-
 import torch
 
 from slimebus.cli.config.schema import NonNegative
 from trainer.objective.clip import LOG_RATIO_LIMIT
-from trainer.objective.importance import against_rollout, log_weight
+from trainer.objective.importance import log_weight
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -17,6 +15,8 @@ class Vespo(Correction):
     (k, lambda) = (2, 3) where A >= 0 and (3, 2) where A < 0, the defaults of the authors' code and of TRL (the code's docstring has
     others). The loss is -phi A log p, without ratio or clip. At |log w| above 2 or 3 almost nothing is left: a soft mask of samples.
     """
+
+    needs_sampler_as_old = True
 
     class Settings(Correction.Settings, frozen=True):
         """Of the kernel."""
@@ -31,9 +31,6 @@ class Vespo(Correction):
         """[rate] lambda there."""
 
     settings: Settings
-
-    def problems(self) -> Iterator[str]:
-        yield from against_rollout(self.config, "vespo")
 
     def weight(self, row: Row) -> TokenWeight:
         s, log_w = self.settings, log_weight(row, "sequence").clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

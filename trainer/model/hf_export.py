@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from trainer.model import parallel
 from trainer.model.gpt import Model
+from trainer.model.hf_folder import HfTensor
 from trainer.model.hf_load import EXPERT_MARK, expert_names, tensor_group
 
 
@@ -32,15 +32,6 @@ class Parameter:
     """The ranks that hold the parts of one copy of it; the first of them gets the whole."""
 
 
-class HfTensor(msgspec.Struct, frozen=True):
-    """A Hugging Face tensor and the global rank that holds it whole; dtype: torch's name."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    rank: int
-
-
 class HfExport:
     """A plan made once and used at each export: which parameters, which names, who owns what. Every rank makes and runs it.
 
@@ -52,7 +43,7 @@ class HfExport:
         live = model.gpt.state_dict(keep_vars=True)  # with buffers that are saved: the router's correction bias
         self.parameters = [part for name, whole in expert_names(model.gpt).items() if (part := exported(whole, live[name]))]
         rank = dist.get_rank()
-        mine = [HfTensor(name, list(whole.shape), str(whole.dtype)[len("torch.") :], rank) for name, whole in self.held_tensors()]
+        mine = [HfTensor(name, tuple(whole.shape), str(whole.dtype)[len("torch.") :], rank) for name, whole in self.held_tensors()]
         self.owned: dict[str, HfTensor] = {}
         for found in chain.from_iterable(parallel.gather(mine, list[HfTensor])):
             self.owned.setdefault(found.name, found)

@@ -3,41 +3,40 @@
     model.safetensors                                                          a model of up to SHARD_BYTES
     model-00001-of-00002.safetensors, ..., model.safetensors.index.json        a larger one
 
-    0          8                       N
-    +----------+-----------------------+--------------------------
-    | N, u64   | JSON, then spaces     | tensors, without gaps
-    +----------+-----------------------+--------------------------
-
 The sizes of all tensors are known before the first of them comes.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from slimebus.bus.errors import SlimebusError
 from slimebus.model_folder import CONFIG, read_config
+from slimebus.weights.codec.rounding import host_bytes
 from slimebus.weights.files.safetensors_file import INDEX_FILE, WEIGHTS_FILE, copy_config
-from slimebus.weights.tensors import DTYPE_BYTES, SAFETENSORS_CODES, tensor_bytes
+from slimebus.weights.tensors import DTYPE_BYTES, safetensors_header, tensor_bytes
 
 SHARD_BYTES = 5_000_000_000
 """Most that one file has, as transformers wrote them for long."""
-ALIGNMENT = 8
-"""Of the first tensor, as the safetensors package has it."""
 MTP_LAYERS = "num_nextn_predict_layers"
 
 
-class Planned(NamedTuple):
-    """A tensor that will come. dtype: torch's name."""
+class HfTensor(msgspec.Struct, frozen=True):
+    """A Hugging Face tensor, and the global rank that holds it whole; dtype: torch's name."""
 
     name: str
-    dtype: str
     shape: tuple[int, ...]
+    dtype: str
+    rank: int = 0
 
     @property
     def size_bytes(self) -> int:
+        """Of all its values."""
         return tensor_bytes(self.name, self.dtype, self.shape)
 
 
@@ -51,7 +50,7 @@ class FileSpan(NamedTuple):
 
 def write_folder(
     folder: str | Path,
-    plan: Sequence[Planned],
+    plan: Sequence[HfTensor],
     tensors: Iterable[tuple[str, Any]],
     *,
     source: str | Path,
@@ -79,7 +78,7 @@ def exported_config(source: Path, dtype: str) -> dict[str, Any]:
     return config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})
 
 
-def write_shards(folder: Path, plan: Sequence[Planned], tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
+def write_shards(folder: Path, plan: Sequence[HfTensor], tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
     """Write the safetensors files of a model, and their index where there are several. Raises SlimebusError when a tensor did not come."""
     shards = list(shards_of(plan, shard_bytes))
     spans: dict[str, FileSpan] = {}
@@ -98,9 +97,9 @@ def write_shards(folder: Path, plan: Sequence[Planned], tensors: Iterable[tuple[
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
-def shards_of(plan: Sequence[Planned], shard_bytes: int) -> Iterator[list[Planned]]:
+def shards_of(plan: Sequence[HfTensor], shard_bytes: int) -> Iterator[list[HfTensor]]:
     """The plan cut into files of at most `shard_bytes`; a larger tensor has one of its own."""
-    shard, size = list[Planned](), 0
+    shard, size = list[HfTensor](), 0
     for planned in plan:
         if shard and size + planned.size_bytes > shard_bytes:
             yield shard
@@ -110,27 +109,20 @@ def shards_of(plan: Sequence[Planned], shard_bytes: int) -> Iterator[list[Planne
     yield shard
 
 
-def begin_file(path: Path, shard: Sequence[Planned]) -> dict[str, FileSpan]:
+def begin_file(path: Path, shard: Sequence[HfTensor]) -> dict[str, FileSpan]:
     """Write a file's header and give it its size; where each of its tensors goes. Wider numbers come first, so that all are aligned."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape in sorted(shard, key=lambda planned: (-DTYPE_BYTES[planned.dtype], planned.name)):
-        start, end = end, end + tensor_bytes(name, dtype, shape)
-        header[name] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    ordered = sorted(shard, key=lambda planned: (-DTYPE_BYTES[planned.dtype], planned.name))
+    header = safetensors_header((planned.name, planned.dtype, planned.shape) for planned in ordered)
+    *starts, end = itertools.accumulate((planned.size_bytes for planned in ordered), initial=len(header))
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        first = file.tell()
-        file.truncate(first + end)
-    return {planned.name: FileSpan(path.name, first + header[planned.name]["data_offsets"][0], planned.size_bytes) for planned in shard}
+        file.write(header)
+        file.truncate(end)
+    return {planned.name: FileSpan(path.name, at, planned.size_bytes) for planned, at in zip(ordered, starts, strict=True)}
 
 
 def write_tensor(folder: Path, span: FileSpan, tensor: Any) -> None:
     """Write a torch tensor's bytes to their span. Raises SlimebusError when it is not as large as was planned."""
-    import torch
-
-    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    values = host_bytes(tensor)
     if values.nbytes != span.size_bytes:
         raise SlimebusError(f"{folder}: a tensor of {values.nbytes} bytes came where {span.size_bytes} were planned")
     with (folder / span.file).open("r+b") as file:

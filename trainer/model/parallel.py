@@ -18,7 +18,7 @@ from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import TrainerConfig
 from trainer.arguments.agreement import disagreements, refusal
-from trainer.arguments.layout import check_layout, expert_ranks
+from trainer.arguments.checks import check_layout, expert_ranks
 from trainer.compat.gloo_device import shared_gloo_device
 
 # a rank that has died is noticed after this long

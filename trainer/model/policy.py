@@ -12,7 +12,7 @@ from trainer.batches.batch import Batch, Group
 from trainer.model import parallel, update
 from trainer.model.gpt import Model
 from trainer.model.hf_export import HfExport
-from trainer.model.hf_folder import SHARD_BYTES, Planned, write_folder
+from trainer.model.hf_folder import SHARD_BYTES, write_folder
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference
@@ -109,8 +109,7 @@ class Policy(Learner):
         """Write a directory that transformers reloads with equal weights: safetensors, config and the tokenizer it came with."""
         tensors = self.export.tensors()
         if parallel.is_main_rank():
-            plan = [Planned(held.name, held.dtype, tuple(held.shape)) for held in self.export.owned.values()]
             dtype = str(self.model.config.params_dtype).removeprefix("torch.")
-            write_folder(folder, plan, tensors, source=self.model.folder, dtype=dtype, shard_bytes=SHARD_BYTES)
+            write_folder(folder, list(self.export.owned.values()), tensors, source=self.model.folder, dtype=dtype, shard_bytes=SHARD_BYTES)
         else:
             deque(tensors, maxlen=0)

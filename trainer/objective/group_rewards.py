@@ -3,12 +3,11 @@
 N tokens of the batch   S samples   n samples of one group
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.objective.kl import KL_ESTIMATORS
@@ -53,9 +52,7 @@ def group_normalised(batch: Batch, rewards: np.ndarray, *, std_normalization: bo
 class MeanBaseline(PolicyGradient):
     """The base of algorithms with A = r - mean over the group, the same for all tokens of a sample."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from group_of_one(self.config)
+    compares_groups = True
 
     def advantages(self, batch: Batch) -> np.ndarray:
         return group_normalised(batch, rewards_with_kl(batch, self.config.algorithm), std_normalization=False)
@@ -73,12 +70,3 @@ def grpo_advantages(rewards: np.ndarray, weights: np.ndarray | None = None, *, s
     centred = values - np.average(values, weights=weights)
     std = np.sqrt(np.average(centred**2, weights=weights))
     return (centred / (std + STD_FLOOR) if std_normalization else centred).astype(np.float32)
-
-
-def group_of_one(config: RunConfig) -> Iterator[str]:
-    """The problem of a group that is compared with itself."""
-    if (size := config.rollout.n_samples_per_prompt) < 2:
-        yield (
-            f"rollout.n_samples_per_prompt: {size}; advantage_estimator {config.algorithm.advantage_estimator} compares the "
-            "samples of a group, so a group of one has advantage 0 and trains nothing; sample 2 or more"
-        )

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
 from trainer.objective.row import Row
@@ -54,24 +53,6 @@ def effective_share(log_weights: np.ndarray) -> float:
         return 1.0
     weights = np.exp(log_weights - log_weights.max())  # the scale cancels, and exp cannot overflow
     return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
-
-
-def against_old(config: RunConfig, name: str) -> Iterator[str]:
-    """The problem of a correction for the trainer's own old policy where there is none."""
-    if config.algorithm.use_rollout_logprobs:
-        yield (
-            f"algorithm.use_rollout_logprobs: true makes the sampler the old policy, so {name}'s weight p_old / p_rollout would be 1 "
-            "everywhere; set it to false"
-        )
-
-
-def against_rollout(config: RunConfig, name: str) -> Iterator[str]:
-    """The problem of a correction that replaces ratio and clip where both are kept."""
-    if not config.algorithm.use_rollout_logprobs:
-        yield (
-            f"algorithm.use_rollout_logprobs: false keeps ratio and clip against the trainer's old policy, but {name}'s weight is of the "
-            "policy being trained and replaces them; set it to true"
-        )
 
 
 def bounds(low: float, high: float, setting: str) -> Iterator[str]:

@@ -30,20 +30,10 @@ PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
 METRICS = {
-    *(
-        "loss",
-        "grad_norm",
-        "lr",
-        "updated",
-        "nonfinite",
-        "entropy",
-        "kl_loss",
-        "approx_kl",
-        "logprob_mismatch_mean",
-        "logprob_mismatch_max",
-    ),
-    *("samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups", "grad_cosine", "tokens_per_s", "mfu", "reward"),
-    *("lag_mean", "lag_max", "num_samples", "num_tokens", "rejected_groups", "wait_s", "train_s", "publish_s", "save_s", "elapsed_s"),
+    *("loss", "grad_norm", "lr", "updated", "nonfinite", "entropy", "kl_loss", "approx_kl", "logprob_mismatch_mean"),
+    *("logprob_mismatch_max", "grad_cosine", "samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups"),
+    *("tokens_per_s", "mfu", "reward", "lag_mean", "lag_max", "num_samples", "num_tokens", "rejected_groups"),
+    *("wait_s", "train_s", "publish_s", "save_s", "elapsed_s"),
 }
 """Of the trainer itself: no measure of a plug-in may have one of these names, nor begin with one of METRIC_FOLDERS."""
 METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")
@@ -221,22 +211,18 @@ class Objective:
         else:
             if ":" in a.advantage_estimator:
                 yield from (f"megatron.{name}: {text}" for name, text in noise(read_options(self.config.megatron)))
-            yield from self._weighed_twice()
-            yield from self._without_ratio()
+            yield from self._weighing()
             yield from self._cut_distribution()
 
-    def _weighed_twice(self) -> Iterator[str]:
+    def _weighing(self) -> Iterator[str]:
+        """What contradicts the corrections that weigh old against the sampler."""
         weighing = [name for name, c in zip(self.settings.corrections, self.corrections, strict=True) if c.weighs_old]
-        if self.algorithm.reads_rollout_logprobs:
-            weighing = [self.settings.advantage_estimator, *weighing]
-        if len(weighing) > 1:
+        twice = [self.settings.advantage_estimator, *weighing] if self.algorithm.reads_rollout_logprobs else weighing
+        if len(twice) > 1:
             yield (
-                f"algorithm.corrections: {' and '.join(weighing)} each weigh the same tokens by their ratio to the sampler, and their "
+                f"algorithm.corrections: {' and '.join(twice)} each weigh the same tokens by their ratio to the sampler, and their "
                 "product would count it more than once; keep one of them (masks such as opsm and trm go with any)"
             )
-
-    def _without_ratio(self) -> Iterator[str]:
-        weighing = [name for name, c in zip(self.settings.corrections, self.corrections, strict=True) if c.weighs_old]
         if not (weighing and self.settings.use_rollout_logprobs and self.algorithm.compares_with_old):
             return
         why = f"with use_rollout_logprobs: true the weight of {weighing[0]} stands in the place of the ratio, which is 1"

@@ -102,10 +102,17 @@ class PolicyGradient(Algorithm):
     """The base of algorithms that raise the probability of tokens with a positive advantage, from samples of an older policy."""
 
     compares_with_old = True
+    compares_groups: ClassVar[bool] = False
+    """Whether its advantages compare the samples of a group."""
 
     def problems(self) -> Iterator[str]:
         if self.config.rollout.rollout_temperature == 0:
             yield "rollout.rollout_temperature: 0 is greedy: all samples of a group are equal and train nothing; expected a value above 0"
+        if self.compares_groups and (size := self.config.rollout.n_samples_per_prompt) < 2:
+            yield (
+                f"rollout.n_samples_per_prompt: {size}; advantage_estimator {self.config.algorithm.advantage_estimator} compares the "
+                "samples of a group, so a group of one has advantage 0 and trains nothing; sample 2 or more"
+            )
 
 
 class Correction(Plugin):
@@ -117,6 +124,23 @@ class Correction(Plugin):
     weighs_old: ClassVar[bool] = True
     """Whether its weight is of row.old_logprobs against the sampler. With use_rollout_logprobs, where these are the same, old is then the
     policy being trained itself: the weight is the only correction, the ratio is 1 and nothing is clipped."""
+
+    needs_sampler_as_old: ClassVar[bool | None] = None
+    """What algorithm.use_rollout_logprobs must be: true where its weight replaces ratio and clip, false where it is of the trainer's own
+    old policy; None: it may be either."""
+
+    def problems(self) -> Iterator[str]:
+        name, given = type(self).__name__.lower(), self.config.algorithm.use_rollout_logprobs
+        if self.needs_sampler_as_old is False and given:
+            yield (
+                f"algorithm.use_rollout_logprobs: true makes the sampler the old policy, so {name}'s weight p_old / p_rollout would be 1 "
+                "everywhere; set it to false"
+            )
+        if self.needs_sampler_as_old and not given:
+            yield (
+                f"algorithm.use_rollout_logprobs: false keeps ratio and clip against the trainer's old policy, but {name}'s weight is of "
+                "the policy being trained and replaces them; set it to true"
+            )
 
     def old_logprobs(self, row: Row) -> torch.Tensor:
         """[1, t], no gradient: what the ratio is taken against. Called where `replaces_old`, before the loss."""

@@ -9,15 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.store.version_store import VersionInfo
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 log = logging.getLogger("trainer")
 
@@ -44,9 +41,9 @@ class Part(msgspec.Struct, kw_only=True):
 class PartExchange:
     """The parts of the versions of one lineage. Each process has its own connection to the store, used by one thread at a time."""
 
-    def __init__(self, store: "Store", lineage: str) -> None:
-        self._store: Any = store  # it takes bytes; its stubs say str
-        self._lineage = lineage
+    def __init__(self, store: Any, lineage: str) -> None:
+        """store: torch's; it takes bytes, though its stubs say str."""
+        self._store, self._lineage = store, lineage
         self._closing = threading.Event()
 
     @classmethod

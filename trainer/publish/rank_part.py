@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+
+import torch
 
 from slimebus.bus.security.exposure import advertised
 from slimebus.bus.security.pull_keyring import PullKeyring
@@ -17,9 +18,6 @@ from trainer.publish.snapshot import HostSnapshot, Taken
 
 FANOUT = 2
 """Workers that pull a version from the trainer; the others pull it from workers that pass it on."""
-
-if TYPE_CHECKING:
-    import torch
 
 
 class RankPart:
@@ -56,7 +54,7 @@ class RankPart:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
 
-    def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Make this version, the next one, from these tensors. Returns once they are copied; the rest goes on beside training."""
         with self.spans("wait for publisher") as wait:  # the version before must be out: its thread still reads what `take` returned
             self.wait()

@@ -21,6 +21,13 @@ def to_bf16(parameter: "torch.Tensor") -> NDArray[np.uint16]:
     return rounded.view(torch.int16).numpy().view(np.uint16)
 
 
+def host_bytes(tensor: "torch.Tensor") -> NDArray[np.uint8]:
+    """All bytes of a tensor, on the host, [size]; over its memory where that can be."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
 def canonical(rounded: "torch.Tensor") -> "torch.Tensor":
     """The same bfloat16 tensor, every NaN of it now 0x7FC0, in place: what rounding makes of a NaN depends on device and layout."""
     if rounded.is_cuda or bool(rounded.sum().isnan()):  # on a CPU a sum is cheaper than a mask; on a GPU it would be waited for

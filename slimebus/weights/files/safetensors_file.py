@@ -14,14 +14,13 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError
 from slimebus.weights.host.tensor_file import Access, map_file
-from slimebus.weights.tensors import SAFETENSORS_CODES, Tensor, Weights, digest_of, hash_bytes, tensor_bytes
+from slimebus.weights.tensors import SAFETENSORS_DTYPES, Tensor, Weights, digest_of, hash_bytes, tensor_bytes
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 READABLE = 0o644
 """safetensors makes its files for their owner alone."""
 SHARD = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,9})\.safetensors")
-DTYPES = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 
 
@@ -102,7 +101,7 @@ def read_file(path: Path, access: Access = "read") -> Iterator[tuple[str, Tensor
         at = 8 + int.from_bytes(opened.read(8), "little")
         data = map_file(opened.fileno(), os.fstat(opened.fileno()).st_size, access, at_once=access == "private")
     for name, code, shape in forms:
-        dtype = DTYPES.get(code, code)
+        dtype = SAFETENSORS_DTYPES.get(code, code)
         end = at + tensor_bytes(name, dtype, shape)
         yield name, Tensor(dtype, shape, data[at:end])
         at = end

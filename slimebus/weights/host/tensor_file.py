@@ -1,11 +1,6 @@
 """One tensor in a file of its own, which is a safetensors file too, named by what is in it.
 
-    0          8                              64 k
-    +----------+------------------------------+-----------------
-    | N, u64   | N bytes: JSON, then spaces   | the tensor's bytes
-    +----------+------------------------------+-----------------
-
-The safetensors package aligns tensors to 8 bytes and would copy them; here they are mapped, so the header is made by hand.
+The safetensors package aligns tensors to 8 bytes and would copy them; here they are mapped, from a multiple of 64 bytes on.
 It follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both. No descriptor of
 a mapped file stays open: a version may be more files than a process may have open.
 """
@@ -14,7 +9,6 @@ import ctypes
 import errno
 import fcntl
 import functools
-import json
 import mmap
 import os
 import signal
@@ -25,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import FatalWeightsError
-from slimebus.weights.tensors import SAFETENSORS_CODES, TensorForm, checksum, hash_bytes, tensor_bytes
+from slimebus.weights.tensors import TensorForm, checksum, hash_bytes, safetensors_header
 
 Access = Literal["read", "write", "private"]
 """private: for those who insist on memory that can be written to (torch); the file does not see it."""
@@ -90,10 +84,7 @@ def reusable_name(file_name: str) -> str:
 @functools.lru_cache(maxsize=1 << 16)
 def _header(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, str]:
     """A header and what it is called; asked for several times a version, and the same in all of them."""
-    described = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [0, tensor_bytes(name, dtype, shape)]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, name: described}, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header = safetensors_header([(name, dtype, shape)], ALIGNMENT)
     return header, checksum(header)[:16]
 
 

@@ -10,8 +10,7 @@ from slimebus.cli.config import Resolved, RunConfig
 from slimebus.cli.config.file_checks import file_problems
 from slimebus.cli.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
 from trainer.arguments import megatron_checks
-from trainer.arguments.checks import megatron_problems, model_problems
-from trainer.arguments.layout import check_layout
+from trainer.arguments.checks import check_layout, megatron_problems, model_problems
 from trainer.compat.cpu_compat import import_megatron
 from trainer.model.megatron_fields import check_architecture, refusals_in_one_line
 

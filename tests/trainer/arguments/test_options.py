@@ -19,8 +19,7 @@ from trainer.arguments.command_line import TrainerFlags, help_text
 from trainer.arguments.fields import class_of, megatron_fields
 from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS
 from trainer.arguments.options import read_options
-from trainer.arguments.other_names import OTHER_NAMES
-from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OWN_NAMES, kind_of, spellings
+from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OTHER_NAMES, OWN_NAMES, kind_of, spellings
 from trainer.model.megatron_fields import split_megatron_options
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.weights.files.safetensors_file import read_model
-from trainer.model.hf_folder import Planned, shards_of, write_folder
+from trainer.model.hf_folder import HfTensor, shards_of, write_folder
 
 TENSORS = {
     "b": torch.arange(6.0).view(2, 3),
@@ -20,7 +20,7 @@ TENSORS = {
 
 
 def plan_of(tensors):
-    return [Planned(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [HfTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_tensors_come_back_from_any_number_of_files(shard_bytes, files, source, 
 
 
 def test_no_file_is_larger_than_it_may_be_but_for_one_tensor():
-    plan = [Planned(str(i), "float32", (size,)) for i, size in enumerate([5, 5, 100, 1, 4, 5])]
+    plan = [HfTensor(str(i), (size,), "float32") for i, size in enumerate([5, 5, 100, 1, 4, 5])]
     sizes = [[planned.size_bytes for planned in shard] for shard in shards_of(plan, 40)]
     assert sizes == [[20, 20], [400], [4, 16, 20]]
 

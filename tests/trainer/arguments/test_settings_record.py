@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.settings_record import FILE, note_settings
+from trainer.arguments.agreement import FILE, note_settings
 
 
 def test_each_changed_setting_is_one_line_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
