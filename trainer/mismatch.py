@@ -98,7 +98,7 @@ def shared_tensors(model: Model, mine: Mapping[str, Tensor] | None) -> dict[str,
         return dict(mine or {})
     kept = {}
     for rank, theirs in enumerate(of_ranks):
-        for name, dtype, shape in theirs:
+        for name, dtype, shape in theirs or ():
             payload = mine[name].buffer if mine and rank == parallel.rank() else np.empty(tensor_bytes(name, dtype, shape), np.uint8)
             moved = torch.from_numpy(payload).to(parallel.device())
             dist.broadcast(moved, rank)

@@ -40,7 +40,7 @@ class Policy(Learner):
         """
         batch = self._add_logprob_columns(self._shared(groups, version), num_steps)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
-        trained, made, new_logprobs = [], [], []
+        trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
         for groups_of_step in batch.cut_groups(num_steps):
             samples, counts = update.choose_samples(batch, groups_of_step, self.objective)
             metrics, logprobs = self._train_part(batch.select(samples), is_first=not made)
