@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import inspect
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,8 @@ from rollout.partials import Unfinished
 from rollout.response import reward_number
 from rollout.session import Session
 from slimebus.bus.errors import SlimebusError, UsageError
+
+log = logging.getLogger("rollout")
 
 SESSION_HEADER = "X-Session-Id"
 WAIT_S = 20.0
@@ -94,15 +97,17 @@ class Endpoint:
         await site.start()
         bound = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         self.base_url = f"http://{host}:{bound}/v1"
+        log.info("agents reach the policy at %s", self.base_url)
 
     async def close(self) -> None:
         """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, session: Session) -> Seat:
-        """Give it to an agent of ours; the seat's name is the agent's key."""
-        seat = Seat(session, f"sk-{secrets.token_urlsafe(24)}")
+    def open(self, session: Session, name: str = "") -> Seat:
+        """Give it to an agent of ours; the seat's name is the agent's key. name: one that it sends as its session id instead."""
+        seat = Seat(session, "" if name else f"sk-{secrets.token_urlsafe(24)}")
+        seat.name = seat.name or name
         self._seats[seat.name] = seat
         return seat
 
@@ -151,10 +156,8 @@ class Endpoint:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models: the policy, whatever name a request gives."""
-        return web.Response(
-            body=encode({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "slimebus"}]}),
-            content_type="application/json",
-        )
+        policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimebus"}
+        return web.Response(body=encode({"object": "list", "data": [policy]}), content_type="application/json")
 
     async def begin(self, request: web.Request) -> web.Response:
         """POST /v1/sessions: take a session, and learn what its task is."""

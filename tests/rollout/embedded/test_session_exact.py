@@ -2,32 +2,20 @@
 version that a computation of the whole sample gives."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import SHAPE, TEMPLATES, save_tokenizer
 from tiny_model import save_model
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
 
 from rollout.response import Response, Task, to_sample
 from rollout.session import Session
 from rollout.tokenizer import Tokenizer
 from slimebus.bus.messages import NO_VERSION
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
-OPENS = "{% if add_generation_prompt %}"
-TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    + OPENS
-    + "<|im_start|>assistant\n{% endif %}",
-    "instruct": "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>"
-    "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}",
-    "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + OPENS + "assistant: {% endif %}",
-}
 TURNS, REPLY = 10, 12
 
 
@@ -35,19 +23,7 @@ TURNS, REPLY = 10, 12
 def models_(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any]]:
     """(folder, transformers' model) of two versions."""
     folders = [tmp_path_factory.mktemp(f"version-{seed}") for seed in range(2)]
-    shape = {"vocab_size": 260, "eos_token_id": 257, "max_position_embeddings": 1024, "head_dim": 16, "tie_word_embeddings": True}
-    return [(folder, save_model(folder, seed=seed, **shape)) for seed, folder in enumerate(folders)]
-
-
-def tokenizer(folder: Path, template: str) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE(vocab={token: number for number, token in enumerate([*alphabet, *SPECIAL])}, merges=[]))
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    fast.add_special_tokens(SPECIAL)
-    fast.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return Tokenizer(folder, apply_chat_template=True)
+    return [(folder, save_model(folder, seed=seed, **SHAPE)) for seed, folder in enumerate(folders)]
 
 
 class CoreEngines:
@@ -80,7 +56,8 @@ class CoreEngines:
 def test_masks_versions_and_logprobs_of_ten_turns_equal_a_recompute(
     name: str, models_: Any, tmp_path: Path, core_of: Any, sequence_of: Any
 ) -> None:
-    made = tokenizer(tmp_path, TEMPLATES[name])
+    save_tokenizer(tmp_path, TEMPLATES[name])
+    made = Tokenizer(tmp_path, apply_chat_template=True)
     core = core_of(models_[0][0], version="0")
     engines = CoreEngines(core, core_of(models_[1][0]).model.weights, sequence_of)
     prompt = [{"role": "user", "content": "begin"}]
