@@ -22,7 +22,6 @@ from broker.state.features import settings
 from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
 from slimebus.bus.errors import ConfigError, UsageError
-from slimebus.bus.prompt_record import PromptKeys
 from slimebus.bus.security.exposure import check_bind, insecure_note
 from slimebus.bus.security.keyring import FolderKeyring
 from slimebus.bus.transport.server import Limits
@@ -174,13 +173,8 @@ def _source(resolved: Resolved) -> PromptSource:
 
 
 def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
-    data = resolved.config.data
-    return FileRows(
-        [str(resolved.path(spec)) for spec in specs],
-        keys=PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key),
-        skip_bad=data.skip_bad_prompts,
-        spill_dir=resolved.run_dir / "broker",
-    )
+    paths, skip_bad = [str(resolved.path(spec)) for spec in specs], resolved.config.data.skip_bad_prompts
+    return FileRows(paths, keys=resolved.prompt_keys, skip_bad=skip_bad, spill_dir=resolved.run_dir / "broker")
 
 
 def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, str] | None = None) -> Rules:

@@ -3,13 +3,23 @@
 import asyncio
 import inspect
 from pathlib import Path
+from typing import Any
 
 from rollout.plugins import Plugin, PluginError
 from rollout.response import Response
 from rollout.session import Session
 from slimebus.bus.errors import HookError
+from slimebus.cli.hooks import check_takes
 
 TEARDOWN_S = 10.0
+
+
+def instance_of(plugin: Plugin) -> Any:
+    """The object of a plug-in that is a class. Raises HookError when it cannot be made without arguments."""
+    try:
+        return plugin.function()
+    except Exception as bad:
+        raise HookError(f"{plugin.name}: its class could not be made without arguments: {type(bad).__name__}: {bad}") from bad
 
 
 class GenerateHook:
@@ -18,20 +28,20 @@ class GenerateHook:
     def __init__(self, path: str, base: Path) -> None:
         """Raises HookError when it cannot be called with a session."""
         self.plugin = Plugin.load("generate hook", path, base)
-        self.instance = None
+        self.instance: Any = None
         if inspect.isclass(self.plugin.function):
-            try:
-                self.instance = self.plugin.function()
-            except Exception as bad:
-                raise HookError(f"{self.plugin.name}: its class could not be made without arguments: {type(bad).__name__}: {bad}") from bad
+            self.instance = instance_of(self.plugin)
             if not callable(method := getattr(self.instance, "generate", None)):
                 raise HookError(f"{self.plugin.name}: the class has no method generate(session)")
             self.plugin = Plugin(self.plugin.name, method)
-        try:
-            if (signature := self.plugin.signature()) is not None:
-                signature.bind(None)
-        except TypeError as bad:
-            raise HookError(f"{self.plugin.name}: {bad}; it is called with (session)") from None
+        check_takes(self.plugin.name, self.plugin.function, ["session"])
+
+    @classmethod
+    def of(cls, name: str, instance: Any, method: str = "generate") -> "GenerateHook":
+        """Of an object that is made already."""
+        hook = cls.__new__(cls)
+        hook.instance, hook.plugin = instance, Plugin(name, getattr(instance, method, instance))
+        return hook
 
     async def setup(self) -> None:
         """Call the class's `setup`, where it has one. Raises PluginError."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollout.rewards.registry import find
 from rollout.rewards.scoring import Reward
 from rollout.session import Session, generate_together
 from rollout.tokenizer import Tokenizer
+from rollout.worker_hooks import WorkerHooks
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
@@ -73,21 +75,29 @@ class GroupMaker:
         self.eval_rewards = {name: Reward(find(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path}
         path = r.custom_generate_function_path
         self.hook = GenerateHook(path, base) if path else None
+        if r.environment:
+            from rollout.environment import Environment
+
+            self.hook = GenerateHook.of(f"environment {r.environment}", Environment(r.environment, base))
+        self.hooks = WorkerHooks(r.hooks_path, base, r.reward_timeout_s) if r.hooks_path else None
+        self._hooks = [*([self.hook] if self.hook else []), *([self.hooks.life] if self.hooks else [])]
+        self.is_strict = False
+        """True: one sample without a reward fails its group."""
         path = r.dynamic_sampling_filter_path
         self.keep = Plugin.load("dynamic filter", path, base, ["samples"]) if path and not is_reward_spread(path) else None
 
     async def setup(self) -> None:
-        """Before the first group. Raises PluginError when the generate hook's `setup` fails."""
-        if self.hook is not None:
-            await self.hook.setup()
+        """Before the first group. Raises PluginError when the `setup` of a hook fails."""
+        for hook in self._hooks:
+            await hook.setup()
 
     async def teardown(self) -> None:
-        """After the last; what goes wrong in the generate hook's `teardown` is logged."""
-        try:
-            if self.hook is not None:
-                await self.hook.teardown()
-        except (PluginError, TimeoutError) as bad:
-            log.warning("%s", getattr(bad, "text", f"the generate hook's teardown took longer than {TEARDOWN_S:g} s"))
+        """After the last; what goes wrong in the `teardown` of a hook is logged."""
+        for hook in self._hooks:
+            try:
+                await hook.teardown()
+            except (PluginError, TimeoutError) as bad:
+                log.warning("%s", getattr(bad, "text", f"the teardown of {hook.plugin.name} took longer than {TEARDOWN_S:g} s"))
 
     async def make(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = ()) -> list[Sample]:
         """The group's samples, continuing the frames of `partial`.
@@ -108,19 +118,26 @@ class GroupMaker:
             for responses in made:
                 partials.mask_older(responses[-1], leased.version)
         reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
+        if self.hooks is not None:
+            for response in itertools.chain(*made):
+                await self.hooks.call("after_generate", response)
+                self._check(self.hooks.life.plugin.name, [response])
         with self.spans("reward", group=leased.group):
             problems = await reward.score([responses[-1] for responses in made])
         for problem in {p.alike: p for p in problems if p is not None}.values():
             log.warning("group %s: %s", leased.group, problem.text)
-        if problems[0] is not None and all(problems) and leased.kind == "train":
-            raise problems[0]
+        if (wrong := list(filter(None, problems))) and (self.is_strict or (len(wrong) == len(problems) and leased.kind == "train")):
+            raise wrong[0]
         samples = []
         for responses, unrewarded in zip(made, problems, strict=True):
             for response in responses:  # what a session began is worth what came of it
                 response.reward, response.extras = responses[-1].reward, _extras_of(responses[-1], response) | response.extras
             self._check(reward.name, responses)
             samples += [to_sample(response, failed=unrewarded is not None) for response in responses]
-        if leased.kind == "train" and not await self._is_kept(samples):
+        is_kept = leased.kind != "train" or await self._is_kept(samples)
+        if self.hooks is not None:
+            await self.hooks.after_reward(samples, is_kept=is_kept, dataset=leased.dataset)
+        if not is_kept:
             raise Dropped("filtered", sum(len(sample.tokens) for sample in samples), [sample.reward for sample in samples])
         return samples
 
@@ -186,8 +203,9 @@ class GroupMaker:
     async def _generate(self, sessions: list[Session], begun: list[Response] | None, *, is_eval: bool) -> list[list[Response]]:
         """The samples of each session, in time."""
         group = sessions[0].task.group
-        is_plain = self.hook is None or (is_eval and self.engines is not None and self.config.algorithm.is_supervised)
-        work = asyncio.ensure_future(self._turn(sessions, begun) if is_plain else self._call_hook(sessions))
+        hook = (is_eval and self.hooks and self.hooks.evaluate) or self.hook
+        is_plain = hook is None or (is_eval and hook is self.hook and self.engines is not None and self.config.algorithm.is_supervised)
+        work = asyncio.ensure_future(self._turn(sessions, begun) if hook is None or is_plain else self._call_hook(hook, sessions))
         limit_s = self.config.rollout.generate_timeout_s
         try:
             await asyncio.wait({work}, timeout=limit_s)
@@ -219,9 +237,8 @@ class GroupMaker:
         await generate_together(sessions, self.engines, begun)
         return [session.responses() for session in sessions]
 
-    async def _call_hook(self, sessions: list[Session]) -> list[list[Response]]:
-        assert self.hook is not None
-        calls = [asyncio.ensure_future(self.hook(session)) for session in sessions]
+    async def _call_hook(self, hook: GenerateHook, sessions: list[Session]) -> list[list[Response]]:
+        calls = [asyncio.ensure_future(hook(session)) for session in sessions]
         try:
             made = [responses for of_session in await asyncio.gather(*calls) for responses in of_session]
         finally:  # one failed, and the group with it, or the group was cancelled: the others stop sampling
@@ -229,7 +246,7 @@ class GroupMaker:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
         for responses in made:
-            self._check(self.hook.plugin.name, responses)
+            self._check(hook.plugin.name, responses)
         return made
 
     def _check(self, name: str, responses: Sequence[Response]) -> None:

@@ -5,7 +5,6 @@ prompt --> chat template --> session --> engine --> reward --> samples
 
 import asyncio
 import contextlib
-import gzip
 import logging
 import tempfile
 import time
@@ -27,7 +26,8 @@ from rollout.tokenizer import Tokenizer
 from slimebus.bus.errors import DataError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.prompt_files import parse
-from slimebus.bus.prompt_record import LineReader, PromptKeys
+from slimebus.bus.prompt_lines import open_lines
+from slimebus.bus.prompt_record import LineReader
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import Resolved
 from slimebus.model_folder import context_length
@@ -102,12 +102,10 @@ def leased(name: str, number: int, num_samples: int, sampling: dict[str, Any], k
 
 
 def records(resolved: Resolved, entry: str) -> Iterator[bytes]:
-    """The prompts of a jsonl file (also .gz), or of a slice of it. Raises DataError with file, line and reason."""
-    data, spec = resolved.config.data, parse(str(resolved.path(entry)))
-    reader = LineReader(PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key))
-    if not spec.path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise DataError(f"{spec.path}: expected a jsonl file, also .gz")
-    with gzip.open(spec.path) if spec.path.suffix == ".gz" else spec.path.open("rb") as file:
+    """The prompts of a file, or of a slice of it. Raises DataError with file, line and reason."""
+    spec, reader = parse(str(resolved.path(entry))), LineReader(resolved.prompt_keys)
+    with open_lines(spec.path, reader.keys) as file:
+        file.seek(0)
         lines = [(number, line) for number, line in enumerate(file, 1) if not line.isspace()]
     for i in spec.rows_of(len(lines)):
         try:
@@ -176,11 +174,11 @@ def check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
 async def _check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
     config, found = resolved.config, []
     sampling, r = config.rollout.sampling, config.rollout
-    wanted = [("rollout", config.data.prompt_data[0], leased("check", 0, min(4, r.n_samples_per_prompt), sampling, "train"))] * bool(
-        config.data.prompt_data
-    )
+    first, size = config.data.prompt_data[:1], min(4, r.n_samples_per_prompt)
+    wanted = [("rollout", entry, leased("check", 0, size, sampling, "train")) for entry in first]
     wanted += [(f"eval.datasets.{name}", d.path, leased(name, 0, 1, sampling | d.own_sampling)) for name, d in config.eval.datasets.items()]
     async with local_maker(resolved, has_engine=False) as maker:
+        maker.is_strict = True
         for what, entry, lease in wanted:
             begun, wrong, gave = time.perf_counter(), "", ""
             try:
@@ -188,7 +186,7 @@ async def _check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
                 gave = f"rewards {', '.join(str(s.reward) for s in samples)}"
             except Dropped as dropped:
                 gave = f"rewards {', '.join(map(str, dropped.rewards))}; the dynamic filter drops the group"
-            except SlimebusError as bad:
-                wrong = bad.text
+            except (SlimebusError, TimeoutError) as bad:
+                wrong = getattr(bad, "text", str(bad))
             found.append((what, f"{gave} in {time.perf_counter() - begun:.2f} s", wrong))
     return found

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slimebus.bus.errors import EXIT_USAGE, UsageError
+from slimebus.bus.errors import EXIT_FAILURE, UsageError
 from slimebus.cli.config.file_checks import worker_problems
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context, split_words
 from slimebus.cli.config.load import raise_all
@@ -25,7 +25,7 @@ COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"))
 @click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")
 @click.pass_context
 def try_(ctx: click.Context, words: tuple[str, ...], label: str, samples: int, as_json: bool) -> None:
-    """Send one PROMPT through the whole path of a worker, and print each token with mask, logprob and version, then the reward.
+    """Send one PROMPT through the whole path of a worker, and print each token with mask and logprob, then the reward.
 
     PROMPT is text, or a JSON list of chat messages. The engine is started here, or that of --engine-url; no broker is needed.
     """
@@ -41,8 +41,8 @@ def try_(ctx: click.Context, words: tuple[str, ...], label: str, samples: int, a
     if as_json:
         click.echo(json.dumps(rows))
     else:
-        for row in rows:
-            _show(row)
+        for number, row in enumerate(rows, 1):
+            _show(row, f"sample {number} of {len(rows)}")
 
 
 def _prompt(text: str) -> Any:
@@ -61,19 +61,20 @@ def _row(sample: "Sample", texts: list[str]) -> dict[str, Any]:
     return {**about, "tokens": [dict(zip(names, values, strict=True)) for values in columns]}
 
 
-def _show(row: dict[str, Any]) -> None:
+def _show(row: dict[str, Any], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table, whole = Table("token", "id", "mask", "logprob", "version", box=None, pad_edge=False), Text()
+    table, whole = Table("token", "id", "mask", "logprob", box=None, pad_edge=False), Text()
     for token in row["tokens"]:
         colour = next((colour for least, colour in COLOURS if token["logprob"] >= least), "red") if token["mask"] else "dim"
         whole.append(token["text"], style=colour)
-        cells = (repr(token["text"]), str(token["id"]), str(token["mask"]), f"{token['logprob']:.4f}", str(token["version"]))
+        cells = (repr(token["text"]), str(token["id"]), str(token["mask"]), f"{token['logprob']:.4f}")
         table.add_row(*(Text(cell, style=colour) for cell in cells))
     about = " ".join(f"{key} {value}" for key, value in row["metadata"].items())
     console = Console(highlight=False)
+    console.rule(title)
     console.print(table, whole, Text(f"reward {row['reward']}, {row['status']} {about}".rstrip(), style="bold"), sep="\n", soft_wrap=True)
 
 
@@ -83,7 +84,7 @@ def _show(row: dict[str, Any]) -> None:
 def check_hooks(ctx: click.Context, run_yaml: Path | None) -> None:
     """Run generate hook, reward and filter of RUN.yaml, and the reward of each evaluation, on the first prompt of its file.
 
-    Nothing is started: an engine is stood in for by one that answers with the label. Exit code 2 when one of them fails.
+    Nothing is started: an engine is stood in for by one that answers with the label. Exit code 1 when one of them fails.
     """
     resolved = from_context(ctx, run_yaml)
     raise_all(worker_problems(resolved))
@@ -93,4 +94,4 @@ def check_hooks(ctx: click.Context, run_yaml: Path | None) -> None:
     for what, gave, wrong in found:
         click.echo(f"{what}: {wrong}" if wrong else f"{what}: {gave}", err=bool(wrong))
     if any(wrong for _, _, wrong in found):
-        ctx.exit(EXIT_USAGE)
+        ctx.exit(EXIT_FAILURE)

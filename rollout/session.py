@@ -28,6 +28,8 @@ from slimebus.bus.messages import NO_VERSION, Scalar
 
 Context = Messages | Sequence[int] | np.ndarray
 NONE = np.zeros(0, np.int32)
+KEPT = ("prompt_ids", "token_ids", "logprobs", "versions", "loss_mask", "text", "finish_reason", "temperature", "extras")
+"""The fields that a response has from its record as they are."""
 
 
 @dataclass
@@ -222,22 +224,9 @@ class Session:
         return [self._response(record) for record in (*self._closed, self._record) if record.is_made]
 
     def _response(self, record: _Record) -> Response:
-        return Response(
-            task=self.task,
-            prompt_ids=record.prompt_ids,
-            token_ids=record.token_ids,
-            logprobs=record.logprobs,
-            versions=record.versions,
-            loss_mask=record.loss_mask,
-            text=record.text,
-            finish_reason=record.finish_reason,
-            temperature=record.temperature,
-            reward=self.reward,
-            turn=max(0, record.num_turns - 1),
-            messages=record.messages[: record.num_rendered],
-            metadata=dict(self.metadata),
-            extras=record.extras,
-        )
+        made = {name: getattr(record, name) for name in KEPT}
+        made |= {"turn": max(0, record.num_turns - 1), "messages": record.messages[: record.num_rendered]}
+        return Response(task=self.task, reward=self.reward, metadata=dict(self.metadata), **made)
 
     def _check_idle(self) -> None:
         if self._is_busy:

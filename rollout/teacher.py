@@ -14,18 +14,18 @@ from msgspec.structs import replace
 
 from rollout.engines.client import EngineClient
 from rollout.engines.pool import EnginePool
-from slimebus.bus.errors import ConfigError, Unreachable, UsageError
+from slimebus.bus.errors import Unreachable, UsageError
 from slimebus.bus.samples import Sample
 from slimebus.cli import logs
-from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config import Resolved
+from slimebus.cli.config.file_checks import TEACHER_FIELD as FIELD
+from slimebus.cli.config.file_checks import teacher_problems
 from slimebus.cli.config.load import raise_all
 from slimebus.client.connect import broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
-from slimebus.model_folder import tokenizer_differences
 
 log = logging.getLogger("teacher")
 
-FIELD = "teacher_logprobs"
 READ_S = 1.0
 """How long a read waits for groups, and so the longest that leaving takes."""
 SAMPLES_AT_ONCE = 128
@@ -34,7 +34,7 @@ SAMPLES_AT_ONCE = 128
 def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str | None, *, debug: bool) -> None:
     """Score groups until the run is over or a signal ends it. teacher: a model folder, or the URL of an engine. Raises SlimebusError."""
     logs.set_up("teacher", debug=debug)
-    check_config(resolved.config)
+    raise_all(teacher_problems(resolved, teacher))
     engines, b = engines_of(resolved, teacher), resolved.config.broker
     keys = resolved.keys_path or ""
     with Consumer(broker_address(resolved, broker), name=name or "teacher", timeout_s=b.connect_timeout_s, keys=keys) as consumer:
@@ -44,20 +44,10 @@ def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str 
             log.info("interrupted; started again it goes on where it was")
 
 
-def check_config(config: RunConfig) -> None:
-    """Raise ConfigError where the trainer would not wait for the teacher, or the engine cannot give what the samples need."""
-    if FIELD not in config.broker.required_fields:
-        raise ConfigError(f"broker.required_fields: {FIELD} is not among them; add it, so that every batch waits for the teacher")
-    if config.rollout.rollout_temperature != 1:
-        why = "engines score given tokens at temperature 1 only, and the student's logprobs are those of its own temperature"
-        raise ConfigError(f"rollout.rollout_temperature: {config.rollout.rollout_temperature:g}, but {why}; set it to 1")
-
-
 def engines_of(resolved: Resolved, teacher: str) -> EnginePool:
-    """One engine, not started yet. Raises ConfigError for a folder without a model, or with another tokenizer."""
+    """One engine, not started yet. Raises ConfigError for a folder without a model."""
     is_running = "://" in teacher
     folder = resolved.model_dir if is_running else Path(teacher)
-    raise_all([f"--teacher: {text}" for text in tokenizer_differences(resolved.model_dir, folder)])
     engine = replace(resolved.config.engine, engine_url=[teacher] if is_running else [], num_engines=1, sglang_config="", use_router=False)
     return EnginePool(replace(resolved.config, engine=engine, seed=0), folder, resolved.run_dir / "logs", name="teacher")
 

@@ -66,24 +66,11 @@ class Worker:
     async def run(self, welcome: Welcome, tokenizer: Tokenizer) -> None:
         """Serve until the broker says the run is finished, or stop() is called. Raises what made it fail."""
         contain_exits(self._loop)
-        offered = self.engines if self.has_engines else None
-        maker = GroupMaker(
-            self.config,
-            self.resolved.base,
-            tokenizer,
-            offered,
-            vocab_size=self.engines.vocab_size,
-            max_context_len=context_length(self.resolved.model_dir),
-        )
-        self.attempts = Attempts(
-            self.config.rollout,
-            self.client,
-            maker,
-            self.engines,
-            max_group_bytes=welcome.max_message_bytes,
-            spans=self.spans,
-            give_up=self._give_up,
-        )
+        offered, longest = self.engines if self.has_engines else None, context_length(self.resolved.model_dir)
+        size = self.engines.vocab_size
+        maker = GroupMaker(self.config, self.resolved.base, tokenizer, offered, vocab_size=size, max_context_len=longest)
+        about: dict[str, Any] = {"max_group_bytes": welcome.max_message_bytes, "spans": self.spans, "give_up": self._give_up}
+        self.attempts = Attempts(self.config.rollout, self.client, maker, self.engines, **about)
         self.exporter = MetricsServer(self.resolved, "rollout", self.client.name, self._metrics)
         self.client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, lambda problem: self._threadsafe(self._give_up, problem))
         background = []
@@ -153,6 +140,8 @@ class Worker:
             await self.attempts.hand_over()
         await self.attempts.cancel()
         await self.pool.stop()
+        if self.has_engines and self.attempts.maker.hooks is not None:  # what they counted since
+            self._on_new_version()
         for part in (self.sync, self.relay, self.writer, self.exporter):
             if part is not None:
                 part.close()
@@ -172,15 +161,9 @@ class Worker:
                 self.attempts.begin(leased, record, partial)
 
     async def _lease(self, want: int) -> list[tuple[LeasedGroup, bytes, Sequence[Any]]]:
-        lineage, serving = self._serving
-        request = Lease(
-            want=want,
-            wait_s=LEASE_WAIT_S,
-            lineage=lineage,
-            serving=serving,
-            needs_weights=self.has_engines,
-            takes_partials=self.attempts.maker.takes_partials,
-        )
+        (lineage, serving), partials = self._serving, self.attempts.maker.takes_partials
+        needs = {"needs_weights": self.has_engines, "takes_partials": partials}
+        request = Lease(want=want, wait_s=LEASE_WAIT_S, lineage=lineage, serving=serving, **needs)
         try:
             reply = await self.client.ask(request, timeout_s=LEASE_WAIT_S + 30, resend_s=LEASE_WAIT_S + 10)
         except SlimebusError as bad:
@@ -230,7 +213,8 @@ class Worker:
 
     def _metrics(self) -> dict[str, float]:
         attempts = self.attempts
-        values: dict[str, float] = msgspec.structs.asdict(attempts.counts)
+        values: dict[str, float] = dict(attempts.maker.hooks.numbers) if attempts.maker.hooks is not None else {}
+        values |= msgspec.structs.asdict(attempts.counts)
         values |= {"running": len(attempts.running), "busy_s": attempts.busy.busy_s, "serving_s": attempts.busy.since_s}
         values["tokens"] = self.engines.tokens_made
         if self.sync is not None:

@@ -12,6 +12,7 @@ from broker.source.jsonl import RowFile
 from slimebus.bus.errors import DataError
 from slimebus.bus.prompt_files import FileSpec, parse
 from slimebus.bus.prompt_record import PromptKeys
+from slimebus.environment import is_tasks
 
 log = logging.getLogger("broker")
 
@@ -55,6 +56,8 @@ class FileRows:
 
     def _open(self, spec: FileSpec) -> RowFile:
         path = spec.path
+        if is_tasks(path, self._keys.environment):
+            return RowFile(spec, self._keys, self._on_bad, spill_dir=self._spill_dir)
         if not path.exists():
             raise DataError(f"prompt data {path} does not exist (looked in {Path.cwd()}); check prompt_data")
         if not path.is_file():

@@ -1,26 +1,19 @@
-"""The rows of one file of JSON lines: each is checked once at the start, and read by its offset when its turn comes.
-
-What has no lines to look up (.gz, parquet) is written as lines of JSON to a nameless temporary file first.
-"""
+"""The rows of one file of JSON lines: each is checked once at the start, and read by its offset when its turn comes."""
 
 import os
-import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import BinaryIO
 
 import xxhash
 
-from broker.source.parquet import write_lines
 from slimebus.bus.errors import DataError
 from slimebus.bus.prompt_files import FileSpec
+from slimebus.bus.prompt_lines import COPY_BYTES, PARQUET, open_lines
 from slimebus.bus.prompt_record import BYTE_ORDER_MARK, MAX_RECORD_BYTES, LineReader, PromptKeys
 
-COPY_BYTES = 4 * 1024 * 1024
-PARQUET = (".parquet", ".pq")
-PACKED = (".zst", ".bz2", ".xz", ".zip")
 OnBad = Callable[[DataError], None]
 """Told of each malformed row; raises it, or takes note and lets the row be skipped."""
 
@@ -34,7 +27,7 @@ class RowFile:
 
     def __init__(self, spec: FileSpec, keys: PromptKeys, on_bad: OnBad, *, spill_dir: Path | None = None) -> None:
         self.path, self._reader = spec.path, LineReader(keys)
-        self._file = _open(spec.path, keys, spill_dir)
+        self._file = open_lines(spec.path, keys, spill_dir)
         weakref.finalize(self, self._file.close)
         self._seen, self._refused = self._state(), (-1, -1)
         offsets, sizes = self._scan(on_bad)
@@ -115,40 +108,3 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         yield number, begin, line
         while len(line) >= limit and not line.endswith(b"\n") and (line := file.readline(limit)):
             end += len(line)
-
-
-def _open(path: Path, keys: PromptKeys, spill_dir: Path | None) -> BinaryIO:
-    if path.suffix in PACKED:
-        raise DataError(f"prompt data {path}: lines cannot be looked up in a {path.suffix} file; unpack it first, or pack it with gzip")
-    try:
-        file = path.open("rb")
-        if path.suffix != ".gz" and path.suffix not in PARQUET:
-            return file
-        if spill_dir is not None:
-            spill_dir.mkdir(parents=True, exist_ok=True)
-        target = cast(BinaryIO, tempfile.TemporaryFile(dir=spill_dir))  # noqa: SIM115 - open as long as the rows are
-    except OSError as bad:
-        raise DataError(f"prompt data {path} cannot be read: {bad.strerror or bad}") from None
-    try:
-        with file:
-            if path.suffix == ".gz":
-                _unpack(path, file, target)
-            else:
-                write_lines(path, keys, target)
-            target.flush()
-    except BaseException:
-        target.close()
-        raise
-    return target
-
-
-def _unpack(path: Path, file: IO[bytes], target: BinaryIO) -> None:
-    import gzip
-    import zlib
-
-    try:
-        with gzip.GzipFile(fileobj=file) as reader:
-            while piece := reader.read(COPY_BYTES):
-                target.write(piece)
-    except (EOFError, OSError, zlib.error) as bad:
-        raise DataError(f"prompt data {path} cannot be unpacked: {bad}") from None

@@ -216,7 +216,7 @@ def finish(run_dir: Path, seed: int) -> None:
 def main() -> None:
     """Run it; a failure is one message, and Ctrl-C ends every process."""
     try:
-        quickstart.main(standalone_mode=False)
+        quickstart.main(prog_name="bin/quickstart", standalone_mode=False)
     except click.ClickException as bad:
         bad.show()
         sys.exit(bad.exit_code)

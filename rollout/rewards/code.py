@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -65,13 +65,16 @@ def program_of(text: str) -> str:
 
 
 def _cases(label: Any) -> str | list[dict[str, str]]:
-    """The tests as a program, or as inputs and outputs. Raises msgspec.ValidationError for a list of anything else."""
+    """The tests as a program, or as inputs and outputs. Raises ValueError for anything else."""
     if isinstance(label, str):
         try:
             label = msgspec.json.decode(label)
         except msgspec.DecodeError:
             return str(label)
-    return msgspec.convert(label, list[dict[str, str]])
+    try:
+        return msgspec.convert(label, list[dict[Literal["input", "output"], str]])  # type: ignore[return-value]
+    except msgspec.ValidationError as bad:
+        raise ValueError(f"the label is {str(label)[:80]!r}; expected Python tests, or a list of {{input, output}} texts: {bad}") from None
 
 
 def _passes(program: str, case: dict[str, str]) -> bool:

@@ -162,7 +162,8 @@ class WeightSync:
         if weights.digest != announced:
             self._weights = None if announced else self._weights
             raise WeightsError(
-                f"version {weights.version} of lineage {weights.lineage!r} has digest {weights.digest}, announced was {announced or 'none'}"
+                f"version {weights.version} of lineage {weights.lineage!r} has digest {weights.digest}, but the trainer announced "
+                f"{announced or 'no digest for it'}"
             )
 
     def _pull(self, lineage: str, publishers: tuple[str, ...]) -> Weights:

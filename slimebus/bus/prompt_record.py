@@ -29,12 +29,13 @@ PLAIN: list[tuple[str, Any] | tuple[str, Any, Any]] = [
 
 
 class PromptKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a line keeps what. `tools` is empty when prompts have no tools."""
+    """Where a line keeps what. `tools` is empty when prompts have no tools. environment: that of the run (slimebus/environment.py)."""
 
     prompt: str = "prompt"
     label: str = "label"
     metadata: str = "metadata"
     tools: str = ""
+    environment: str = ""
 
 
 class LineReader:

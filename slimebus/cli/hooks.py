@@ -35,18 +35,19 @@ def load(path: str, *, base: Path | None = None, arguments: Sequence[str] = ()) 
         raise HookError(f"hook {path!r}: {module_name} has no {name!r}; it has {', '.join(_public(module)) or 'no public names'}")
     if not callable(target):
         raise HookError(f"hook {path!r}: {name} is a {type(target).__name__}, expected something callable")
-    _check_takes(path, target, arguments)
+    if arguments:
+        check_takes(f"hook {path!r}", target, arguments)
     return target  # type: ignore[no-any-return]
 
 
-def _check_takes(path: str, target: Callable[..., Any], arguments: Sequence[str]) -> None:
+def check_takes(name: str, target: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Raise HookError unless it can be called with these positional arguments."""
     with contextlib.suppress(ValueError):  # Python knows no signature of some builtins
         signature = inspect.signature(target)
         try:
-            if arguments:
-                signature.bind(*arguments)
+            signature.bind(*arguments)
         except TypeError as bad:
-            raise HookError(f"hook {path!r}: {bad}; it is called with ({', '.join(arguments)})") from None
+            raise HookError(f"{name}: {bad}; it is called with ({', '.join(arguments)})") from None
 
 
 def _public(module: ModuleType) -> list[str]:

@@ -88,6 +88,28 @@ def test_the_agent_on_the_page_calls_its_tool_and_ends_when_it_is_done(tmp_path:
     assert (sample.reward, sample.metadata, int(sample.loss_mask.sum())) == (1.0, {"calls": 1}, 5)
 
 
+def test_the_class_of_hooks_sees_every_group_counts_and_judges_by_two_tries(tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text(EXAMPLES["Watch"])
+    fields = {"rollout.hooks_path": "hook.py:Watch", "engine.engine": "cpu"}
+    engines = Scripted("4", "4 is it", "5", "4")
+    maker = GroupMaker(resolve(None, fields, {}).config, tmp_path, Letters(end=None), engines)  # type: ignore[arg-type]
+    record = msgspec.msgpack.encode({"prompt": "2+2=", "label": "4"})
+    training = LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60.0)
+    held = LeasedGroup(group="eval/0", lease=2, num_samples=1, deadline_s=60.0, kind="eval", dataset="held")
+
+    async def run() -> tuple[list[Sample], list[Sample]]:
+        await maker.setup()
+        made = await maker.make(training, record), await maker.make(held, record)
+        await maker.teardown()
+        return made
+
+    trained, evaluated = asyncio.run(run())
+    assert [(int(sample.loss_mask.sum()), sample.metadata["words"]) for sample in trained] == [(0, 1), (7, 3)]
+    assert [(sample.reward, sample.turn) for sample in evaluated] == [(1.0, 1)]
+    assert maker.hooks is not None
+    assert maker.hooks.numbers == {"samples_seen": 3, "groups_dropped": 0}
+
+
 def test_the_filter_keeps_mixed_groups_only(tmp_path: Path) -> None:
     assert len(make(tmp_path, "dynamic_sampling_filter_path", "keep", Scripted("4", "5"), 2)) == 2
     with pytest.raises(Dropped):

@@ -4,13 +4,15 @@ import asyncio
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from rollout.engines.client import EngineClient
-from rollout.teacher import check_config, scores_of
-from slimebus.bus.errors import ConfigError, UsageError
+from rollout.teacher import scores_of
+from slimebus.bus.errors import UsageError
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import BrokerConfig, RolloutConfig
+from slimebus.cli.config import resolve
+from slimebus.cli.config.file_checks import teacher_problems
+from slimebus.cli.root import root
 from slimebus.client.consumer import ConsumedGroup
 
 
@@ -45,9 +47,12 @@ def test_what_cannot_be_scored_gets_numbers_that_the_trainer_refuses_and_the_log
 
 
 def test_a_teacher_that_nobody_waits_for_is_refused() -> None:
-    waiting = BrokerConfig(required_fields=["teacher_logprobs"])
-    check_config(RunConfig(broker=waiting))
-    with pytest.raises(ConfigError, match=r"broker.required_fields: teacher_logprobs is not among them"):
-        check_config(RunConfig())
-    with pytest.raises(ConfigError, match=r"rollout_temperature: 0.7, but engines score"):
-        check_config(RunConfig(broker=waiting, rollout=RolloutConfig(rollout_temperature=0.7)))
+    waiting = {"broker.required_fields": ["teacher_logprobs"]}
+    assert not teacher_problems(resolve(None, waiting, {}), "http://x")
+    (found,) = teacher_problems(resolve(None, {}, {}), "http://x")
+    assert found.startswith("broker.required_fields: teacher_logprobs is not among them")
+    (found,) = teacher_problems(resolve(None, {**waiting, "rollout.rollout_temperature": 0.7}, {}), "http://x")
+    assert found.startswith("rollout.rollout_temperature: 0.7, but engines score")
+    done = CliRunner().invoke(root, ["config", "check", "--teacher", "http://x", "--rollout-temperature", "0.7"])
+    assert "teacher_logprobs is not among them" in str(done.exception)
+    assert "0.7, but engines score" in str(done.exception)

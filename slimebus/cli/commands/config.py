@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from slimebus.cli.config.field_rules import evaluation_problems
-from slimebus.cli.config.file_checks import can_check_algorithms, file_problems
+from slimebus.cli.config.file_checks import can_check_algorithms, file_problems, teacher_problems
 from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_flags
 from slimebus.cli.config.load import raise_all, read, without
 from slimebus.cli.config.schema import OPEN_MAPS, paths
@@ -36,12 +36,14 @@ def show(ctx: click.Context, run_yaml: Path | None, as_json: bool) -> None:
 
 @config.command(cls=ConfigCommand, foreign=trainer_flags)
 @config_argument
+@click.option("--teacher", metavar="MODEL", help="[path or URL] Also whether `rollout --teacher` could score the run with this model.")
 @click.option("--syntax", is_flag=True, help="Look at the values alone, not at the files, hooks and packages that they name.")
 @click.pass_context
-def check(ctx: click.Context, run_yaml: Path | None, syntax: bool) -> None:
+def check(ctx: click.Context, run_yaml: Path | None, teacher: str | None, syntax: bool) -> None:
     """Check a run.yaml and the files, hooks and packages that it names; print `ok`, or every mistake with its place and exit with 2."""
     resolved, problems, broken = read(run_yaml, ctx.meta.get(META, {}))
     named = [*evaluation_problems(resolved.config), *([] if syntax else file_problems(resolved))]
+    named += teacher_problems(resolved, teacher) if teacher else []
     raise_all([*problems, *without(broken, named)])
     if not syntax and not can_check_algorithms():
         click.echo("section algorithm: its plug-ins were not checked, as torch or the trainer is not installed here", err=True)

@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import re
 import secrets
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +19,7 @@ from slimebus.bus.messages import Evaluate, EvaluateReply
 from slimebus.cli.config.file_checks import worker_problems
 from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
 from slimebus.cli.config.load import raise_all
+from slimebus.cli.config.saved import saved_config
 from slimebus.cli.config.schema import EvalDataset
 from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
 
 WAIT_S = 10.0
+CHECKPOINT = re.compile(r"step_[0-9]+")
 
 
 @click.command("eval", cls=ConfigCommand, short_help="Evaluate the newest version on the run's workers.")
@@ -30,7 +36,9 @@ WAIT_S = 10.0
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--dataset", "datasets", multiple=True, help="[name] Of eval.datasets, may be repeated; default: all.")
 @click.option(
-    "--model", metavar="DIR", help="[path] Evaluate this model, in Hugging Face layout, with an engine of one's own; no run is asked."
+    "--model",
+    metavar="DIR",
+    help="[path] Evaluate this model in Hugging Face layout, or this checkpoint of a run, with an engine of one's own; no run is asked.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context
@@ -58,7 +66,27 @@ def _evaluate_there(ctx: click.Context, run_yaml: Path | None, broker: str | Non
 
 
 def _evaluate_here(ctx: click.Context, run_yaml: Path | None, model: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    ctx.meta.setdefault(META, {})["model.hf_checkpoint"] = str(Path(model).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(model).resolve()
+        found = _exported(path, Path(folder)) if CHECKPOINT.fullmatch(path.name) else path
+        results = _evaluate_folder(ctx, run_yaml, found, names)
+    return [row | {"model": model} for row in results]
+
+
+def _exported(checkpoint: Path, folder: Path) -> Path:
+    """The model of RUN_DIR/checkpoints/step_*, in Hugging Face layout, made in this folder by the trainer's command."""
+    saved = saved_config(checkpoint.parents[1])
+    model = msgspec.structs.replace(saved.config.model, hf_checkpoint=str(saved.model_dir.resolve()))
+    parts = {"run_dir": saved.config.run_dir, "model": model, "trainer": saved.config.trainer, "megatron": saved.config.megatron}
+    (folder / "run.yaml").write_bytes(msgspec.json.encode(parts))
+    words = ["export", str(folder / "run.yaml"), "--step", checkpoint.name.removeprefix("step_"), "--out", str(folder / checkpoint.name)]
+    if subprocess.run([sys.executable, "-P", "-m", "slimebus", *words], check=False, stdout=sys.stderr).returncode:
+        raise SlimebusError(f"{checkpoint} could not be exported; the lines above say why")
+    return folder / checkpoint.name
+
+
+def _evaluate_folder(ctx: click.Context, run_yaml: Path | None, model: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    ctx.meta.setdefault(META, {})["model.hf_checkpoint"] = str(model)
     resolved = from_context(ctx, run_yaml)
     config, r = resolved.config, resolved.config.rollout
     known = config.eval.datasets

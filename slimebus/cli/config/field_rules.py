@@ -144,6 +144,8 @@ def _parallel(config: RunConfig) -> Iterator[str]:
 
 
 def _engine_and_eval(config: RunConfig) -> Iterator[str]:
+    if config.rollout.environment and config.rollout.custom_generate_function_path:
+        yield "rollout.environment and rollout.custom_generate_function_path both make the samples; remove one of them"
     if config.engine.engine == "none" and not config.rollout.custom_generate_function_path:
         yield "engine.engine is none, so rollout.custom_generate_function_path must make the samples"
     if config.engine.engine == "none" and config.engine.engine_url:

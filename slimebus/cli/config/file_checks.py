@@ -13,19 +13,22 @@ from typing import IO
 
 from slimebus.bus.errors import ConfigError, DataError, HookError
 from slimebus.bus.prompt_files import FileSpec, parse
-from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
+from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader
 from slimebus.cli import hooks
 from slimebus.cli.config.convert import nearest
 from slimebus.cli.config.flags import trainer_command, trainer_flags
 from slimebus.cli.config.load import Resolved
 from slimebus.cli.dynamic_filter import is_reward_spread
 from slimebus.cli.engine_plan import engine_specs
-from slimebus.model_folder import read_config, vocabulary_problems
+from slimebus.environment import is_tasks, load
+from slimebus.model_folder import read_config, tokenizer_differences, vocabulary_problems
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 JSONL = (".jsonl", ".jsonl.gz")
 UNLABELLED = ("random", "ifbench", "remote", "graded")
 """Built-in rewards that need no label."""
+ENVIRONMENT = "rollout.environment"
+TEACHER_FIELD = "teacher_logprobs"
 ROWS_READ = 10_000
 FIND_S = 60.0
 LOOK = "import importlib.util, sys; sys.path.pop(0); found = importlib.util.find_spec(sys.argv[1]); print(found.origin if found else '')"
@@ -55,9 +58,23 @@ def worker_problems(resolved: Resolved) -> list[str]:
         ("rollout.custom_rm_path", r.custom_rm_path, "response"),
         ("rollout.custom_generate_function_path", r.custom_generate_function_path, ""),
         ("rollout.dynamic_sampling_filter_path", keep, "samples"),
+        ("rollout.hooks_path", r.hooks_path, ""),
+        (ENVIRONMENT, r.environment, ""),
     ]
     wanted += [(f"eval.datasets.{name}.custom_rm_path", d.custom_rm_path, "response") for name, d in resolved.config.eval.datasets.items()]
     return [*_model(resolved), *_hooks(resolved, wanted), *_engine(resolved)]
+
+
+def teacher_problems(resolved: Resolved, teacher: str) -> list[str]:
+    """Why `rollout --teacher` cannot score this run: nothing waits for it, its engine cannot, or a model folder with another tokenizer."""
+    config, found = resolved.config, []
+    if TEACHER_FIELD not in config.broker.required_fields:
+        found.append(f"broker.required_fields: {TEACHER_FIELD} is not among them; add it, so that every batch waits for the teacher")
+    if config.rollout.rollout_temperature != 1:
+        why = "engines score given tokens at temperature 1 only, and the student's logprobs are those of its own temperature"
+        found.append(f"rollout.rollout_temperature: {config.rollout.rollout_temperature:g}, but {why}; set it to 1")
+    others = [] if "://" in teacher else tokenizer_differences(resolved.model_dir, Path(teacher))
+    return [*found, *(f"--teacher: {text}" for text in others)]
 
 
 # --- prompts ---
@@ -82,6 +99,8 @@ def _prompt_files(resolved: Resolved) -> Iterator[str]:
         except DataError as bad:
             yield f"data.prompt_data: {bad.text}"
     for place, _, spec in _specs(resolved):
+        if is_tasks(spec.path, resolved.config.rollout.environment):
+            continue
         if not spec.path.is_file():
             yield f"{place}: no such file {spec.path}; expected jsonl (also .gz) or parquet"
         elif spec.start is not None or spec.stop is not None:
@@ -119,7 +138,7 @@ def label_problems(resolved: Resolved) -> Iterator[str]:
 def _keys_without_label(path: Path, resolved: Resolved) -> list[str]:
     """The keys of the first row where no row has a label; nothing when one has, or when a row is malformed, which the broker tells."""
     data, first = resolved.config.data, list[str]()
-    reader = LineReader(PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key))
+    reader = LineReader(resolved.prompt_keys)
     with contextlib.suppress(OSError, EOFError, DataError), _open(path) as lines:
         for line in itertools.islice(lines, ROWS_READ):
             if line.isspace():
@@ -206,9 +225,11 @@ def _hooks(resolved: Resolved, wanted: Iterable[tuple[str, str, str]]) -> Iterat
     """wanted: field, import path (empty: none), and the arguments by position."""
     for field, path, arguments in wanted:
         try:
-            if path:
+            if path and field == ENVIRONMENT:
+                load(path, resolved.base)
+            elif path:
                 hooks.load(path, base=resolved.base, arguments=arguments.split())
-        except HookError as bad:
+        except (HookError, ConfigError) as bad:
             yield f"{field}: {bad.text}"
 
 

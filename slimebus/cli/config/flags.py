@@ -179,9 +179,11 @@ def from_context(ctx: click.Context, file: Path | None) -> Resolved:
 
 
 def split_words(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
-    """The RUN.yaml, where the first word is one, and the other words."""
+    """The RUN.yaml, where the first word is one, or the last, and the other words."""
     if words and is_run_file(words[0]):
         return Path(words[0]), words[1:]
+    if words and is_run_file(words[-1]):
+        return Path(words[-1]), words[:-1]
     return None, words
 
 

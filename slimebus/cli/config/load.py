@@ -13,9 +13,11 @@ import msgspec
 import yaml
 
 from slimebus.bus.errors import ConfigError
+from slimebus.bus.prompt_record import PromptKeys
 from slimebus.cli.config.convert import Converter
 from slimebus.cli.config.field_rules import rule_problems
 from slimebus.cli.config.schema import OPEN_MAPS, RunConfig, flag_of, paths
+from slimebus.environment import FILE
 
 TYPED = ("--", "SLIMEBUS_")
 """How the place of a value begins that is from no file."""
@@ -47,6 +49,12 @@ class Resolved(msgspec.Struct, frozen=True):
             return self.path(given)
         what = f": no model at {self.path(given)}" if given else " is not set"
         raise ConfigError(f"model.hf_checkpoint{what}; expected a Hugging Face directory (config.json, safetensors, tokenizer)")
+
+    @property
+    def prompt_keys(self) -> PromptKeys:
+        """Where the lines of prompt files keep what."""
+        data, own = self.config.data, {"environment": self.config.rollout.environment}
+        return PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key, **own)
 
     @property
     def weights_dir(self) -> Path | None:
@@ -90,9 +98,17 @@ def read(
     for name, value in (flags or {}).items():
         _put(tree, origin, name, value, f"--{flag_of(name)}")
     converter = Converter(origin, problems)
-    config = converter.config(tree)
+    config = _with_tasks(converter.config(tree))
     problems += without(converter.broken, rule_problems(config))
     return Resolved(config, origin, file.resolve().parent if file else Path.cwd()), problems, converter.broken
+
+
+def _with_tasks(config: RunConfig) -> RunConfig:
+    """With the tasks of an environment as prompts, where it has no others."""
+    data = config.data
+    if not config.rollout.environment or data.prompt_data or data.source_path or data.wait_for_push:
+        return config
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, prompt_data=[FILE]))
 
 
 def without(broken: Iterable[str], problems: Iterable[str]) -> list[str]:

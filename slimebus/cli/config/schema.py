@@ -179,9 +179,14 @@ class RolloutConfig(Section, frozen=True):
     """[hook] Reward of one sample, or of all samples of a group at once, instead of rm_type."""
     custom_generate_function_path: str = ""
     """[hook] Makes one sample (or several that count as one), instead of a call of the engine; called once per sample of a group."""
+    environment: str = ""
+    """[name] Of an environment of verifiers that makes and rewards the samples, or a TOML file of it (docs/agents.md). Its tasks are the
+    prompts where data.prompt_data is empty, and `environment` names them there and in eval.datasets."""
     dynamic_sampling_filter_path: str = ""
     """[hook] Keeps or drops a finished group; a dropped one is counted and replaced by another prompt. `check_reward_nonzero_std`
     is built in: it drops groups whose rewards are all equal."""
+    hooks_path: str = ""
+    """[hook] A class with any of after_generate, is_trained, on_group, log and evaluate (docs/hooks.md)."""
     dynamic_sampling_limit: Positive = 1024
     """[groups] When so many in a row were dropped by the filter and none was kept, the run stops with an error that says so."""
     over_sampling_batch_size: Natural = 0

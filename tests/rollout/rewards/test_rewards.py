@@ -146,6 +146,13 @@ def test_gpqa_finds_the_named_option(text: str, label: Any, about: dict[str, Any
 
 # --- code ---
 
+
+@pytest.mark.parametrize("label", [None, 7, [{"input": "1"}, 2], [{"in": "1"}]])
+def test_a_label_that_is_no_tests_is_told(label: Any) -> None:
+    with pytest.raises(ValueError, match=r"the label is .*; expected Python tests, or a list of {input, output} texts"):
+        code.reward(response("print(1)", label))
+
+
 needs_namespaces = pytest.mark.skipif(bool(code.missing()), reason="the kernel makes no namespaces here")
 DOUBLE = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles."
 HOSTILE = {

@@ -1,0 +1,53 @@
+"""The class of `rollout.hooks_path`: what a user adds around the groups of a worker (docs/hooks.md)."""
+
+from pathlib import Path
+from typing import Any
+
+from rollout.generate_hook import GenerateHook, instance_of
+from rollout.plugins import Plugin, PluginError
+from rollout.response import reward_number
+from slimebus.bus.errors import HookError
+from slimebus.bus.samples import Sample, decode_group, encode_group
+from slimebus.cli.hooks import check_takes, text_of
+
+METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept dataset", "log": "", "evaluate": "session"}
+"""The methods that it may have, and what each is called with."""
+
+
+class WorkerHooks:
+    """Each method is called where the class has it. Whatever one raises or gives that cannot be used is a PluginError."""
+
+    def __init__(self, path: str, base: Path, timeout_s: float) -> None:
+        """timeout_s: of a call. Raises HookError for a class that has no method of these, or one with other arguments."""
+        name, self._timeout_s = f"hooks {path}", timeout_s
+        instance = instance_of(Plugin.load("hooks", path, base))
+        found = {method: getattr(instance, method, None) for method in METHODS}
+        self._plugins = {method: Plugin(f"{name}.{method}", function) for method, function in found.items() if function}
+        if not self._plugins:
+            raise HookError(f"{name}: the class has none of {', '.join(METHODS)}")
+        for method, plugin in self._plugins.items():
+            check_takes(plugin.name, plugin.function, METHODS[method].split())
+        self.numbers: dict[str, float] = {}
+        """What `log` gave last, for the worker's metrics."""
+        self.evaluate = GenerateHook.of(f"{name}.evaluate", instance, "evaluate") if "evaluate" in self._plugins else None
+        self.life = GenerateHook.of(name, instance, "")
+        """Its `setup` and `teardown`."""
+
+    async def after_reward(self, samples: list[Sample], *, is_kept: bool, dataset: str) -> None:
+        """Take samples out of the loss, and show it the group; it gets copies. dataset: of an evaluation, else empty."""
+        copies = decode_group(encode_group(samples))
+        for sample, copy in zip(samples, copies, strict=True) if "is_trained" in self._plugins and not dataset else ():
+            if not await self.call("is_trained", copy):
+                sample.loss_mask[:] = 0
+        await self.call("on_group", copies, is_kept, dataset)
+        given = await self.call("log") or {}
+        try:
+            self.numbers = {str(name): reward_number(str(name), value) for name, value in dict(given).items()}
+        except (TypeError, ValueError) as bad:
+            raise PluginError(f"{self._plugins['log'].name} gave {text_of(given)}", f"expected a map of numbers: {bad}") from bad
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What this method gives; None where the class has none."""
+        if plugin := self._plugins.get(method):
+            return await plugin(*arguments, timeout_s=self._timeout_s)
+        return None
