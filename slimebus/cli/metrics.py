@@ -33,9 +33,13 @@ class JsonLines:
     def add(self, row: dict[str, Any]) -> None:
         """Write a row, and those that could not be written before it."""
         if self.path is not None:
-            with self._lock:
-                self.num_dropped += len(self._waiting) == MAX_WAITING
-                self._waiting.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+            self.add_line(json.dumps(row, separators=(",", ":")).encode())
+
+    def add_line(self, line: bytes) -> None:
+        """The same of a row that is JSON already."""
+        with self._lock:
+            self.num_dropped += len(self._waiting) == MAX_WAITING
+            self._waiting.append(line + b"\n")
         self.flush()
 
     def flush(self) -> None:

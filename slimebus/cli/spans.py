@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slimebus.cli import otel
 from slimebus.cli.metrics import JsonLines
 
@@ -56,7 +58,8 @@ class Spans:
         """A span that is over."""
         offset = {"offset": round(min(self._clocks)[1], 6)} if self._clocks else {}
         times = {"begin": round(begin, 6), "seconds": round(seconds, 6)}
-        self._rows.add({"process": self.process, "name": name, **times, **offset, **about})
+        if self._rows.path is not None:
+            self._rows.add_line(msgspec.json.encode({"process": self.process, "name": name, **times, **offset, **about}))
         if self._collector is not None:
             for part in expanded(name, begin + offset.get("offset", 0.0), seconds, about):
                 self._collector.send(*part)

@@ -66,7 +66,7 @@ def by_lag(runs: Sequence[RunResult], axis: str) -> str:
 
 def trade_off(sections: Sections, axis: str) -> str:
     """Throughput against the axis, and score against throughput with the Pareto front: a colour a section, 95% intervals over seeds."""
-    points: list[tuple[tuple[float, float], str]] = []
+    points: list[tuple[tuple[float, float], str, str]] = []
 
     def draw(axes: "Sequence[Axes]") -> None:
         front: list[tuple[float, float]] = []
@@ -84,7 +84,7 @@ def trade_off(sections: Sections, axis: str) -> str:
                 axes[0].set_xticks(at, list(speed))
             (x, x_bars), (y, y_bars) = (_bars(list(found.values())) for found in (speed, score))
             axes[1].errorbar(x, y, y_bars, x_bars, marker="o", linestyle="", color=_look(i)["color"])
-            points.extend(zip(zip(x, y, strict=True), speed, strict=True))
+            points.extend((place, label, _look(i)["color"]) for place, label in zip(zip(x, y, strict=True), speed, strict=True))
             front += zip(x, y, strict=True)
         best = [here for here in sorted(front) if not any(other != here and all(map(ge, other, here)) for other in front)]
         axes[1].plot(*zip(*best, strict=True), color=GREY, linewidth=1, zorder=0) if best else None
@@ -97,15 +97,15 @@ def trade_off(sections: Sections, axis: str) -> str:
     return _figure(2, draw, lambda axes: _label(axes[1], points))
 
 
-def _label(axes: "Axes", points: Sequence[tuple[tuple[float, float], str]]) -> None:
-    """Write to each point what it is, where that covers no other point or label; what finds no room in this order is left out."""
+def _label(axes: "Axes", points: Sequence[tuple[tuple[float, float], str, str]]) -> None:
+    """Write to each point (place, label, colour) its label, where that covers no other; one without room is left out."""
     from matplotlib.transforms import Bbox
 
-    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in axes.transData.transform([place for place, _ in points])] if points else []
-    for place, label in points:
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in axes.transData.transform([place for place, *_ in points])] if points else []
+    for place, label, colour in points:
         for right, up in LABEL_PLACES:
             side: Any = {"ha": ("right", "center", "left")[right + 1], "va": ("top", "center", "bottom")[up + 1]}
-            text = axes.annotate(label, place, (4 * right, 4 * up), textcoords="offset points", fontsize=7, color=GREY, **side)
+            text = axes.annotate(label, place, (5 * right, 4 * up), textcoords="offset points", fontsize=7, color=colour, **side)
             text.set_in_layout(False)
             box = text.get_window_extent()
             if not any(box.overlaps(other) for other in taken) and axes.bbox.fully_containsx(box.x0) and axes.bbox.fully_containsx(box.x1):

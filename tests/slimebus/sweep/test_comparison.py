@@ -117,3 +117,19 @@ def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", [ETA, "how"])
 def test_markdown_has_a_table_for_each_section(axis: str) -> None:
     assert markdown(RESULTS, axis).count("\n| --- |") == 2
+
+
+def test_labels_of_points_that_lie_close_together_cover_neither_each_other_nor_a_point() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure(dpi=100).subplots()
+    axes.set(xlim=(0, 100), ylim=(0, 100))
+    close = [((50 + i % 4, 50 + i // 4), f"label {i}", "C0") for i in range(16)]
+    plots._label(axes, [*close, ((5, 5), "alone", "C1")])
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
+    assert not [1 for box in boxes for place, *_ in close if box.contains(*axes.transData.transform(place))]
+    shown = [text.get_text() for text in axes.texts]
+    assert shown[0] == "label 0", "the first ones find room"
+    assert "alone" in shown
+    assert len(shown) < 17, "there is no room for all"
