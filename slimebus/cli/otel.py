@@ -10,6 +10,11 @@ log = logging.getLogger("slimebus")
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
+SEND_S = 2.0
+"""How long a batch may take to be sent, repeats included. Without a collector a process takes so long to end, for each batch that waits."""
+BATCH = 8192
+"""Spans sent at once; more than four of these that wait are dropped, the oldest first."""
+
 
 class Collector:
     """Sends from a thread of its own; spans of one group, or of one step, are one trace whichever process they are of."""
@@ -23,7 +28,9 @@ class Collector:
 
         about = {"service.name": "slimebus", "service.namespace": run, "service.instance.id": process}
         provider = TracerProvider(resource=Resource.create(about))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        exporter = OTLPSpanExporter(timeout=float(os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT", SEND_S)))
+        provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=4 * BATCH, max_export_batch_size=BATCH))
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # not each try, but what was not sent
         self.run, self._tracer = run, provider.get_tracer("slimebus")
 
     def send(self, name: str, begin: float, seconds: float, about: dict[str, Any]) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from browser import Browser
 from live_broker import LiveBroker
+from made_samples import frames, made
 from raw_cast import LINEAGE, begin, put, sample
 
+from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, write_arrays
 from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Heartbeat, Lease, LeaseReply, Publish
+from slimebus.bus.sample_table import check_group
 from slimebus.bus.transport.client import Client
 from slimebus.view.report import page_url
 
@@ -149,6 +153,21 @@ def test_hostile_text_is_shown_as_text(run: SeededRun) -> None:
     assert page.js("document.querySelectorAll('main script, main img').length") == 0
     page.click("input[value=logprob]")
     assert "color-mix" in page.js("document.querySelector('.tokens span').style.background")
+
+
+def test_samples_that_the_trainer_kept_are_shown(run: SeededRun) -> None:
+    folder, group = run.broker.run_dir / "samples" / "step_00000007", check_group(frames(made((2, 5), reward=0.75)))
+    folder.mkdir(parents=True)
+    write_arrays(arrays_of("0/99", group), folder / "arrays-00000.safetensors")
+    (folder / GROUPS_FILE).write_bytes(msgspec.json.encode({"group": "0/99", "table": group.table, "arrays": "arrays-00000.safetensors"}))
+    page = run.browser
+    page.js("document.querySelector('#group-state').value = 'dumped'")
+    page.click("#group-load")
+    page.wait_for("document.querySelector('#group-view').innerText.startsWith('0/99: kept, step 7, 1 samples')")
+    assert page.text(".tokens").startswith(HOSTILE)
+    assert "reward 0.75" in page.text("#group-view")
+    assert page.js("window.hacked") is None
+    assert page.errors == []
 
 
 def test_a_dead_letter_is_replayed_from_the_page(run: SeededRun) -> None:

@@ -368,7 +368,7 @@ function showGroup() {
   const group = state.group;
   if (!group) return;
   if (group.problem) { fill($("group-view"), [make("p", group.problem, "bad")]); return; }
-  const about = make("p", `${group.group}: ${group.state}${group.step >= 0 ? `, step ${group.step}` : ""}, ${group.num_samples} samples, made by ${group.worker || "nobody"}`
+  const about = make("p", `${group.group}: ${group.state === "dumped" ? "kept" : group.state}${group.step >= 0 ? `, step ${group.step}` : ""}, ${group.num_samples} samples${group.state === "dumped" ? "" : `, made by ${group.worker || "nobody"}`}`
     + `${group.reason ? `, ${group.reason}` : ""}`, "quiet");
   const prompt = Object.entries(group.prompt).map(([name, text]) => make("div", `${name}: ${text}`, "prompt"));
   const how = document.querySelector("input[name=colour]:checked").value;
