@@ -22,7 +22,6 @@ from rich.console import Console
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.cli.config import resolve
 from slimebus.view import report
-from slimebus.view.chart import draw_curve
 from slimebus.view.local_run import LocalRun, describe
 from slimebus.view.result_table import result_table
 
@@ -187,6 +186,8 @@ def run_stage(title: str, file: Path) -> None:
 
 def finish(run_dir: Path, seed: int) -> None:
     """result.json, curve.png, the table, three solved problems and what to try next."""
+    from chart import draw_curve  # beside this file, where a script finds it
+
     found = report.read(run_dir / "rl")
     config = resolve(run_dir / "rl" / "run.yaml").config
     times = {"rl_s": seconds_in(run_dir / "rl" / "seconds"), "total_s": seconds_in(run_dir / "seconds")}

@@ -38,7 +38,7 @@ def trace(
     run_dirs = [Path(folder) for folder in folders] or [from_context(ctx, file).run_dir]
     out = out or run_dirs[0] / ("trace.json" if step is None else f"trace-{step}.json")
     recorded = timeline.read(run_dirs)
-    spans = timeline.processes_at_work(recorded) if step is None else timeline.lives(recorded, step)
+    spans = timeline.work(recorded) if step is None else timeline.lives(recorded, step)
     timeline.write_chrome(spans, out)
     click.echo(f"{out}: {len(spans)} spans; open it in ui.perfetto.dev")
     if plot is None:

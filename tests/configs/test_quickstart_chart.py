@@ -1,11 +1,17 @@
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.view.chart import draw_curve, running_mean, spread, title
 from slimebus.view.report import Report
+
+spec = importlib.util.spec_from_file_location("quickstart_chart", Path(__file__).parents[2] / "configs" / "quickstart" / "chart.py")
+assert spec is not None
+assert spec.loader is not None
+chart = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(chart)
 
 EVALS = [
     {"dataset": "held", "time": 100.0, "mean_reward": 0.43, "low": 0.39, "high": 0.47, "num_samples": 512},
@@ -22,12 +28,12 @@ def run(steps: int = 12) -> Report:
 
 
 def draw(report: Report, path: Path, bound: float = 2) -> None:
-    draw_curve(report, path, dataset="held", max_staleness=bound, rl_s=80.4, machine="2 CPU cores")
+    chart.draw_curve(report, path, dataset="held", max_staleness=bound, rl_s=80.4, machine="2 CPU cores")
 
 
 def test_title_says_the_result() -> None:
-    assert title(EVALS, 80.4, "2 CPU cores") == "0.43 → 0.95 held-out accuracy in 80 s of RL on 2 CPU cores"
-    assert title(EVALS, 115.2) == "0.43 → 0.95 held-out accuracy in 115 s of RL"
+    assert chart.title(EVALS, 80.4, "2 CPU cores") == "0.43 → 0.95 held-out accuracy in 80 s of RL on 2 CPU cores"
+    assert chart.title(EVALS, 115.2) == "0.43 → 0.95 held-out accuracy in 115 s of RL"
 
 
 @pytest.mark.parametrize("bound", [0, 2, float("inf")])
@@ -50,11 +56,11 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
 
 
 def test_running_mean_takes_the_neighbours_there_are() -> None:
-    assert running_mean([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+    assert chart.running_mean([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
 
 
 def test_labels_that_would_overlap_move_apart_and_others_stay() -> None:
-    assert spread(0.95, 0.5, 0.1, 0.05) == (0.95, 0.5)
-    assert spread(0.5, 0.5, 0.1, 0.05) == pytest.approx((0.55, 0.45))
-    assert spread(0.4, 0.46, 0.1, 0.05) == pytest.approx((0.38, 0.48))
-    assert spread(0.0, 0.01, 0.1, 0.05) == pytest.approx((0.05, 0.15)), "not into what stands below"
+    assert chart.spread(0.95, 0.5, 0.1, 0.05) == (0.95, 0.5)
+    assert chart.spread(0.5, 0.5, 0.1, 0.05) == pytest.approx((0.55, 0.45))
+    assert chart.spread(0.4, 0.46, 0.1, 0.05) == pytest.approx((0.38, 0.48))
+    assert chart.spread(0.0, 0.01, 0.1, 0.05) == pytest.approx((0.05, 0.15)), "not into what stands below"
