@@ -36,10 +36,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self._batch = RunningBatch(scheduler.max_running)
         self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+        self._generator.manual_seed(self._generator.seed() if seed is None else seed)
 
     @property
     def has_work(self) -> bool:
@@ -131,9 +128,8 @@ class EngineCore:
         targets = torch.tensor(sequence.prompt[start + 1 :], dtype=torch.int64)
         if not len(targets):
             return
-        logprobs_PV = self.model.logits(hidden_PC[start - sequence.num_known : len(sequence.prompt) - 1 - sequence.num_known]).log_softmax(
-            -1
-        )
+        hidden_PC = hidden_PC[start - sequence.num_known : len(sequence.prompt) - 1 - sequence.num_known]
+        logprobs_PV = self.model.logits(hidden_PC).log_softmax(-1)
         sequence.input_logprobs = logprobs_PV.gather(1, targets[:, None]).squeeze(1).tolist()
 
     def _sample(self, first: int, logits_BV: torch.Tensor) -> list[Sequence]:
@@ -143,14 +139,10 @@ class EngineCore:
         adjusted = [(row - first, int(batch.generated[row]), sequence) for row, sequence in special if sequence.sampling.is_adjusted]
         adjust_logits(logits_BV, adjusted)
         rows = slice(first, batch.num_rows)
-        tokens, logprobs_BV = sample(
-            logits_BV,
-            batch.temperature[rows],
-            batch.greedy[rows],
-            self._generator,
-            filtered={row - first: s.sampling for row, s in special if s.sampling.is_filtered},
-            seeded={row - first: (seed, int(batch.position[row])) for row, s in special if (seed := s.sampling.sampling_seed) is not None},
-        )
+        filtered = {row - first: s.sampling for row, s in special if s.sampling.is_filtered}
+        seeded = {row - first: (seed, int(batch.position[row])) for row, s in special if (seed := s.sampling.sampling_seed) is not None}
+        temperature, greedy = batch.temperature[rows], batch.greedy[rows]
+        tokens, logprobs_BV = sample(logits_BV, temperature, greedy, self._generator, filtered=filtered, seeded=seeded)
         ended = batch.append(first, tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1))
         self.num_generated += len(tokens)
         reasons = {row: stopped(stop) if stop is not None else out_of_length(running[row].limit) for row, stop in ended}

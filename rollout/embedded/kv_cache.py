@@ -29,11 +29,11 @@ class KVCache:
     """Pages within `budget_bytes`; memory is used from the first time that a page is."""
 
     def __init__(self, config: ModelConfig, budget_bytes: int, dtype: torch.dtype) -> None:
-        self.num_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.bytes_per_token = 2 * config.num_layers * self.num_heads * self.head_dim * dtype.itemsize
+        self.num_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.bytes_per_token = 2 * config.num_hidden_layers * self.num_heads * self.head_dim * dtype.itemsize
         self.num_pages = budget_bytes // (self.bytes_per_token * PAGE_TOKENS)
         self.budget_tokens = self.num_pages * PAGE_TOKENS
-        shape = (config.num_layers, 2, (self.num_pages + 1) * self.num_heads, PAGE_TOKENS * self.head_dim)
+        shape = (config.num_hidden_layers, 2, (self.num_pages + 1) * self.num_heads, PAGE_TOKENS * self.head_dim)
         # Zeros, for a masked position must hold a finite value (0 * nan is nan); numpy's take no memory before they are written.
         self.storage = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
         self.scratch = torch.empty(0, PAGE_TOKENS * self.head_dim, dtype=dtype)

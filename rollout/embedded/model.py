@@ -75,17 +75,17 @@ class Model:
         normed = self._rms_norm(hidden, weights.attention_norm)
         qkv = F.linear(normed, weights.qkv, weights.qkv_bias)
         qkv = qkv.view(*qkv.shape[:-1], -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
+        num_rotated = config.num_attention_heads + config.num_key_value_heads
         rotated, value = qkv[..., :num_rotated, :], qkv[..., num_rotated:, :]
         if weights.qk_norm is not None:
             rotated = F.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps) * weights.qk_norm
         cos, sin = rotation
         rotated = torch.addcmul(rotated * cos, rotated.roll(config.head_dim // 2, -1), sin)
-        return rotated[..., : config.num_heads, :], rotated[..., config.num_heads :, :], value
+        return rotated[..., : config.num_attention_heads, :], rotated[..., config.num_attention_heads :, :], value
 
     def _decode_mask(self, positions_B: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask [B * K, 1, T]: 0 up to and at a row's position, -inf after."""
-        hidden = torch.arange(num_tokens) > positions_B.repeat_interleave(self.config.num_kv_heads)[:, None]
+        hidden = torch.arange(num_tokens) > positions_B.repeat_interleave(self.config.num_key_value_heads)[:, None]
         return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).unsqueeze(1)
 
     def _attend(self, query_BHD: torch.Tensor, cached: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

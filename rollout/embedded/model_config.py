@@ -12,29 +12,22 @@ from slimebus.model_folder import CONFIG, read_json
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
-RENAMED = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "context_length": "max_position_embeddings",
-    "tied_embeddings": "tie_word_embeddings",
-}
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, rename=RENAMED):
-    """Shape and constants of a dense decoder; sizes count elements, `context_length` counts tokens. 0 stands for what others imply."""
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and constants of a dense decoder, by their names in config.json. 0 stands for what others imply."""
 
     architectures: list[str]
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int = 0
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 0
     head_dim: int = 0
     intermediate_size: int
-    context_length: int
+    max_position_embeddings: int
     rms_norm_eps: float
-    tied_embeddings: bool = False
+    tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     rope: dict[str, Any]
@@ -51,9 +44,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, rename=RENAMED):
             config = msgspec.convert(raw | derived, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{path}: {error}") from None
-        return msgspec.structs.replace(
-            config, num_kv_heads=config.num_kv_heads or config.num_heads, head_dim=config.head_dim or config.hidden_size // config.num_heads
-        )
+        heads = config.num_attention_heads
+        kv_heads, head_dim = config.num_key_value_heads or heads, config.head_dim or config.hidden_size // heads
+        return msgspec.structs.replace(config, num_key_value_heads=kv_heads, head_dim=head_dim)
 
     @property
     def architecture(self) -> str:

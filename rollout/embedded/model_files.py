@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 def layer_matrices(config: ModelConfig) -> dict[str, dict[str, Shape]]:
     """The matrices of a layer, and the tensors that each is made of, below each other; projections of the same input are fused."""
     hidden, mlp = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     matrices: dict[str, dict[str, Shape]] = {
         "attention_norm": {"input_layernorm.weight": (hidden,)},
         "mlp_norm": {"post_attention_layernorm.weight": (hidden,)},
@@ -42,10 +42,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every tensor that a model of this config has, by Hugging Face name."""
     embedding = (config.vocab_size, config.hidden_size)
     shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (config.hidden_size,)}
-    if not config.tied_embeddings:
+    if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = embedding
     layer_shapes = {name: shape for matrix in layer_matrices(config).values() for name, shape in matrix.items()}
-    return shapes | {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer_shapes.items()}
+    return shapes | {f"model.layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer_shapes.items()}
 
 
 class ModelFiles:
@@ -103,7 +103,7 @@ class ModelFiles:
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Written by some exporters although the config implies them."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings)
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def _shared_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -91,9 +91,9 @@ class ModelWeights:
         self._old_units = old.units if old else {}
         assembly = _Assembly(ModelFiles(path, config), dtype, self._old_units)
         self.embedding = assembly.unit("model.embed_tokens.weight")
-        self.head = self.embedding if config.tied_embeddings else assembly.unit("lm_head.weight")
+        self.head = self.embedding if config.tie_word_embeddings else assembly.unit("lm_head.weight")
         self.norm = assembly.unit("model.norm.weight")
-        repeats = {"qk_norm": (config.num_heads, config.num_kv_heads)}
+        repeats = {"qk_norm": (config.num_attention_heads, config.num_key_value_heads)}
         self.layers = [
             LayerWeights(
                 **{
@@ -101,7 +101,7 @@ class ModelWeights:
                     for matrix, tensors in layer_matrices(config).items()
                 }
             )
-            for layer in range(config.num_layers)
+            for layer in range(config.num_hidden_layers)
         ]
         self.units: Units = assembly.units
         self._copies = assembly.copies

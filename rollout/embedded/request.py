@@ -58,19 +58,11 @@ class RequestExpander:
         logprobs = _per_prompt(body.return_logprob, count, False)
         starts = _per_prompt(body.logprob_start_len, count, -1)
         keys = _per_prompt(body.extra_key, count, "")
-        sequences = [
-            self._sequence(
-                next(rids),
-                prompt,
-                sampling,
-                return_logprob=has_logprobs,
-                logprob_start=start if has_logprobs and 0 <= start < len(prompt) else None,
-                stream=body.stream,
-                cache_key=key,
-            )
-            for prompt, sampling, has_logprobs, start, key in zip(prompts, samplings, logprobs, starts, keys, strict=True)
-            for _ in range(copies)
-        ]
+        sequences = []
+        for prompt, sampling, has_logprobs, start, key in zip(prompts, samplings, logprobs, starts, keys, strict=True):
+            asked = {"return_logprob": has_logprobs, "stream": body.stream, "cache_key": key}
+            asked["logprob_start"] = start if has_logprobs and 0 <= start < len(prompt) else None
+            sequences += [self._sequence(next(rids), prompt, sampling, **asked) for _ in range(copies)]
         return sequences, is_single and copies == 1
 
     def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
@@ -112,11 +104,9 @@ class RequestExpander:
     def _limit(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         room, limit = self._context_length - num_prompt_tokens, sampling.token_limit
         if limit is not None and limit > room and sampling.max_new_tokens is not msgspec.UNSET:
-            raise ValueError(
-                f"Requested token count exceeds the model's maximum context length of {self._context_length} tokens. You requested "
-                f"a total of {num_prompt_tokens + limit} tokens: {num_prompt_tokens} tokens from the input messages and "
-                f"{limit} tokens for the completion."
-            )
+            what = f"Requested token count exceeds the model's maximum context length of {self._context_length} tokens."
+            parts = f"{num_prompt_tokens} tokens from the input messages and {limit} tokens for the completion."
+            raise ValueError(f"{what} You requested a total of {num_prompt_tokens + limit} tokens: {parts}")
         # SGLang keeps one position free.
         return max(0, min(room - 1, room if limit is None else limit))
 

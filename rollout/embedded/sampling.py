@@ -13,14 +13,9 @@ from rollout.embedded.sequence import Sequence
 
 
 def sample(
-    logits_BV: torch.Tensor,
-    temperature_B: torch.Tensor,
-    greedy_B: torch.Tensor,
-    generator: torch.Generator,
-    *,
-    filtered: dict[int, SamplingParams],
-    seeded: dict[int, tuple[int, int]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_BV: torch.Tensor, temperature_B: torch.Tensor, greedy_B: torch.Tensor, generator: torch.Generator, *,
+    filtered: dict[int, SamplingParams], seeded: dict[int, tuple[int, int]],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens int64 [B] and logprobs float32 [B, V] they were drawn from.
 
     filtered: rows with top-k, top-p or min-p. seeded: rows that draw from (seed, position) alone.

@@ -69,10 +69,6 @@ class Sequence:
         """Tokens it may come to hold: prompt and output."""
         return len(self.prompt) + self.limit
 
-    def matches(self, rid: str) -> bool:
-        """Whether an abort of `rid` means this sequence: SGLang aborts every id that starts with it."""
-        return self.rid.startswith(rid)
-
     def change_weights(self, old_version: str) -> None:
         """Note that the tokens so far were made by `old_version`."""
         if self.output_ids:

@@ -37,7 +37,7 @@ def load_engine(settings: Settings) -> EngineCore:
     config = ModelConfig.read(settings.model_path)
     dtype = getattr(torch, settings.served_dtype)
     cache = KVCache(config, int(settings.kv_cache_gb * 2**30), dtype)
-    max_tokens = min(config.context_length, cache.budget_tokens)
+    max_tokens = min(config.max_position_embeddings, cache.budget_tokens)
     if max_tokens < 2:
         raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
     scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, place=cache.place)

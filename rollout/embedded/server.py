@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 from collections.abc import Callable
 from pathlib import Path
@@ -65,28 +66,28 @@ class EngineServer:
         self._event_loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._event_loop.create_future()
         """Done, with what ended the decode thread, if that did."""
-        self.decode_loop = DecodeLoop(core, self._report_from_thread, self._fail_from_thread)
+        on_failure = functools.partial(self._event_loop.call_soon_threadsafe, self.failure.set_exception)
+        self.decode_loop = DecodeLoop(core, self._report_from_thread, on_failure)
 
     def application(self) -> web.Application:
-        """The aiohttp application with every endpoint."""
-        app = web.Application(client_max_size=256 * 1024 * 1024, middlewares=[_asks_for_key(self._api_key), _errors_as_json])
-        app.add_routes(
-            [
-                web.post("/generate", self.generate),
-                web.post("/abort_request", self.abort_request),
-                web.post("/pause_generation", self.pause_generation),
-                web.post("/continue_generation", self.continue_generation),
-                web.post("/update_weights_from_disk", self.update_weights_from_disk),
-                web.post("/flush_cache", self.flush_cache),
-                web.get("/ready", self.ready),
-                web.get("/ping", self.ping),
-                web.get("/health", self.health),
-                web.get("/health_generate", self.health),
-                web.get("/model_info", self.model_info),
-                web.get("/server_info", self.server_info),
-            ]
-        )
+        """The aiohttp application; each endpoint has the name of its handler."""
+        app = web.Application(client_max_size=256 * 1024 * 1024, middlewares=[self._check_key, _errors_as_json])
+        control = (self.abort_request, self.pause_generation, self.continue_generation, self.update_weights_from_disk, self.flush_cache)
+        state = (self.ready, self.ping, self.health, self.model_info, self.server_info)
+        app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in (self.generate, *control)])
+        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in state])
+        app.add_routes([web.get("/health_generate", self.health)])
         return app
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """SGLang's check: each call but a health check carries the key, where there is one."""
+        given = request.headers.get("Authorization", "")
+        is_open = not self._api_key or request.path.startswith("/health")
+        if not is_open and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {self._api_key}".encode()):
+            return _json({"error": "Unauthorized"}, 401)
+        response: web.StreamResponse = await handler(request)
+        return response
 
     # -- generation ----------------------------------------------------------------------------------------------
 
@@ -146,9 +147,6 @@ class EngineServer:
             if (waiter := self._waiters.get(sequence)) is not None:
                 waiter.put_nowait(chunk or answer(sequence, self._core.tokenizer))
 
-    def _fail_from_thread(self, error: BaseException) -> None:
-        self._event_loop.call_soon_threadsafe(self.failure.set_exception, error)
-
     # -- control -------------------------------------------------------------------------------------------------
 
     async def _on_core(self, action: Callable[[EngineCore], T]) -> T:
@@ -160,7 +158,7 @@ class EngineServer:
         body = await _typed(request, Abort)
 
         def abort(core: EngineCore) -> None:
-            self._report_from_thread(core.abort(lambda sequence: body.abort_all or sequence.matches(body.rid)))
+            self._report_from_thread(core.abort(lambda sequence: body.abort_all or sequence.rid.startswith(body.rid)))
 
         if body.abort_all or body.rid:
             await self._on_core(abort)
@@ -266,21 +264,6 @@ async def _typed(request: web.Request, kind: type[Body]) -> Body:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=_encode(value), status=status, content_type="application/json")
-
-
-def _asks_for_key(api_key: str) -> Any:
-    """SGLang's check: each call but a health check carries the key, where there is one."""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        is_open = not api_key or request.path.startswith("/health")
-        if not is_open and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {api_key}".encode()):
-            return _json({"error": "Unauthorized"}, 401)
-        response: web.StreamResponse = await handler(request)
-        return response
-
-    return check
 
 
 @web.middleware

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rollout.response import plain
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, UsageError
 
+T = TypeVar("T")
 Sampling = dict[str, Any]
 
 GENERATE_TIMEOUT_S = 3600.0
@@ -77,7 +78,7 @@ class _Answer(msgspec.Struct):
     output_ids: list[int] = msgspec.field(default_factory=list)
 
 
-_decode_answers = msgspec.json.Decoder(list[_Answer]).decode
+_answers, _object = msgspec.json.Decoder(list[_Answer]), msgspec.json.Decoder(dict[str, Any])
 
 
 class EngineClient:
@@ -142,13 +143,16 @@ class EngineClient:
         return self._answers(reply, len(rids))
 
     def _answers(self, reply: bytes, number: int) -> list[_Answer]:
-        try:
-            answers = _decode_answers(reply)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"engine {self.url}: the answer to /generate is not SGLang's: {error}") from None
+        answers = self._decoded("/generate", reply, _answers)
         if len(answers) != number:
             raise EngineError(f"engine {self.url}: {len(answers)} answers to {number} prompts")
         return answers
+
+    def _decoded(self, path: str, reply: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+        try:
+            return decoder.decode(reply)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"engine {self.url}: the answer to {path} is not SGLang's: {error}") from None
 
     def _check(self, prompts: Sequence[list[int]], rids: Sequence[str]) -> None:
         if len(rids) != len(prompts):
@@ -158,10 +162,8 @@ class EngineClient:
                 raise UsageError(f"request {rid}: the prompt has no tokens")
             if self.vocab_size is not None and not (min(prompt) >= 0 and max(prompt) < self.vocab_size):
                 outside = next(token for token in prompt if not 0 <= token < self.vocab_size)
-                raise UsageError(
-                    f"request {rid}: token id {outside} is outside the vocabulary of {self.vocab_size} of the model at {self.url}; "
-                    "the tokenizer and the model do not match"
-                )
+                where = f"outside the vocabulary of {self.vocab_size} of the model at {self.url}"
+                raise UsageError(f"request {rid}: token id {outside} is {where}; the tokenizer and the model do not match")
 
     def _completion(self, answer: _Answer) -> Completion:
         meta = answer.meta_info
@@ -169,12 +171,8 @@ class EngineClient:
             raise EngineError(f"engine {self.url}: request {meta.id} was answered before it finished")
         logprobs = self._logprobs(meta.id, answer.output_ids, meta.output_token_logprobs or [])
         spans = [(span.version, span.start, span.end) for span in meta.weight_versions or []]
-        return Completion(
-            output_ids=np.array(answer.output_ids, dtype=np.int32),
-            logprobs=logprobs,
-            finish_reason=meta.finish_reason.type,
-            versions=spans or [(meta.weight_version, 0, len(logprobs))],
-        )
+        spans = spans or [(meta.weight_version, 0, len(logprobs))]
+        return Completion(np.array(answer.output_ids, dtype=np.int32), logprobs, meta.finish_reason.type, spans)
 
     def _logprobs(self, name: str, tokens: list[int], scored: list[_Scored]) -> npt.NDArray[np.float32]:
         if len(scored) != len(tokens):
@@ -248,10 +246,8 @@ class EngineClient:
         deadline_s = time.monotonic() + timeout_s
         while 200 not in (found := [await self.status(path, 2.0) for path in ("/ready", "/ping")]):
             if found == [404, 404]:
-                raise UsageError(
-                    f"what answers at {self.url} knows neither /ready nor /ping and is no engine; a router does not pass weights on: "
-                    "give the addresses of the engines behind it"
-                )
+                what = f"what answers at {self.url} knows neither /ready nor /ping and is no engine"
+                raise UsageError(f"{what}; a router does not pass weights on: give the addresses of the engines behind it")
             if UNAUTHORIZED in found:
                 raise UsageError(f"engine {self.url} asks for a key that is not the one given; set engine.engine_api_key to its --api-key")
             if is_dead is not None and is_dead():
@@ -263,11 +259,7 @@ class EngineClient:
     # -- HTTP ----------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str, retry_s: float | None = None) -> dict[str, Any]:
-        reply = await self._call(path, retry_s=retry_s)
-        try:
-            return msgspec.json.decode(reply, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise EngineError(f"engine {self.url}: the answer to {path} is not a JSON object: {error}") from None
+        return self._decoded(path, await self._call(path, retry_s=retry_s), _object)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._is_closed:
@@ -287,16 +279,9 @@ class EngineClient:
             return 0
 
     async def _call(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        rids: Sequence[str] | str = (),
-        timeout_s: float = 60.0,
-        retry_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-        method: str = "",
-    ) -> bytes:
+        self, path: str, body: dict[str, Any] | None = None, *, rids: Sequence[str] | str = (), timeout_s: float = 60.0,
+        retry_s: float | None = None, headers: Mapping[str, str] | None = None, method: str = "",
+    ) -> bytes:  # fmt: skip
         """The body of a 200 (or 202) to a POST, or GET without a body. Lost connections and busy answers are retried for `retry_s`.
 
         rids: of the requests in the body, which have another name in each attempt.

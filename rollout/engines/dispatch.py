@@ -114,10 +114,8 @@ class Dispatch:
         for tag, start, end in completion.versions:
             lineage, _, version = tag.rpartition(":")
             if lineage != self.lineage or not version.isdigit():
-                raise WeightsError(
-                    f"an engine sampled with weights {tag!r}, expected lineage {self.lineage!r}; the group is given back",
-                    code="foreign_weights",
-                )
+                text = f"an engine sampled with weights {tag!r}, expected lineage {self.lineage!r}; the group is given back"
+                raise WeightsError(text, code="foreign_weights")
             runs.append((int(version), end - start))
         covered, num_tokens = sum(length for _, length in runs), len(completion.output_ids)
         if covered != num_tokens:
@@ -141,10 +139,8 @@ class Dispatch:
                 made[i] = partials.continued(made[i], completion, self.runs(completion))
             idle_rounds = 0 if any(len(c.output_ids) for c in completions) else idle_rounds + 1
             if idle_rounds >= MAX_IDLE_ROUNDS and not self.is_leaving:
-                raise EngineError(
-                    f"an engine ended the samples of group {group} {idle_rounds} times without making a token; "
-                    "its log says why (no memory, a prompt that is too long)"
-                )
+                what = f"an engine ended the samples of group {group} {idle_rounds} times without making a token"
+                raise EngineError(f"{what}; its log says why (no memory, a prompt that is too long)")
         return made
 
     async def recall(self, group: str) -> None:

@@ -23,7 +23,7 @@ from rollout.weights.engine_weights import EngineWeights
 from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.bus.messages import NO_VERSION, EngineReport
 from slimebus.cli.config.schema import EngineConfig
-from slimebus.cli.engine_plan import Kind
+from slimebus.cli.engine_plan import EngineSpec
 from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -35,30 +35,21 @@ SETTLE_S = 1.0
 """How long a worker that leaves waits for an update under way, and for an engine to go on."""
 OWN_RETRY_S, ATTACHED_RETRY_S = 3.0, 30.0
 """How long a lost connection is retried: our own engine on this host that does not answer has ended."""
+ATTACHED = EngineSpec()
 
 
 class Engine:
     """One engine: its client, the process if it was started here, what it serves, and what it is running.
 
-    model: its name in engine.sglang_config; empty: the policy. kind: its part where several engines make one sample; bootstrap_port: where
-    one that prefills meets those that decode. on_change: called with each change of `state`.
+    spec: what it was started as. on_change: called with each change of `state`.
     """
 
     def __init__(
-        self,
-        url: str,
-        process: EngineProcess | None,
-        vocab_size: int | None,
-        config: EngineConfig,
-        *,
-        model: str = "",
-        is_frozen: bool = False,
-        kind: Kind = "regular",
-        bootstrap_port: int = 0,
+        self, url: str, process: EngineProcess | None, vocab_size: int | None, config: EngineConfig, *, spec: EngineSpec = ATTACHED,
         on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.vocab_size, self.config, self.model, self.is_frozen, self.on_change = vocab_size, config, model, is_frozen, on_change
-        self.kind, self.bootstrap_port, self.running = kind, bootstrap_port, 0
+    ) -> None:  # fmt: skip
+        self.vocab_size, self.config, self.spec, self.on_change = vocab_size, config, spec, on_change
+        self.model, self.is_frozen, self.running = spec.model, spec.is_frozen, 0
         self._calls: set[asyncio.Task[list[Completion]]] = set()
         self._groups: dict[str, str] = {}
         self._updating = asyncio.Lock()

@@ -48,7 +48,6 @@ class EnginePool:
         self.engines: list[Engine] = []
         self.vocab_size = vocab_size(model_dir)
         self.weights = PolicyWeights(model_dir)
-        self._specs: dict[Engine, EngineSpec] = {}
         self._watching: dict[Engine, asyncio.Task[None]] = {}
         self._claims: dict[Engine, socket.socket] = {}
         self._changed = asyncio.Event()
@@ -88,10 +87,7 @@ class EnginePool:
         for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
             process, config = self._launch(spec), self.config.engine
             size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
-            about = {"model": spec.model, "is_frozen": spec.is_frozen, "kind": spec.kind, "bootstrap_port": spec.bootstrap_port}
-            engine = Engine(process.url, process, size, config, on_change=self.note_change, **about)  # type: ignore[arg-type]
-            self.engines.append(engine)
-            self._specs[engine] = spec
+            self.engines.append(Engine(process.url, process, size, config, spec=spec, on_change=self.note_change))
         first = [asyncio.create_task(self._enlist(engine)) for engine in self.engines]
         try:
             done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
@@ -145,10 +141,8 @@ class EnginePool:
             return
         config = read_config(self.model_dir)
         if dtype in HALF or (dtype == "auto" and (config.get("dtype") or config.get("torch_dtype")) in HALF_IF_AUTO):
-            log.warning(
-                "engine at %s computes in float16, and what the trainer publishes is bfloat16: large values become infinite, small ones 0; "
-                "start it with --dtype bfloat16", engine.url
-            )  # fmt: skip
+            why = "what the trainer publishes is bfloat16: large values become infinite, small ones 0; start it with --dtype bfloat16"
+            log.warning("engine at %s computes in float16, and %s", engine.url, why)
 
     # --- watching ---
 
@@ -185,7 +179,7 @@ class EnginePool:
         while True:
             log.error("engine at %s ended; starting another", engine.url)
             await engine.close()
-            process = self._launch(self._specs[engine])
+            process = self._launch(engine.spec)
             engine.connect(process.url, process)
             try:
                 return await engine.wait_ready(START_TIMEOUT_S)

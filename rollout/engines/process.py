@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollout.embedded.settings import API_KEY_VARIABLE
 from rollout.engines.client import EngineClient
-from rollout.engines.process_guard import KILLED_BY
+from rollout.engines.process_guard import KILLED_BY, signal_group
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.cli.launch import free_port
 
@@ -82,18 +82,13 @@ class EngineProcess:
         if self._process is None:
             return
         group = self._process.pid
-        _signal_group(group, signal.SIGTERM)
+        signal_group(group, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         # Also when the leader ended in time: SGLang's scheduler and detokenizer may outlive it.
-        _signal_group(group, signal.SIGKILL)
+        signal_group(group, signal.SIGKILL)
         self._process.wait(REAP_S)
         self._process = None
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
 
 
 def ending(status: int) -> str:

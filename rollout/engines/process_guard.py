@@ -41,15 +41,16 @@ def main(parent_pid: int, command: list[str]) -> int:
             selector.register(os.pidfd_open(parent_pid), selectors.EVENT_READ)
         if os.getppid() == parent_pid:
             selector.select()
-    _signal_group(child.pid, signal.SIGTERM)
+    signal_group(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(GRACE_S)
-    _signal_group(child.pid, signal.SIGKILL)
+    signal_group(child.pid, signal.SIGKILL)
     status = child.wait()
     return status if status >= 0 else KILLED_BY - status
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Send a signal to a process group, which may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,13 @@ class RouterClient(EngineClient):
         prompts, sampling = body["input_ids"], body["sampling_params"]
         self._check(prompts, rids)
         samplings = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
-        calls = [
-            self._call(
-                "/generate",
-                {**body, "input_ids": prompt, "sampling_params": one, "return_logprob": True},
-                rids=rid,
-                timeout_s=GENERATE_TIMEOUT_S,
-                headers={KEY_HEADER: session or rid},
-            )
-            for prompt, one, rid in zip(prompts, samplings, rids, strict=True)
-        ]
-        return self._answers(b"[" + b",".join(await asyncio.gather(*calls)) + b"]", len(prompts))
+
+        def call(prompt: list[int], one: dict[str, Any], rid: str) -> Coroutine[Any, Any, bytes]:
+            single = {**body, "input_ids": prompt, "sampling_params": one, "return_logprob": True}
+            return self._call("/generate", single, rids=rid, timeout_s=GENERATE_TIMEOUT_S, headers={KEY_HEADER: session or rid})
+
+        replies = await asyncio.gather(*map(call, prompts, samplings, rids))
+        return self._answers(b"[" + b",".join(replies) + b"]", len(prompts))
 
     async def abort(self, rid: str) -> None:
         await asyncio.gather(*(engine.client.abort(rid) for engine in self._engines()), return_exceptions=True)
@@ -65,7 +61,7 @@ class Router:
         on_change: Callable[[], None],
     ) -> None:  # fmt: skip
         self.config, self.engines, port = config, engines, free_port()
-        parts = {engine.kind for engine in engines()}
+        parts = {engine.spec.kind for engine in engines()}
         ours = OURS | ({"pd_disaggregation": True} if "prefill" in parts else {})
         arguments = option_list({"host": "127.0.0.1", "port": port, "prometheus_port": free_port(), **ours, **_plain(config.router)})
         command = [config.engine.engine_python or sys.executable, "-m", "sglang_router.launch_router", *arguments]
@@ -104,7 +100,7 @@ class Router:
             await asyncio.sleep(POLL_S)
 
     async def _tell(self) -> None:
-        serving = {engine.url: engine for engine in self.engines() if engine.is_up and engine.kind != "encode"}
+        serving = {engine.url: engine for engine in self.engines() if engine.is_up and engine.spec.kind != "encode"}
         self.target.weights.cache_key = next((engine.weights.cache_key for engine in serving.values()), "")
         if serving.keys() == self._known.keys() and self.target.state == "serving":
             return
@@ -117,8 +113,8 @@ class Router:
 
     def _about(self, engine: Engine) -> dict[str, Any]:
         key = self.config.engine.engine_api_key if engine.process is None else engine.process.api_key
-        about = {"url": engine.url, "worker_type": engine.kind, "api_key": key or None, "bootstrap_port": engine.bootstrap_port or None}
-        return {name: value for name, value in about.items() if value is not None}
+        about = {"url": engine.url, "worker_type": engine.spec.kind, "api_key": key, "bootstrap_port": engine.spec.bootstrap_port}
+        return {name: value for name, value in about.items() if value}
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
         reply: dict[str, Any] = msgspec.json.decode(await self.target.client._call(path, body, method=method))

@@ -84,9 +84,8 @@ class EngineWeights:
         if (served := await self.client.weight_version()) != tag:
             raise WeightsError(f"engine at {self.client.url} reports weights {served!r} after an update to {tag!r}", code="unverified")
         if route.is_sglang and await self.client.is_ready():  # the embedded one swaps to a version atomically
-            raise WeightsError(
-                f"engine at {self.client.url} was resumed by somebody else while it was updated to {tag!r}", code="unverified"
-            )
+            text = f"engine at {self.client.url} was resumed by somebody else while it was updated to {tag!r}"
+            raise WeightsError(text, code="unverified")
         await self.client.resume()
 
     async def _send(self, changed: list[SharedTensor], route: WeightRoute, tag: str) -> None:

@@ -24,11 +24,10 @@ def check_shapes(version: SharedVersion, expected: Mapping[str, tuple[int, ...]]
     if not expected:
         return
     for name, tensor in version.tensors.items():
-        wanted = expected.get(name)
+        wanted, problem = expected.get(name), ""
         if wanted is None and name != TIED:
-            raise WeightsError(f"tensor {name} of version {version.version} is not in {model_dir}; do trainer and worker have one model?")
+            problem = f"is not in {model_dir}"
         if wanted is not None and wanted != tensor.shape:
-            raise WeightsError(
-                f"tensor {name} of version {version.version} has shape {list(tensor.shape)}, in {model_dir} {list(wanted)}; "
-                "do trainer and worker have one model?"
-            )
+            problem = f"has shape {list(tensor.shape)}, in {model_dir} {list(wanted)}"
+        if problem:
+            raise WeightsError(f"tensor {name} of version {version.version} {problem}; do trainer and worker have one model?")

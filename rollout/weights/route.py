@@ -1,6 +1,6 @@
 """How an engine gets its weights: a directory that it reads, or a broadcast."""
 
-import errno
+import contextlib
 import socket
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -43,12 +43,7 @@ def is_here(url: str) -> bool:
     except socket.gaierror:
         return False
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError as bad:
-                if bad.errno == errno.EADDRNOTAVAIL:
-                    continue
-                raise
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
             return True
     return False

@@ -40,33 +40,21 @@ class WeightSync:
     """Follows announcements. `serving` is (lineage, version) that every engine verifiably has; version NO_VERSION: none."""
 
     def __init__(
-        self,
-        engines: EnginePool,
-        model_dir: Path,
-        *,
-        shm: str,
-        pull_timeout_s: float,
-        on_change: Callable[[], None],
-        pair: Callable[[], KeyPair | None] = lambda: None,
-        disk: Path | None = None,
-        relay: WeightRelay | None = None,
-        spans: Spans | None = None,
-        threads: int = 2,
-    ) -> None:
+        self, engines: EnginePool, model_dir: Path, *, shm: str, pull_timeout_s: float, on_change: Callable[[], None],
+        pair: Callable[[], KeyPair | None] = lambda: None, disk: Path | None = None, relay: WeightRelay | None = None,
+        spans: Spans | None = None, threads: int = 2,
+    ) -> None:  # fmt: skip
         self.engines, self.model_dir, self.pull_timeout_s, self.on_change = engines, model_dir, pull_timeout_s, on_change
         self.disk, self.relay, self.spans = disk, relay, spans or Spans()
-        self._pair, self._pair_used = pair, pair()
-        self._threads = threads
+        self._pair, self._pair_used, self._threads = pair, pair(), threads
         self.serving: tuple[str, int] = ("", NO_VERSION)
         self.failures = 0
         self.last_sync_s = 0.0
         self.stage_s: dict[str, float] = {}  # of the last version served: wire, verify, share, load
-        self.pulled_bytes = 0
-        self.neighbour_bytes = 0
+        self.pulled_bytes = self.neighbour_bytes = 0
         self._target: tuple[str, int, tuple[str, ...]] = ("", NO_VERSION, ())
         self._digests: dict[tuple[str, int], str] = {}
-        self._news = asyncio.Event()
-        self._announced = asyncio.Event()
+        self._news, self._announced = asyncio.Event(), asyncio.Event()
         self._weights: Weights | None = None
         self._pulled_s: dict[str, float] = {}
         self._puller: PullLoop | None = None
@@ -161,10 +149,8 @@ class WeightSync:
         announced = self._digests.get(of, "")
         if weights.digest != announced:
             self._weights = None if announced else self._weights
-            raise WeightsError(
-                f"version {weights.version} of lineage {weights.lineage!r} has digest {weights.digest}, but the trainer announced "
-                f"{announced or 'no digest for it'}"
-            )
+            what = f"version {weights.version} of lineage {weights.lineage!r}"
+            raise WeightsError(f"{what} has digest {weights.digest}, but the trainer announced {announced or 'no digest for it'}")
 
     def _pull(self, lineage: str, publishers: tuple[str, ...]) -> Weights:
         pair = self._pair()
@@ -189,10 +175,8 @@ class WeightSync:
             payloads, serves = (self.relay.payloads, self.relay.address) if self.relay else (None, "")
             return WeightPuller(publishers, pair=self._pair_used, relay=payloads, serves=serves, host=host, threads=self._threads)
         if self.disk is None:
-            raise SlimebusError(
-                f"the trainer writes its weights to {publishers[0]}; set weights.weights_dir to where this node sees that directory",
-                code="config",
-            )
+            remedy = "set weights.weights_dir to where this node sees that directory"
+            raise SlimebusError(f"the trainer writes its weights to {publishers[0]}; {remedy}", code="config")
         return DiskPuller(chain_dir(self.disk, lineage), host=host)
 
     def _close_puller(self) -> None:

@@ -29,16 +29,18 @@ REPLICAS = ("dp_size", "data_parallel_size", "dp")
 
 
 class EngineSpec(NamedTuple):
-    """One engine. model: its name, empty for the policy's of a config without engine.sglang_config; gpus: none: whatever is visible."""
+    """One engine. model: its name, empty for the policy's of a config without engine.sglang_config; gpus: none: whatever is visible.
 
-    model: str
-    directory: Path
-    is_frozen: bool
-    kind: Kind
-    gpus: tuple[int, ...]
-    arguments: dict[str, Any]
-    suffix: str
-    """Of its log file."""
+    kind: its part where several engines make one sample. suffix: of its log file. The defaults are those of one that is not started here.
+    """
+
+    model: str = ""
+    directory: Path = Path()
+    is_frozen: bool = False
+    kind: Kind = "regular"
+    gpus: tuple[int, ...] = ()
+    arguments: dict[str, Any] = {}
+    suffix: str = ""
 
     @property
     def bootstrap_port(self) -> int:

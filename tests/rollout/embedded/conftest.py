@@ -33,7 +33,7 @@ def core_of() -> Callable[..., Any]:
 
         config = ModelConfig.read(path)
         cache = KVCache(config, kv_bytes, torch.float32)
-        model = Model(config, ModelWeights(path, config, torch.float32), config.context_length)
+        model = Model(config, ModelWeights(path, config, torch.float32), config.max_position_embeddings)
         scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, place=cache.place)
         return EngineCore(model, cache, scheduler, seed=seed, **options)
 

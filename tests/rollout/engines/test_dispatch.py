@@ -17,6 +17,7 @@ from rollout.response import Task
 from slimebus.bus.errors import Unreachable, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.cli.config.schema import EngineConfig, RunConfig
+from slimebus.cli.engine_plan import EngineSpec
 
 
 class Client:
@@ -57,7 +58,8 @@ def run(tmp_path: Path, talk: Callable[..., Any], *, models: tuple[str, ...] = (
     async def session() -> None:
         pool = EnginePool(RunConfig(engine=EngineConfig(**config)), tmp_path, tmp_path, name="w")
         for i, model in enumerate(models):
-            engine = Engine(f"http://e{i}", None, 100, pool.config.engine, model=model, is_frozen=bool(model), on_change=pool.note_change)
+            spec = EngineSpec(model=model, is_frozen=bool(model))
+            engine = Engine(f"http://e{i}", None, 100, pool.config.engine, spec=spec, on_change=pool.note_change)
             engine.client = Client(engine)  # type: ignore[assignment]
             engine.turn("serving")
             pool.engines.append(engine)
