@@ -64,10 +64,8 @@ def encode(message: Message, *, id: int, run: str = "", sender: str = "", epoch:
     except (TypeError, ValueError, OverflowError, RecursionError) as bad:
         raise ProtocolError(f"{wire_name(type(message))} cannot be sent: {bad}") from None
     if len(frame) > MAX_HEADER_BYTES:
-        raise ProtocolError(
-            f"{wire_name(type(message))}: header of {len(frame)} bytes, at most {MAX_HEADER_BYTES}; "
-            "move large values into bulk frames or send fewer"
-        )
+        text = f"{wire_name(type(message))}: header of {len(frame)} bytes, at most {MAX_HEADER_BYTES}"
+        raise ProtocolError(f"{text}; move large values into bulk frames or send fewer")
     return frame
 
 

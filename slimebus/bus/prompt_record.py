@@ -100,10 +100,9 @@ def record_of(fields: dict[str, Any], keys: PromptKeys) -> bytes:
     metadata = fields.get(keys.metadata) or {}
     if keys.tools and fields.get(keys.tools):
         metadata = {**metadata, "tools": fields[keys.tools]}
+    values = {"prompt": fields[keys.prompt], "label": fields.get(keys.label), "metadata": metadata}
     try:
-        record = msgspec.msgpack.encode(
-            {"prompt": fields[keys.prompt], "label": fields.get(keys.label), "metadata": metadata}, enc_hook=plain
-        )
+        record = msgspec.msgpack.encode(values, enc_hook=plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as bad:
         raise DataError(f"cannot be kept: {bad}") from None
     if len(record) > MAX_RECORD_BYTES:

@@ -42,16 +42,14 @@ def choose(oldest: int, newest: int, *, who: str, their_release: str = "") -> in
     if oldest <= newest and chosen >= max(oldest, OLDEST_PROTOCOL):
         return chosen
     theirs = f" (slimebus {their_release[:MAX_RELEASE_CHARS]})" if their_release else ""
-    raise ProtocolError(
-        f"{who}{theirs} speaks protocol {spoken(oldest, newest)}, this process (slimebus {release()}) speaks {spoken()}; "
-        "run the same slimebus release everywhere",
-        code="protocol_version",
-    )
+    raise _mismatch(f"{who}{theirs} speaks protocol {spoken(oldest, newest)}")
 
 
 def unreadable(version: int) -> ProtocolError:
     """The error for a header of a version that is not spoken here."""
-    return ProtocolError(
-        f"protocol version {version}, this process (slimebus {release()}) speaks {spoken()}; run the same slimebus release everywhere",
-        code="protocol_version",
-    )
+    return _mismatch(f"protocol version {version}")
+
+
+def _mismatch(theirs: str) -> ProtocolError:
+    text = f"{theirs}, this process (slimebus {release()}) speaks {spoken()}; run the same slimebus release everywhere"
+    return ProtocolError(text, code="protocol_version")

@@ -196,9 +196,8 @@ def field_bytes(field: Field, num_tokens: Sequence[int]) -> list[int]:
     if not field.shapes:
         return [item * length for length in num_tokens]
     if len(field.shapes) != len(num_tokens):
-        raise BadSamples(
-            f"{where}: {len(field.shapes)} shapes for {len(num_tokens)} samples; expected one each (failed too), or none if all are [T]"
-        )
+        expected = "expected one each (failed too), or none if all are [T]"
+        raise BadSamples(f"{where}: {len(field.shapes)} shapes for {len(num_tokens)} samples; {expected}")
     for i, shape in enumerate(field.shapes):
         is_sound = len(shape) <= MAX_DIMENSIONS and all(0 <= n <= MAX_TOKENS for n in shape)
         if not is_sound or math.prod(n or 1 for n in shape) > MAX_ELEMENTS:
@@ -251,10 +250,9 @@ def _fields(table: SampleTable, frames: Sequence[Any]) -> Iterator[tuple[Field, 
 def _check_attempts(table: SampleTable, num_samples: int) -> None:
     made, count = set(table.trajectory or range(len(table.num_tokens))), len(table.num_tokens)
     if made != set(range(num_samples)):
-        raise BadSamples(
-            f"{count} samples of {len(made)} attempts (trajectory {min(made, default=0)} to {max(made, default=0)}); "
-            f"the lease is of {num_samples}: expected one sample or more of each attempt 0 to {num_samples - 1}"
-        )
+        what = f"{count} samples of {len(made)} attempts (trajectory {min(made, default=0)} to {max(made, default=0)})"
+        expected = f"expected one sample or more of each attempt 0 to {num_samples - 1}"
+        raise BadSamples(f"{what}; the lease is of {num_samples}: {expected}")
 
 
 def _facts(table: SampleTable, mask: np.ndarray, newest: int | None) -> Iterator[SampleFacts]:

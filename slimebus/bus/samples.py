@@ -14,17 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slimebus.bus import sample_table
 from slimebus.bus.messages import Field, Scalar
-from slimebus.bus.sample_table import (
-    ITEM_BYTES,
-    TOKEN_FIELDS,
-    BadSamples,
-    CheckedGroup,
-    SampleTable,
-    check_group,
-    encode_table,
-    field_bytes,
-)
+from slimebus.bus.sample_table import ITEM_BYTES, TOKEN_FIELDS, BadSamples, CheckedGroup, SampleTable, field_bytes
 
 DTYPES = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in ITEM_BYTES}
 """Those that a field may have; bfloat16 crosses as its 16 bits, and numpy has no such type."""
@@ -66,25 +58,21 @@ def encode_group(samples: Sequence[Sample]) -> list[bytes]:
         lengths["versions"] = sum(length for _, length in sample.versions)
         if len(set(lengths.values())) != 1:
             raise BadSamples(f"a sample's token arrays must have one length, got {lengths}")
-    arrays = {
-        name: [np.ascontiguousarray(getattr(s, name), np.dtype(dtype).newbyteorder("<")) for s in samples]
-        for name, dtype in TOKEN_FIELDS.items()
-    }
-    fields, frames = [Field(name=name, dtype=dtype) for name, dtype in TOKEN_FIELDS.items()], [_joined(a) for a in arrays.values()]
-    for name in sorted({name for s in samples for name in s.extras}):
-        field, frame = encode_field(name, [_extra(s, name) for s in samples])
-        fields.append(field)
-        frames.append(frame)
+    encoded = []
+    for name, dtype in TOKEN_FIELDS.items():
+        arrays = [np.ascontiguousarray(getattr(s, name), DTYPES[dtype]) for s in samples]
+        encoded.append((Field(name=name, dtype=dtype), _joined(arrays)))
+    encoded += [encode_field(name, [_extra(s, name) for s in samples]) for name in sorted({name for s in samples for name in s.extras})]
     columns = {name: [getattr(s, name) for s in samples] for name in COLUMNS}
     trajectories = [i if s.trajectory is None else s.trajectory for i, s in enumerate(samples)]
     table = SampleTable(
         num_tokens=[len(s.tokens) for s in samples],
         versions=[[(int(version), int(length)) for version, length in s.versions if length] for s in samples],
-        fields=fields,
+        fields=[field for field, _ in encoded],
         trajectory=[] if trajectories == list(range(len(samples))) else trajectories,
         **{name: values for name, values in columns.items() if any(value != COLUMNS[name] for value in values)},
     )
-    return [encode_table(table), *frames]
+    return [sample_table.encode_table(table), *(frame for _, frame in encoded)]
 
 
 def encode_field(name: str, arrays: Sequence[np.ndarray]) -> tuple[Field, bytes]:
@@ -128,15 +116,13 @@ def decode_field(field: Field, frame: Any, num_tokens: Sequence[int]) -> list[np
 
 def decode_arrays(group: CheckedGroup) -> dict[str, list[np.ndarray]]:
     """By field name the array of each sample, read-only views of the frames; bfloat16 as uint16."""
-    return {
-        field.name: decode_field(field, frame, group.table.num_tokens)
-        for field, frame in zip(group.table.fields, group.frames[1:], strict=True)
-    }
+    frames = zip(group.table.fields, group.frames[1:], strict=True)
+    return {field.name: decode_field(field, frame, group.table.num_tokens) for field, frame in frames}
 
 
 def decode_group(frames: Sequence[Any]) -> list[Sample]:
     """The samples of a group from its bulk frames; bfloat16 as float32. Raises ProtocolError for anything that does not fit."""
-    group = check_group(frames)
+    group = sample_table.check_group(frames)
     columns = decode_arrays(group)
     for field in group.table.fields:
         if field.dtype == "bfloat16":

@@ -74,10 +74,7 @@ def _only(folder: Path, role: str) -> Path:
         if len(exact or fitting) == 1:
             return (exact or fitting)[0]
         if fitting:
-            raise UsageError(
-                f"security.keys: {folder} has {len(fitting)} keys of role {wanted}; choose one with --keys {folder}/NAME{SUFFIX}"
-            )
-    raise UsageError(
-        f"security.keys: {folder} has no key of role {role}; make one on the broker's machine with "
-        f"`slimebus keys add NAME --role {role}` and copy its file here"
-    )
+            remedy = f"choose one with --keys {folder}/NAME{SUFFIX}"
+            raise UsageError(f"security.keys: {folder} has {len(fitting)} keys of role {wanted}; {remedy}")
+    remedy = f"make one on the broker's machine with `slimebus keys add NAME --role {role}` and copy its file here"
+    raise UsageError(f"security.keys: {folder} has no key of role {role}; {remedy}")

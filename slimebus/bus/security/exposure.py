@@ -11,6 +11,10 @@ from slimebus.bus.errors import UsageError
 LOCAL_TRANSPORTS = ("ipc", "inproc")
 ADDRESS = re.compile(r"tcp://([^/\s:]+|\[[^\]\s]+\]):(?P<port>\d{1,5})|(ipc|inproc)://\S+")
 ANYWHERE = ("0.0.0.0", "*", "[::]")
+OPEN = (
+    "whoever reaches it could read samples and weights or take the trainer's place. Make keys with `slimebus keys init keys` and give them "
+    "with --keys keys (docs/security.md), or bind 127.0.0.1, or choose --insecure on a network where you trust everyone"
+)
 OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
 """Addresses that are nobody's (RFC 5737, 3849): which interface they would be sought through is all that matters."""
 
@@ -79,14 +83,8 @@ def check_bind(address: str, field: str, *, has_keys: bool, insecure: bool) -> N
     """
     if not is_address(address.replace(":*", ":0")):
         raise UsageError(f"{field} is {address[:200]!r}; expected tcp://HOST:PORT with a port of 0 to 65535, or ipc://PATH")
-    if has_keys or insecure or is_local(address):
-        return
-    raise UsageError(
-        f"{field} {address} can be reached from other machines, and there are no keys: whoever reaches it could read samples and weights "
-        "or take the trainer's place. Make keys with `slimebus keys init keys` and give them with --keys keys (docs/security.md), "
-        "or bind 127.0.0.1, or choose --insecure on a network where you trust everyone",
-        code="insecure",
-    )
+    if not (has_keys or insecure or is_local(address)):
+        raise UsageError(f"{field} {address} can be reached from other machines, and there are no keys: {OPEN}", code="insecure")
 
 
 def insecure_note(address: str) -> str:

@@ -70,9 +70,8 @@ def read_key(path: Path) -> KeyFile:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as bad:
         raise UsageError(f"{path}: not a key file: {bad}; copy it again from the broker's machine") from None
     if not all(map(is_key, (key.public, key.secret, *key.broker))):
-        raise UsageError(
-            f"{path}: not a key file: a key that is not {Z85_CHARS} characters of Z85; copy it again from the broker's machine"
-        )
+        what = f"a key that is not {Z85_CHARS} characters of Z85"
+        raise UsageError(f"{path}: not a key file: {what}; copy it again from the broker's machine")
     return key
 
 

@@ -21,9 +21,7 @@ MAY: dict[str, frozenset[str]] = {
 }
 """Role of a key -> message types that it may send."""
 
-SENDERS: dict[str, tuple[str, ...]] = {
-    what: tuple(role for role, may in MAY.items() if what in may) for what in sorted(set().union(*MAY.values()))
-}
+SENDERS = {what: tuple(role for role, may in MAY.items() if what in may) for what in sorted(set().union(*MAY.values()))}
 """Message type -> roles that may send it."""
 
 ROLES = tuple(MAY)

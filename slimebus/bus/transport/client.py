@@ -26,20 +26,8 @@ from typing import Any
 import zmq
 
 from slimebus.bus import envelope, protocol
+from slimebus.bus import messages as m
 from slimebus.bus.errors import ProtocolError, SlimebusError, Unreachable, UsageError
-from slimebus.bus.messages import (
-    OLDEST_PROTOCOL,
-    PROTOCOL_VERSION,
-    TYPES,
-    Error,
-    Goodbye,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Hint,
-    Message,
-    Welcome,
-)
 from slimebus.bus.security.credentials import Credentials
 from slimebus.bus.security.exposure import is_address, reachable
 from slimebus.bus.transport.dealer import Dealer
@@ -82,7 +70,7 @@ class Client:
         except (ProtocolError, UnicodeEncodeError) as bad:
             raise UsageError(f"{bad}; choose a shorter name") from None
         self.address, self.name, self.peer, self.resend_s, self.credentials = address, name, peer, resend_s, credentials
-        self.run, self.epoch, self.protocol = "", 0, OLDEST_PROTOCOL
+        self.run, self.epoch, self.protocol = "", 0, m.OLDEST_PROTOCOL
         self.instance = secrets.token_hex(8)
         self.settings: dict[str, str] = {}
         """Said with each hello, for the server to compare with the run's."""
@@ -92,14 +80,14 @@ class Client:
         self._ids = itertools.count(secrets.randbits(31) << 20)
         self._outbox: queue.SimpleQueue[tuple[int, Pending]] = queue.SimpleQueue()
         self._pending: dict[int, Pending] = {}
-        self._beat: Callable[[], Heartbeat] | None = None
-        self._on_beat: Callable[[HeartbeatReply], None] = lambda reply: None
+        self._beat: Callable[[], m.Heartbeat] | None = None
+        self._on_beat: Callable[[m.HeartbeatReply], None] = lambda reply: None
         self._on_lost: Callable[[SlimebusError], None] = lambda problem: None
         self.on_clock: Callable[[float, float], None] = lambda took_s, offset_s: None
         """Told with each heartbeat's answer how long it took, and by how much the server's clock is ahead of ours, by half of that unsure
         (the offset of NTP, RFC 5905, section 8)."""
         self._beat_every_s, self._next_beat = 0.0, float("inf")
-        self._on_hint: Callable[[Hint], None] = lambda hint: None
+        self._on_hint: Callable[[m.Hint], None] = lambda hint: None
         self._hints: Any = None
         self._hints_address = self._subscribed_to = ""
         self._say_at = 0.0
@@ -122,7 +110,7 @@ class Client:
     # --- requests ---
 
     def submit(
-        self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None
+        self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None
     ) -> "Future[Reply]":
         """Send, and return a future of the reply. It fails with Unreachable after `timeout_s` seconds; close() cancels it."""
         pending = Pending(message, bulk, timeout_s, resend_s or self.resend_s)
@@ -134,49 +122,40 @@ class Client:
                 os.write(self._wake_w, b"!")
         return pending.future
 
-    def call(self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0) -> Reply:
+    def call(self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0) -> Reply:
         """Send and block for the reply. Raises SlimebusError."""
         return self.submit(message, bulk, timeout_s=timeout_s).result()
 
-    async def ask(self, message: Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None) -> Reply:
+    async def ask(self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None) -> Reply:
         """Send and await the reply. Raises SlimebusError."""
         return await asyncio.wrap_future(self.submit(message, bulk, timeout_s=timeout_s, resend_s=resend_s))
 
     # --- membership ---
 
-    def join(self, role: str, *, timeout_s: float) -> Welcome:
+    def join(self, role: str, *, timeout_s: float) -> m.Welcome:
         """Say hello until welcomed or `timeout_s` ran out; then remember run and epoch for every later request."""
         self._role = role
         return self._enter(self.call(self._hello(), timeout_s=timeout_s))
 
-    def _hello(self) -> Hello:
-        return Hello(
-            role=self._role,
-            instance=self.instance,
-            protocol=PROTOCOL_VERSION,
-            oldest=OLDEST_PROTOCOL,
-            release=protocol.release(),
-            settings=self.settings,
-        )
+    def _hello(self) -> m.Hello:
+        hello = m.Hello(role=self._role, instance=self.instance, release=protocol.release(), settings=self.settings)
+        hello.protocol, hello.oldest = m.PROTOCOL_VERSION, m.OLDEST_PROTOCOL
+        return hello
 
-    def _enter(self, reply: Reply) -> Welcome:
-        welcome = reply.expect(Welcome)
+    def _enter(self, reply: Reply) -> m.Welcome:
+        welcome = reply.expect(m.Welcome)
         self.run, self.epoch, self.protocol = welcome.run, welcome.epoch, welcome.protocol
         return welcome
 
     def keep_alive(
-        self,
-        every_s: float,
-        beat: Callable[[], Heartbeat],
-        on_reply: Callable[[HeartbeatReply], None],
+        self, every_s: float, beat: Callable[[], m.Heartbeat], on_reply: Callable[[m.HeartbeatReply], None],
         on_lost: Callable[[SlimebusError], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Send `beat()` every `every_s` seconds from the background thread; `on_lost` is told when the server refuses us."""
-        self._beat, self._on_beat, self._on_lost = beat, on_reply, on_lost
-        self._beat_every_s = every_s
+        self._beat_every_s, self._beat, self._on_beat, self._on_lost = every_s, beat, on_reply, on_lost
         self.beat_now()
 
-    def listen(self, address: str, on_hint: Callable[[Hint], None]) -> None:
+    def listen(self, address: str, on_hint: Callable[[m.Hint], None]) -> None:
         """Call `on_hint`, from the background thread, for every hint published at `address`."""
         self._on_hint, self._hints_address = on_hint, address
         self._wake()
@@ -199,7 +178,7 @@ class Client:
         self._beat, self.rejoins, self._on_lost = None, False, lambda problem: None
         try:
             if goodbye and self.epoch:
-                self.call(Goodbye(), timeout_s=1.0)
+                self.call(m.Goodbye(), timeout_s=1.0)
         except SlimebusError as unheard:
             log.debug("goodbye not heard: %s", unheard.text)
         finally:  # also when interrupted: threads that wait for an answer would keep the process
@@ -259,11 +238,11 @@ class Client:
             self._hints = self._dealer.subscribe(reachable(self._subscribed_to, self.address))
         while self._hints is not None and self._hints.poll(0):
             try:
-                hint = envelope.decode(self._hints.recv_multipart(zmq.NOBLOCK)[-1:], {"hint": Hint}).message
+                hint = envelope.decode(self._hints.recv_multipart(zmq.NOBLOCK)[-1:]).message
             except SlimebusError as bad:
                 log.warning("hint from %s refused: %s", self.peer, bad.text)
                 continue
-            if isinstance(hint, Hint):
+            if isinstance(hint, m.Hint):
                 self._on_hint(hint)
 
     def _add(self, request_id: int, pending: Pending) -> None:
@@ -287,7 +266,7 @@ class Client:
             self._send(request_id, pending)
 
     def _send(self, request_id: int, pending: Pending) -> None:
-        if self._is_rejoining and not isinstance(pending.message, Hello):
+        if self._is_rejoining and not isinstance(pending.message, m.Hello):
             pending.retry_in(RETRY_S)  # with the epoch we still have it would look like an older process
             return
         try:
@@ -308,7 +287,7 @@ class Client:
                 return
             self._silence.end()
             try:
-                got = envelope.decode(frames, TYPES)
+                got = envelope.decode(frames)
             except SlimebusError as bad:
                 log.warning("reply from %s refused: %s", self.peer, bad.text)
                 if bad.code == "protocol_version":
@@ -317,11 +296,11 @@ class Client:
                     self._fail_its_request(frames, bad)
                 continue
             pending = self._pending.pop(got.header.id, None)
-            if pending is not None and isinstance(got.message, Error):
+            if pending is not None and isinstance(got.message, m.Error):
                 self._refused(got.header.id, pending, envelope.problem_of(got.message, self.peer))
             elif pending is not None:
                 pending.settle(Reply(got.message, got.bulk))
-            elif isinstance(got.message, Error) and got.message.code == "protocol_version":  # it could not even read our ids
+            elif isinstance(got.message, m.Error) and got.message.code == "protocol_version":  # it could not even read our ids
                 self._fail_all(protocol.unreadable(got.header.v))
 
     def _fail_its_request(self, frames: list[bytes], problem: SlimebusError) -> None:
@@ -346,7 +325,7 @@ class Client:
             self._be_patient(pending, problem)
         left_s = pending.deadline - time.monotonic()
         pause_s = BULK_RETRY_S if pending.bulk and left_s > BULK_RETRY_S else RETRY_S
-        is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, Goodbye)
+        is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, m.Goodbye)
         has_new_key = problem.code == "forbidden" and self.credentials is not None and self.credentials.is_replaced()
         if is_forgotten:
             self._rejoin()
@@ -385,7 +364,7 @@ class Client:
         except SlimebusError as problem:
             self._on_lost(problem)
 
-    def _submit_own(self, message: Message, timeout_s: float, then: "Callable[[Future[Reply]], None]") -> None:
+    def _submit_own(self, message: m.Message, timeout_s: float, then: "Callable[[Future[Reply]], None]") -> None:
         """Send a request of the thread itself."""
         pending = Pending(message, (), timeout_s, self.resend_s)
         pending.future.add_done_callback(then)
@@ -421,7 +400,7 @@ class Client:
         if future.cancelled():
             return
         try:
-            message = future.result().expect(HeartbeatReply)
+            message = future.result().expect(m.HeartbeatReply)
         except SlimebusError as problem:
             if not problem.retryable:
                 self._on_lost(problem)

@@ -22,15 +22,7 @@ SERVER_EVENTS = _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 def serve_curve(socket: Any, pair: KeyPair) -> None:
     """Listeners bound from now on take CURVE clients only, under this key."""
     socket.curve_server = True
-    socket.curve_publickey = pair.public.encode()
-    socket.curve_secretkey = pair.secret.encode()
-
-
-def connect_curve(socket: Any, pair: KeyPair, server: str) -> None:
-    """Connections made from now on are encrypted, and only to the server that has the public key `server`."""
-    socket.curve_serverkey = server.encode()
-    socket.curve_publickey = pair.public.encode()
-    socket.curve_secretkey = pair.secret.encode()
+    socket.curve_publickey, socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
 
 
 def watch_handshakes(socket: Any, events: int = CLIENT_EVENTS) -> Any:
@@ -61,26 +53,17 @@ def refusal(event: int, value: int, *, server: str, key: str) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == FULL:
         return f"the {server} has no room for another connection (broker.max_clients)"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return (
-            f"the {server} refused our key {key}: it is not on its allow-list, or revoked; `slimebus keys ls` on the broker's "
-            "machine shows the list, `slimebus keys add` makes a key"
-        )
+        remedy = "`slimebus keys ls` on the broker's machine shows the list, `slimebus keys add` makes a key"
+        return f"the {server} refused our key {key}: it is not on its allow-list, or revoked; {remedy}"
     if event not in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
         return ""
     is_mismatch = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
     if is_mismatch and key:
         return f"the {server} at this address serves without keys, but we were given {key}; check the address, or start it with its keys"
     if key:
-        return (
-            f"the {server} has another key than {key} expects of it: its key was replaced (copy the key file again from the broker's "
-            f"machine), it is another {server}, or it serves without keys"
-        )
+        why = f"its key was replaced (copy the key file again from the broker's machine), it is another {server}, or it serves without keys"
+        return f"the {server} has another key than {key} expects of it: {why}"
     nobody = "takes nobody without a key; give the folder of this machine's key with --keys"
     if is_mismatch:
         return f"the {server} {nobody} (`slimebus keys add` makes one)"
     return f"the {server} ended the handshake: it {nobody} (or what listens there is no {server})"
-
-
-def is_vague(event: int) -> bool:
-    """True for a failure that says less than others about the same server: who closes first is left to chance."""
-    return event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -9,7 +9,7 @@ import zmq
 
 from slimebus.bus.security.credentials import Credentials
 from slimebus.bus.security.key_file import KeyPair
-from slimebus.bus.transport.curve import CLIENT_EVENTS, connect_curve, end_watch, handshakes, is_vague, refusal, watch_handshakes
+from slimebus.bus.transport.curve import CLIENT_EVENTS, end_watch, handshakes, refusal, watch_handshakes
 
 log = logging.getLogger("slimebus.transport")
 
@@ -22,7 +22,8 @@ def connect(socket: Any, address: str, pair: KeyPair | None, server_key: str) ->
     socket.linger = 0
     socket.ipv6 = "[" in address
     if pair is not None and server_key:
-        connect_curve(socket, pair, server_key)
+        socket.curve_serverkey = server_key.encode()
+        socket.curve_publickey, socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
     socket.connect(address.replace("localhost", "127.0.0.1"))
 
 
@@ -41,12 +42,9 @@ class Dealer:
 
     def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, self.identity)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.sndhwm = self.socket.rcvhwm = 4096
+        self.socket.identity, self.socket.sndhwm, self.socket.rcvhwm = self.identity, 4096, 4096
+        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = 5000, 20000
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 1000
         self.monitor = watch_handshakes(self.socket, CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
         self.is_connected = False
         self._connect(self.socket, self.address)
@@ -84,7 +82,7 @@ class Dealer:
     def _note_refusal(self, event: int, value: int) -> None:
         self._num_refusals += 1
         text = refusal(event, value, server=self.peer, key=str(self.credentials.path) if self.credentials else "")
-        if self.refusal and is_vague(event):
+        if self.refusal and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # it says less: who closes first is left to chance
             text = self.refusal
         if text != self.refusal:
             log.log(logging.WARNING if self._num_refusals > 1 else logging.DEBUG, "%s: %s", self.address, text)

@@ -77,17 +77,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        bind: str,
-        *,
-        run: str = "",
-        name: str = "broker",
-        types: Mapping[str, type[Message]] = TYPES,
-        burst: int = 256,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        limits: Limits | None = None,
-        keyring: Keyring | None = None,
-    ) -> None:
+        self, bind: str, *, run: str = "", name: str = "broker", types: Mapping[str, type[Message]] = TYPES, burst: int = 256,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, limits: Limits | None = None, keyring: Keyring | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.name, self.types, self.burst, self.keyring = run, name, types, burst, keyring
         self.limits = limits = limits or Limits()
         self.unsent = Unsent(limits.unsent_bytes)
@@ -102,11 +94,9 @@ class Server:
         self.socket.linger = 200
         self.socket.maxmsgsize = max_message_bytes
         self.socket.rcvhwm, self.socket.sndhwm = limits.max_queued, MAX_REPLIES
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that has no place is an error, not a silent loss
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.socket.router_mandatory = 1  # a reply that has no place is an error, not a silent loss
+        self.socket.router_handover = 1  # a client that reconnects keeps its identity
+        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout, self.socket.handshake_ivl = 5000, 20000, HANDSHAKE_MS
         self.authenticator.guard(self.socket)
         try:
             self.endpoint = bind_socket(self.socket, bind)
@@ -321,8 +311,7 @@ def _bind(socket: Any, address: str) -> str:
         socket.bind(address.replace("localhost", "127.0.0.1"))
     except zmq.ZMQError as bad:
         if bad.errno == zmq.EADDRINUSE:
-            raise UsageError(
-                f"address {address} is in use by another process; stop it or choose another port", code="address_in_use"
-            ) from None
+            text = f"address {address} is in use by another process; stop it or choose another port"
+            raise UsageError(text, code="address_in_use") from None
         raise UsageError(f"cannot bind {address}: {bad.strerror}; expected tcp://HOST:PORT with an address of this machine") from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
