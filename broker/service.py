@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +30,7 @@ from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import damaged_store
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
-from slimebus.bus.clock import Clock, SystemClock
+from slimebus.bus.clock import Clock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Error, HeartbeatReply, Hint
@@ -64,14 +65,14 @@ class Broker:
         bind: str = "tcp://127.0.0.1:0",
         hints_bind: str = "tcp://127.0.0.1:0",
         eval_rows: Mapping[str, FileRows] | None = None,
-        clock: Clock | None = None,
+        clock: Clock = time,
         metrics_path: Path | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         limits: Limits | None = None,
         keyring: Keyring | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
-        self.store, self.clock, self.frames = store, clock or SystemClock(), ReplyFrames(store, eval_rows or {}, self._with_own)
+        self.store, self.clock, self.frames = store, clock, ReplyFrames(store, eval_rows or {}, self._with_own)
         self.broker_clock = SuspendTolerantClock(self.clock)
         self.metrics = JsonLines(metrics_path)
         self.spans = Spans(metrics_path.parent if metrics_path else None, "broker", run=run)
@@ -94,7 +95,7 @@ class Broker:
                 hints=self.hints.endpoint,
                 max_message_bytes=max_message_bytes,
                 buffer_filter=buffer_filter,
-                first_id=int(self.clock.wall() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
+                first_id=int(self.clock.time() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
             )
             self.machine = self._restored()
             self._opened = opened.pop_all()
@@ -210,13 +211,13 @@ class Broker:
         elif isinstance(effect, Note):
             log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
         elif isinstance(effect, Record):
-            self.metrics.add({"time": self.clock.wall(), **effect.row})
+            self.metrics.add({"time": self.clock.time(), **effect.row})
         elif isinstance(effect, Lives):
             self._add_lives(effect)
 
     def _add_lives(self, lives: Lives) -> None:
         """Record how the groups of a step came to be trained, by the wall clock."""
-        shift = self.clock.wall() - lives.now
+        shift = self.clock.time() - lives.now
         first = min((at for _, life in lives.groups.values() for _, at in life), default=lives.now)
         about = {"step": lives.step, "shift": shift, "train_s": lives.train_s, "after_s": lives.after_s, "lives": lives.groups}
         self.spans.record("step", first + shift, lives.now - first, about)

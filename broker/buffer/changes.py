@@ -11,7 +11,6 @@ from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Edit, EditReply, Message
 from slimebus.bus.security.exposure import reachable
 from slimebus.bus.transport.client import Client
-from slimebus.cli.commands.status import ask_status
 from slimebus.cli.config import Resolved
 from slimebus.client.connect import visit
 
@@ -38,13 +37,6 @@ class BufferEditor(NamedTuple):
             total.refused.update(reply.refused)
         return total
 
-    def lineage(self) -> str:
-        """The run's lineage. Raises UsageError for a run without a trainer."""
-        lineage = str(ask_status(self.client, 10.0)["lineage"])
-        if not lineage:
-            raise UsageError("import --as-version: no trainer has joined this run yet, so it has no version; import once it has")
-        return lineage
-
 
 @contextlib.contextmanager
 def open_editor(resolved: Resolved, file: Path | None, address: str | None, timeout_s: float) -> Iterator[BufferEditor]:
@@ -55,10 +47,8 @@ def open_editor(resolved: Resolved, file: Path | None, address: str | None, time
     with contextlib.ExitStack() as stack:
         endpoint = address or live_endpoint(resolved.run_dir / "broker")
         if endpoint is None and file is None:
-            raise UsageError(
-                f"no broker has the store under {resolved.run_dir} open; give the RUN.yaml, so that it can be changed without one, "
-                "or --broker"
-            )
+            remedy = "give the RUN.yaml, so that it can be changed without one, or --broker"
+            raise UsageError(f"no broker has the store under {resolved.run_dir} open; {remedy}")
         if endpoint is None:
             endpoint = stack.enter_context(_temporary_broker(resolved))
         yield BufferEditor(stack.enter_context(visit(resolved, reachable(endpoint), what="buffer")), timeout_s)

@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slimebus.bus.errors import EXIT_FAILURE, UsageError
-from slimebus.cli.config.flags import RunCommand, from_context, split_words
+from slimebus.cli.config.flags import RunCommand, Target, asks_broker, of_run
 from slimebus.cli.formatting import columns
 
 if TYPE_CHECKING:
     from broker.buffer.reader import StoreSnapshot
     from broker.state.groups import Group
-    from slimebus.cli.config import Resolved
 
 STATES = ("queued", "leased", "ready", "assigned", "committed", "dropped", "dead")
 HEADER = ("group", "state", "failed", "worker", "samples", "tokens", "versions", "reason")
-BROKER = click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: the one that has the run's store open.")
 STATE = click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="[choice] Groups in this state; may be repeated.")
 REASON = click.option("--reason", "containing", default="", help="[text] Groups whose last reason contains this.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-TIMEOUT = click.option("--timeout-s", default=30.0, show_default=True, help="[seconds] How long to wait for the broker.")
-
-
-class Target(NamedTuple):
-    """The run that a command is about, and the words after its RUN.yaml."""
-
-    file: Path | None
-    resolved: Resolved
-    names: tuple[str, ...]
-
-
-def of_run(names: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command gets the run of its RUN.yaml and flags as `run`. names: what further words are; without, there are none."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_run(words: tuple[str, ...], **own: Any) -> None:
-            file, others = split_words(words)
-            if others and not names:
-                raise UsageError(f"{others[0]!r} is not a RUN.yaml; this command takes no other word")
-            command(Target(file, from_context(click.get_current_context(), file), others), **own)
-
-        return click.argument("words", nargs=-1, metavar=f"[RUN.yaml] {names}".strip())(with_run)
-
-    return decorate
 
 
 @click.group(short_help="Look into a run's buffer, export it, change it.")
@@ -72,21 +44,13 @@ def buffer() -> None:
 @click.option("--kind", type=click.Choice(["train", "eval"]), help="[choice] Training or evaluation groups only.")
 @click.option("--limit", type=click.IntRange(min=1), help="[groups] Show at most so many; default: all.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-def ls(
-    run: Target,
-    states: tuple[str, ...],
-    containing: str,
-    kind: str | None,
-    limit: int | None,
-    as_json: bool,
-) -> None:
+def ls(run: Target, states: tuple[str, ...], containing: str, kind: str | None, limit: int | None, as_json: bool) -> None:
     """List groups: state, failures, worker, samples, tokens, versions and the reason of the last move; dead letters with --state dead."""
     from broker.buffer.export import about_of
 
     with _snapshot(run) as snapshot:
-        found = sorted(
-            (g for g in _chosen(snapshot, (), states, containing) if kind in (None, g.kind)), key=lambda g: (g.kind, g.position, g.id)
-        )
+        chosen = (group for group in _chosen(snapshot, (), states, containing) if kind in (None, group.kind))
+        found = sorted(chosen, key=lambda group: (group.kind, group.position, group.id))
     if as_json:
         for group in found[:limit]:
             click.echo(json.dumps({"group": group.id, **about_of(group)}))
@@ -164,56 +128,38 @@ def verify(run: Target, as_json: bool) -> None:
 # --- changing ---
 
 
-class ChangeOptions(NamedTuple):
-    """How a command reaches the broker that changes the run, and how it prints the result."""
-
-    broker: str | None
-    as_json: bool
-    timeout_s: float
-
-
-def changes(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of those that change a run; it gets them as `options`."""
-
-    @functools.wraps(command)
-    def ask(run: Target, broker: str | None, as_json: bool, timeout_s: float, **own: Any) -> None:
-        command(run, options=ChangeOptions(broker, as_json, timeout_s), **own)
-
-    for option in (TIMEOUT, JSON, BROKER):
-        option(ask)
-    return ask
-
-
 @buffer.command(cls=RunCommand)
 @of_run("[GROUP]...")
-@changes
+@asks_broker(30.0, "the one that has the run's store open")
+@JSON
 @STATE
 @REASON
 @click.option("--why", default="", help="[text] Kept and counted as the reason.")
-def drop(run: Target, options: ChangeOptions, states: tuple[str, ...], containing: str, why: str) -> None:
+def drop(run: Target, states: tuple[str, ...], containing: str, why: str, **how: Any) -> None:
     """Take groups out of the run: those given, or all that --state and --reason choose. Their prompts are not trained.
 
     One that is part of a batch is dropped once the trainer rejects it, or goes back before that step.
     """
-    _edit("drop", run, options, states, containing, why)
+    _edit("drop", run, states, containing, why, **how)
 
 
 @buffer.command(cls=RunCommand)
 @of_run("[GROUP]...")
-@changes
+@asks_broker(30.0, "the one that has the run's store open")
+@JSON
 @click.option("--state", "states", multiple=True, type=click.Choice(["dead", "dropped"]), help="[choice] All groups that ended so.")
 @REASON
-def replay(run: Target, options: ChangeOptions, states: tuple[str, ...], containing: str) -> None:
+def replay(run: Target, states: tuple[str, ...], containing: str, **how: Any) -> None:
     """Try dead or dropped groups again: their prompts are queued, their failed attempts forgotten."""
-    _edit("replay", run, options, states, containing)
+    _edit("replay", run, states, containing, "", **how)
 
 
 @buffer.command("import", cls=RunCommand)
 @of_run("PATH...")
-@changes
+@asks_broker(30.0, "the one that has the run's store open")
+@JSON
 @click.option("--prompts-only", is_flag=True, help="Leave the samples out: the prompts are sampled by this run.")
-@click.option("--as-version", type=click.IntRange(min=0), help="[version] Count the samples as made by this version of the run.")
-def import_(run: Target, options: ChangeOptions, prompts_only: bool, as_version: int | None) -> None:
+def import_(run: Target, prompts_only: bool, as_version: int | None, broker: str | None, timeout_s: float, as_json: bool) -> None:
     """Take in groups from folders that export wrote, or prompts from plain jsonl files. Their ids begin with import/.
 
     Samples that this run could have made, and those that no policy made, are ready to be trained; of others the prompt is sampled again.
@@ -225,35 +171,34 @@ def import_(run: Target, options: ChangeOptions, prompts_only: bool, as_version:
     if not run.names:
         raise UsageError("import: no PATH given; expected a folder that `slimebus buffer export` wrote, or a jsonl file of prompts")
     done: dict[str, str] = {}
-    with open_editor(run.resolved, run.file, options.broker, options.timeout_s) as editor:
-        lineage = "" if as_version is None else editor.lineage()
+    with open_editor(run.resolved, run.file, broker, timeout_s) as editor:
         for name in run.names:
-            for group in read_groups(Path(name), prompts_only=prompts_only, as_version=as_version):
-                if lineage:
-                    group.message.lineage = lineage
+            for group in read_groups(Path(name), prompts_only=prompts_only):
                 done.update(editor.edit(group.message, group.frames).done)
-    _say(done, {}, as_json=options.as_json)
+    _say(done, {}, as_json=as_json)
 
 
 # --- what the commands share ---
 
 
-def _edit(action: str, run: Target, options: ChangeOptions, states: tuple[str, ...], containing: str, why: str = "") -> None:
+def _edit(
+    action: str, run: Target, states: tuple[str, ...], containing: str, why: str, *, broker: str | None, timeout_s: float, as_json: bool
+) -> None:
     from broker.buffer.changes import open_editor
 
     chooses = bool(states or containing)
     if not (run.names or chooses):
         raise UsageError(f"{action}: no GROUP given; name some, or choose with --state or --reason")
     wanted = list(run.names)
-    if chooses or options.broker is None:
+    if chooses or broker is None:
         able = {"replay": ("dead", "dropped"), "drop": ("queued", "leased", "ready", "dead")}[action]
         with _snapshot(run) as snapshot:
             for name in run.names:
                 snapshot.group(name)  # a wrong name is told with the nearest ones before anything changes
             wanted += [group.id for group in _chosen(snapshot, (), states or able, containing)] if chooses else []
-    with open_editor(run.resolved, run.file, options.broker, options.timeout_s) as editor:
+    with open_editor(run.resolved, run.file, broker, timeout_s) as editor:
         reply = editor.edit_all(action, wanted, why)
-    _say(reply.done, reply.refused, as_json=options.as_json)
+    _say(reply.done, reply.refused, as_json=as_json)
 
 
 def _say(done: dict[str, str], refused: dict[str, str], *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from broker.state.features.edits import IMPORTED
 from slimebus.bus.errors import DataError, ProtocolError, UsageError
 from slimebus.bus.exported_groups import GROUPS_FILE, read_frames
-from slimebus.bus.messages import NO_VERSION, Import
+from slimebus.bus.messages import Import
 from slimebus.bus.sample_table import SampleTable, check_group, encode_table
 
 MAX_LINE_BYTES = 1 << 30
@@ -34,17 +34,17 @@ class Row(msgspec.Struct):
     metadata: dict[str, Any] | None = None
 
 
-def read_groups(path: Path, *, prompts_only: bool = False, as_version: int | None = None) -> Iterator[Incoming]:
+def read_groups(path: Path, *, prompts_only: bool = False) -> Iterator[Incoming]:
     """The groups of an export or a jsonl file of prompts, each checked. Raises DataError naming file, line and reason.
 
-    prompts_only: leave the samples out. as_version: have every token that a policy made count as made by this version.
+    prompts_only: leave the samples out.
     """
     file = path / GROUPS_FILE if path.is_dir() else path
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
                 if line.strip():
-                    yield _incoming(f"{file}:{number}", path, _row(f"{file}:{number}", line), number, prompts_only, as_version)
+                    yield _incoming(f"{file}:{number}", path, _row(f"{file}:{number}", line), number, prompts_only)
     except OSError as bad:
         raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` wrote, or a jsonl file") from None
 
@@ -60,7 +60,7 @@ def _row(place: str, line: bytes) -> Row:
         raise DataError(f"{place}: not JSON: {bad}") from None
 
 
-def _incoming(place: str, path: Path, row: Row, number: int, prompts_only: bool, as_version: int | None) -> Incoming:
+def _incoming(place: str, path: Path, row: Row, number: int, prompts_only: bool) -> Incoming:
     name = row.group or f"{path.name}/{number}"
     prompt = row.prompt
     if not isinstance(prompt, dict):
@@ -70,8 +70,6 @@ def _incoming(place: str, path: Path, row: Row, number: int, prompts_only: bool,
     message = Import(group=name if name.startswith(IMPORTED) else IMPORTED + name, lineage=row.lineage)
     frames = [msgspec.msgpack.encode(prompt)]
     if row.table is not None and not prompts_only:
-        if as_version is not None:
-            row.table.versions = [[(v if v == NO_VERSION else as_version, n) for v, n in runs] for runs in row.table.versions]
         try:
             frames += [encode_table(row.table), *read_frames(path / Path(row.arrays).name, row.group, row.table)]
             check_group(frames[1:])

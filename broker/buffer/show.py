@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,18 +39,16 @@ def text_of(resolved: Resolved) -> Decode | None:
 def as_object(snapshot: StoreSnapshot, group: Group) -> dict[str, Any]:
     """Everything of a group, with its arrays as lists."""
     stored = snapshot.samples(group.id)
-    rows = [
-        {
-            "num_tokens": len(s.tokens),
-            **{name: getattr(s, name) for name in SampleRow.__struct_fields__},
-            "tokens": s.tokens.tolist(),
-            "loss_mask": s.loss_mask.tolist(),
-            "rollout_logprobs": [repr(v) if v != v or v in (float("inf"), float("-inf")) else v for v in s.rollout_logprobs.tolist()],
-            "extras": {name: {"dtype": array.dtype.name, "shape": list(array.shape)} for name, array in s.extras.items()},
-        }
-        for s in ([] if stored is None else decode_group(stored.frames))
-    ]
+    rows = [_as_object(sample) for sample in ([] if stored is None else decode_group(stored.frames))]
     return {"group": group.id, **about_of(group), "prompt": snapshot.prompt(group.id), "samples": rows}
+
+
+def _as_object(sample: Sample) -> dict[str, Any]:
+    row = {"num_tokens": len(sample.tokens), **{name: getattr(sample, name) for name in SampleRow.__struct_fields__}}
+    row |= {"tokens": sample.tokens.tolist(), "loss_mask": sample.loss_mask.tolist()}
+    row["rollout_logprobs"] = [value if math.isfinite(value) else repr(value) for value in sample.rollout_logprobs.tolist()]
+    extras = {name: {"dtype": array.dtype.name, "shape": list(array.shape)} for name, array in sample.extras.items()}
+    return row | {"extras": extras}
 
 
 def in_lines(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> list[str]:

@@ -50,8 +50,7 @@ def _shares(weights: Sequence[Fraction]) -> list[int]:
     whole = [int(weight * scale) for weight in weights]
     shares = [share // math.gcd(*whole) for share in whole]
     if sum(shares) > MAX_WINDOW:
-        raise DataError(
-            f"prompt_data: weights {', '.join(f'{float(w):g}' for w in weights)} only come out even over {sum(shares)} prompts; "
-            f"at most {MAX_WINDOW}: use rounder weights"
-        )
+        given = ", ".join(f"{float(w):g}" for w in weights)
+        what = f"prompt_data: weights {given} only come out even over {sum(shares)} prompts"
+        raise DataError(f"{what}; at most {MAX_WINDOW}: use rounder weights")
     return shares

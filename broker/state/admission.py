@@ -69,10 +69,9 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
         return f"the buffer holds {num_held} of {most} groups; waiting for the trainer to commit a step"
     version = state.version_of(step)
     if needs_weights and version > client.serving + rules.max_staleness:
-        return (
-            f"a group started now would train in step {step} (version {version}), more than {rules.max_staleness:g} ahead of the served "
-            f"version {client.serving}; waiting for the trainer to publish version {version - int(rules.max_staleness)}"
-        )
+        what = f"a group started now would train in step {step} (version {version})"
+        bound = f"more than {rules.max_staleness:g} ahead of the served version {client.serving}"
+        return f"{what}, {bound}; waiting for the trainer to publish version {version - int(rules.max_staleness)}"
     return ""
 
 

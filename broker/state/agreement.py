@@ -23,16 +23,12 @@ def check_settings(state: State, name: str, hello: m.Hello) -> None:
         raise ProtocolError(f"hello: settings of more than {MAX_SETTINGS} names, or one of more than {MAX_CHARS} characters")
     ours = state.rules.agreed
     if said.get("name", ours.get("name")) != ours.get("name"):
-        raise SlimebusError(
-            f"{name[:64]!r} is of run {said['name']}, this broker serves run {ours['name']}; give --name, or the address of its own broker",
-            code="wrong_run",
-        )
+        text = f"{name[:64]!r} is of run {said['name']}, this broker serves run {ours['name']}"
+        raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
     steps, counted = (_whole(settings.get("rollout.num_rollout", "")) for settings in (said, ours))
     if hello.role == "trainer" and steps is not None and counted is not None and steps > counted:
-        raise ConfigError(
-            f"rollout.num_rollout: trainer {name[:64]!r} has {steps}, the broker {counted}: steps beyond it would never get a batch; "
-            "start both with the same value"
-        )
+        text = f"rollout.num_rollout: trainer {name[:64]!r} has {steps}, the broker {counted}"
+        raise ConfigError(f"{text}: steps beyond it would never get a batch; start both with the same value")
 
 
 def differences(state: State, client: Client) -> list[str]:
@@ -54,10 +50,8 @@ def _other_models(state: State, client: Client) -> Iterator[str]:
         theirs = other.settings.get(MODEL)
         is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced
         if is_peer and mine and theirs and mine != theirs:
-            yield (
-                f"{MODEL}: config.json or tokenizer.json of {client.name} (hash {mine}) differs from that of {other.title} "
-                f"(hash {theirs}); samples mean something else to each, give both the same model directory"
-            )
+            what = f"config.json or tokenizer.json of {client.name} (hash {mine}) differs from that of {other.title}"
+            yield f"{MODEL}: {what} (hash {theirs}); samples mean something else to each, give both the same model directory"
 
 
 def _whole(text: str) -> int | None:

@@ -29,11 +29,9 @@ def batch(state: State, event: Event, ask: Batch) -> None:
     if ask.step < state.meta.next_step:
         raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
     if ask.trained > state.meta.next_step:
-        raise SlimebusError(
-            f"the trainer has committed the steps before {ask.trained}, this broker knows of those before {state.meta.next_step}: it lost "
-            "its last moments (broker.durability); start the trainer again, it goes on from its newest checkpoint",
-            code="step",
-        )
+        known = f"the trainer has committed the steps before {ask.trained}, this broker knows of those before {state.meta.next_step}"
+        remedy = "start the trainer again, it goes on from its newest checkpoint"
+        raise SlimebusError(f"{known}: it lost its last moments (broker.durability); {remedy}", code="step")
     earlier = state.waiting_batches.get(ask.step)
     if earlier is not None and earlier.to != event.to:
         answer_timed_out(state, ask.step)
@@ -73,9 +71,8 @@ def _reply(state: State, step: int) -> BatchReply:
 def answer_timed_out(state: State, step: int) -> None:
     """Answer a waiting batch request whose wait ran out: nothing, and who waits for whom."""
     if step in state.waiting_batches:
-        state.answer(
-            state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=wait_reasons.reason_for(state, step))
-        )
+        reason = wait_reasons.reason_for(state, step)
+        state.answer(state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=reason))
 
 
 def _choose(state: State, step: int) -> bool:
@@ -172,9 +169,7 @@ def step_row(state: State, record: StepRecord, groups: list[Group], lags: list[i
         "tokens": sum(g.num_tokens for g in groups),
         "lag_mean": sum(lags) / max(1, len(lags)),
         "lag_max": max(lags, default=0),
-        "ready": state.groups.count(READY),
-        "leased": state.groups.count(LEASED),
-        "queued": state.groups.count(QUEUED),
+        **{phase: state.groups.count(phase) for phase in (READY, LEASED, QUEUED)},
         "workers": sum(1 for c in state.clients.values() if c.role == "rollout" and not c.is_gone),
         "rollout_tokens": sum(c.metrics.get("tokens", 0.0) for c in state.clients.values() if c.role == "rollout"),
         "wasted_groups": sum(num_groups for num_groups, _ in state.meta.waste.values()),

@@ -294,16 +294,9 @@ class State:
         if group.reported_lease == group.lease.id and outcome in ("trained", "requeued"):
             return
         group.reported_lease = group.lease.id
-        is_trained = outcome == "trained"
-        result = GroupResult(
-            id=group.id,
-            attempt=group.lease.id,
-            outcome=outcome,
-            reason="" if is_trained else reason[:MAX_REASON_CHARS],
-            rewards=group.rewards,
-            step=group.step if is_trained else -1,
-        )
-        self.stateful.feedback(result)
+        reason, step = ("", group.step) if outcome == "trained" else (reason[:MAX_REASON_CHARS], -1)
+        lease, rewards = group.lease.id, group.rewards
+        self.stateful.feedback(GroupResult(id=group.id, attempt=lease, outcome=outcome, reason=reason, rewards=rewards, step=step))
         self.meta.source_ended, self.source_rests_until = False, 0.0  # it may have something now
 
     # --- questions ---

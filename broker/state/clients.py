@@ -50,9 +50,8 @@ def check_sender(state: State, event: Event) -> None:
     if able != ("trainer",) or kind is m.Resume:
         return
     if client is None or (client.name, client.instance) != state.meta.trainer:
-        raise SlimebusError(
-            f"{m.wire_name(kind)} before resume; tell the broker first which step this trainer trains next", code="not_resumed"
-        )
+        text = f"{m.wire_name(kind)} before resume; tell the broker first which step this trainer trains next"
+        raise SlimebusError(text, code="not_resumed")
 
 
 def sender_of(state: State, event: Event) -> Client:
@@ -87,16 +86,9 @@ def touch(state: State, client: Client) -> None:
 def hello(state: State, event: Event, ask: m.Hello) -> None:
     """Take in a client and answer with what it must know to take part."""
     client = join(state, event, ask)
-    welcome = m.Welcome(
-        run=state.meta.run,
-        epoch=client.epoch,
-        heartbeat_s=state.rules.heartbeat_s,
-        **state.meta.newest(),
-        hints=state.hints_address,
-        max_message_bytes=state.max_message_bytes,
-        protocol=min(ask.protocol, PROTOCOL_VERSION),
-        differences=agreement.differences(state, client),
-    )
+    welcome = m.Welcome(run=state.meta.run, epoch=client.epoch, heartbeat_s=state.rules.heartbeat_s, **state.meta.newest())
+    welcome.hints, welcome.max_message_bytes = state.hints_address, state.max_message_bytes
+    welcome.protocol, welcome.differences = min(ask.protocol, PROTOCOL_VERSION), agreement.differences(state, client)
     state.reply(event.to, welcome)
 
 
@@ -186,7 +178,6 @@ def _take_place(state: State, old: Client, event: Event) -> Client:
     new.successors = [c for c in old.successors if c.epoch > new.epoch]
     state.note(f"{new.name} was restarted; its older process is fenced")
     leave(state, old, "its worker was restarted", cause="worker lost")
-    _answer_fenced(state, old)
     _enter(state, new)
     return new
 
@@ -212,8 +203,6 @@ def revoke_keys(state: State, keys: Collection[str]) -> None:
     """Take out everyone who joined with one of these keys."""
     for client in [c for c in state.clients.values() if c.key in keys]:
         leave(state, client, "its key was revoked")
-        for step in state.waiting_batches.of(client.name):
-            state.waiting_batches.take(step)
         _forget(state, client)
         state.note(f"{client.title} is out: its key {client.key} was revoked", is_warning=True)
 

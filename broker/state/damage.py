@@ -55,15 +55,11 @@ def recover_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
 def _make_step_again(state: State, key: str) -> None:
     groups = [g for g in state.groups.by_id.values() if g.phase in (ASSIGNED, COMMITTED) and str(g.step) == key]
     if groups:
-        step, is_committed = groups[0].step, groups[0].phase == COMMITTED
-        state.steps[step] = StepRecord(
-            step=step,
-            version=state.version_of(step),
-            groups=[g.id for g in sorted(groups, key=lambda g: g.lease.id)],
-            max_staleness=state.rules.max_staleness,
-            is_committed=is_committed,
-            size_bytes=sum(g.size_bytes for g in groups) if is_committed else 0,
-        )
+        step, names = groups[0].step, [g.id for g in sorted(groups, key=lambda g: g.lease.id)]
+        record = StepRecord(step=step, version=state.version_of(step), groups=names, max_staleness=state.rules.max_staleness)
+        if groups[0].phase == COMMITTED:
+            record.is_committed, record.size_bytes = True, sum(g.size_bytes for g in groups)
+        state.steps[step] = record
         state.fetched_steps[step] = state.now
         state.changed("steps", step)
 

@@ -174,19 +174,12 @@ def _answer(state: State, to: Address, groups: list[Group]) -> None:
 
 
 def _leased(state: State, group: Group) -> LeasedGroup:
-    deadline = state.timers.deadline(("unconfirmed lease", group.lease.id), ("leases of", group.lease.worker))
-    return LeasedGroup(
-        group=group.id,
-        lease=group.lease.id,
-        num_samples=num_samples_of(state, group),
-        deadline_s=max(0.0, deadline - state.now),
-        kind=group.kind,
-        dataset=group.dataset,
-        sampling=_sampling(state, group),
-        partial_frames=group.partial.num_frames,
-        lineage=group.lease.lineage,
-        version=group.lease.version,
-    )
+    lease, num_samples = group.lease, num_samples_of(state, group)
+    left_s = max(0.0, state.timers.deadline(("unconfirmed lease", lease.id), ("leases of", lease.worker)) - state.now)
+    leased = LeasedGroup(group=group.id, lease=lease.id, num_samples=num_samples, deadline_s=left_s, sampling=_sampling(state, group))
+    leased.kind, leased.dataset, leased.partial_frames = group.kind, group.dataset, group.partial.num_frames
+    leased.lineage, leased.version = lease.lineage, lease.version
+    return leased
 
 
 def _sampling(state: State, group: Group) -> Sampling:

@@ -33,11 +33,9 @@ def resume(state: State, event: Event, ask: Resume) -> None:
     if ask.lineage in meta.lineages:
         raise SlimebusError(f"resume: lineage {ask.lineage[:8]!r} was begun before; each trainer begins one of its own", code="lineage")
     if 0 < ask.step < meta.floor:
-        raise SlimebusError(
-            f"resume at step {ask.step}: the oldest checkpoint that this broker knows of is of step {meta.floor}, the samples of the steps "
-            f"before it are freed; resume at step {meta.floor} or later, or at 0 to train every prompt anew",
-            code="step",
-        )
+        why = f"the oldest checkpoint that this broker knows of is of step {meta.floor}, the samples of the steps before it are freed"
+        remedy = f"resume at step {meta.floor} or later, or at 0 to train every prompt anew"
+        raise SlimebusError(f"resume at step {ask.step}: {why}; {remedy}", code="step")
     fence_older_trainers(state, trainer)
     shared = _num_shared(state.meta, ask)
     _begin(state, ask, shared)
@@ -132,11 +130,8 @@ def publish(state: State, event: Event, news: Publish) -> None:
     first = meta.base_version if is_first else meta.version
     newest = meta.base_version if is_first else state.version_of(meta.next_step + 1)
     if not first <= news.version <= newest:
-        raise SlimebusError(
-            f"publish of version {news.version} at step {meta.next_step}; expected {first} to {newest} "
-            f"(one version every {state.rules.publish_interval} steps)",
-            code="version",
-        )
+        expected = f"expected {first} to {newest} (one version every {state.rules.publish_interval} steps)"
+        raise SlimebusError(f"publish of version {news.version} at step {meta.next_step}; {expected}", code="version")
     is_new = news.version != meta.version
     meta.version, meta.publishers, meta.digest = news.version, list(news.publishers), news.digest
     if is_new:

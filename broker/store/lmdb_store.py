@@ -169,18 +169,15 @@ class LmdbStore:
         self._looked_at = float("-inf")
         if _is_full(bad) or free_bytes(self.path) < needed_bytes + PAGE_SLACK_BYTES:
             return StoreError(self._full_text(needed_bytes), code="disk_full")
-        return StoreError(
-            f"the broker's store at {self.path} cannot be written: {bad}; nothing of it was acknowledged, and it is tried again; "
-            "look at the disk (dmesg), or stop the broker and move its folder to another disk"
-        )
+        remedy = "look at the disk (dmesg), or stop the broker and move its folder to another disk"
+        text = f"the broker's store at {self.path} cannot be written: {bad}; nothing of it was acknowledged, and it is tried again"
+        return StoreError(f"{text}; {remedy}")
 
     def _full_text(self, needed_bytes: int) -> str:
         free, needed = readable_size(free_bytes(self.path)), readable_size(needed_bytes)
         readers = "".join(f"; process {pid} reads the store and holds back what is freed until it ends" for pid in self._readers())
-        return (
-            f"the disk of the broker's store is full: {self.path} has {free} free and {needed} are needed; make room there "
-            f"(or raise the quota) and the run goes on by itself; nothing acknowledged is lost{readers}"
-        )
+        remedy = "make room there (or raise the quota) and the run goes on by itself; nothing acknowledged is lost"
+        return f"the disk of the broker's store is full: {self.path} has {free} free and {needed} are needed; {remedy}{readers}"
 
     # --- room ---
 
@@ -290,16 +287,8 @@ def scan_records(txn: Any, table: str, handle: Any) -> Iterator[tuple[str, bytes
 
 def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, is_readonly: bool = False) -> Any:
     """The LMDB environment of a store. Raises lmdb.Error."""
-    return lmdb.open(
-        str(path),
-        map_size=map_bytes,
-        max_dbs=len(TABLES) + 1,
-        sync=is_synced,
-        metasync=is_synced,
-        max_readers=64,
-        readonly=is_readonly,
-        create=not is_readonly,
-    )
+    use = {"readonly": is_readonly, "create": not is_readonly, "sync": is_synced, "metasync": is_synced}
+    return lmdb.open(str(path), map_size=map_bytes, max_dbs=len(TABLES) + 1, max_readers=64, **use)
 
 
 def check_readable(path: Path, use: Literal["write", "read"] = "write") -> None:
@@ -337,12 +326,9 @@ def damaged_store(which: str, why: object) -> UsageError:
 def check_format(path: Path, found: Any) -> None:
     """Raise UsageError unless the store was written in this layout."""
     if found is not None and bytes(found) != str(FORMAT).encode():
-        raise UsageError(
-            f"the store at {path} has format {bytes(found).decode(errors='replace')}, this release reads {FORMAT}; "
-            "use the release that wrote it (its `slimebus buffer export` writes what this one's `slimebus buffer import` reads), "
-            "or start in a new run directory",
-            code="store_format",
-        )
+        text = f"the store at {path} has format {bytes(found).decode(errors='replace')}, this release reads {FORMAT}"
+        remedy = "(its `slimebus buffer export` writes what this one's `slimebus buffer import` reads), or start in a new run directory"
+        raise UsageError(f"{text}; use the release that wrote it {remedy}", code="store_format")
 
 
 def cannot_open(path: Path, why: Exception) -> UsageError:

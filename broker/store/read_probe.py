@@ -77,10 +77,9 @@ class PageFile:
                 raise
         if num_missing:
             whole = (self.last_page + 1) * self.page_bytes
-            raise Damage(
-                f"data.mdb was cut short: it has {self.num_pages} of {self.last_page + 1} pages, {num_missing} of the others are in use; "
-                f"`truncate -s {whole} data.mdb` puts zeros in their place: where those were samples only, they are made again"
-            )
+            what = f"it has {self.num_pages} of {self.last_page + 1} pages, {num_missing} of the others are in use"
+            remedy = f"`truncate -s {whole} data.mdb` puts zeros in their place: where those were samples only, they are made again"
+            raise Damage(f"data.mdb was cut short: {what}; {remedy}")
 
     def free_lists(self) -> Iterator[memoryview]:
         """Numbers of the pages that hold nothing, a list for each transaction that freed some."""

@@ -21,7 +21,7 @@ class DecodeLoop:
     `report` and `failed` are called on the decode thread; they must hand over quickly and not raise.
     """
 
-    def __init__(self, core: EngineCore, report: Report, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, core: EngineCore, report: Report, failed: Callable[[BaseException], object]) -> None:
         self._core, self._report, self._failed = core, report, failed
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()

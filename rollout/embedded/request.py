@@ -60,9 +60,9 @@ class RequestExpander:
         keys = _per_prompt(body.extra_key, count, "")
         sequences = []
         for prompt, sampling, has_logprobs, start, key in zip(prompts, samplings, logprobs, starts, keys, strict=True):
-            asked = {"return_logprob": has_logprobs, "stream": body.stream, "cache_key": key}
-            asked["logprob_start"] = start if has_logprobs and 0 <= start < len(prompt) else None
-            sequences += [self._sequence(next(rids), prompt, sampling, **asked) for _ in range(copies)]
+            first = start if has_logprobs and 0 <= start < len(prompt) else None
+            given = {"return_logprob": has_logprobs, "logprob_start": first, "stream": body.stream, "cache_key": key}
+            sequences += [self._sequence(next(rids), prompt, sampling, **given) for _ in range(copies)]
         return sequences, is_single and copies == 1
 
     def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hmac
 from collections.abc import Callable
 from pathlib import Path
@@ -66,8 +65,9 @@ class EngineServer:
         self._event_loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._event_loop.create_future()
         """Done, with what ended the decode thread, if that did."""
-        on_failure = functools.partial(self._event_loop.call_soon_threadsafe, self.failure.set_exception)
-        self.decode_loop = DecodeLoop(core, self._report_from_thread, on_failure)
+        self.decode_loop = DecodeLoop(
+            core, self._report_from_thread, lambda error: self._event_loop.call_soon_threadsafe(self.failure.set_exception, error)
+        )
 
     def application(self) -> web.Application:
         """The aiohttp application; each endpoint has the name of its handler."""

@@ -84,22 +84,13 @@ def engine_specs(config: "RunConfig", model_dir: Path, base: Path) -> list[Engin
     if not config.engine.use_router and {group.worker_type for _, group, _ in wanted} & OF_KIND.keys():
         raise ConfigError("engine.sglang_config: prefill, decode and encode groups need engine.use_router: true")
     taken = iter(gpus)
-    return [
-        EngineSpec(
-            model.name,
-            directory,
-            not model.update_weights,
-            group.worker_type,
-            tuple(itertools.islice(taken, group.num_gpus)),
-            {**config.sglang, **OF_KIND.get(group.worker_type, {}), **_meeting(group, i), **group.overrides},
-            f"-{i + 1}" if len(wanted) > 1 else "",
-        )
-        for i, (model, group, directory) in enumerate(wanted)
-    ]
-
-
-def _meeting(group: _Group, number: int) -> dict[str, Any]:
-    return {"disaggregation_bootstrap_port": BOOTSTRAP_PORT + number} if group.worker_type == "prefill" else {}
+    specs = []
+    for i, (model, group, directory) in enumerate(wanted):
+        meeting = {"disaggregation_bootstrap_port": BOOTSTRAP_PORT + i} if group.worker_type == "prefill" else {}
+        arguments = {**config.sglang, **OF_KIND.get(group.worker_type, {}), **meeting, **group.overrides}
+        own, suffix = tuple(itertools.islice(taken, group.num_gpus)), f"-{i + 1}" if len(wanted) > 1 else ""
+        specs.append(EngineSpec(model.name, directory, not model.update_weights, group.worker_type, own, arguments, suffix))
+    return specs
 
 
 def _read(file: Path) -> list[_Model]:
@@ -157,9 +148,8 @@ def placement(config: "RunConfig", roles: Sequence[str]) -> dict[str, tuple[int,
     ranks, given = config.trainer.nproc_per_node, iter(config.trainer.gpus)
     trainers = [role for role in ("trainer", "critic") if role in roles]
     if config.trainer.gpus and len(config.trainer.gpus) < ranks * len(trainers):
-        raise UsageError(
-            f"trainer.gpus: {len(config.trainer.gpus)} GPUs for {ranks} ranks each of {' and '.join(trainers)}; give each rank one"
-        )
+        what = f"{len(config.trainer.gpus)} GPUs for {ranks} ranks each of {' and '.join(trainers)}"
+        raise UsageError(f"trainer.gpus: {what}; give each rank one")
     found = {role: tuple(itertools.islice(given, ranks)) for role in trainers}
     gpus, workers = config.engine.gpus, [role for role in roles if role.partition("-")[0] == "rollout"]
     if gpus and "teacher" in roles:

@@ -61,11 +61,6 @@ class Child:
         self.process.wait(1.0)
         self._reader.join(1.0)
 
-    def tail(self) -> str:
-        """The last 15 lines it wrote."""
-        self._reader.join(1.0)
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-15:])
-
 
 class Fleet:
     """The processes of a run on this machine. As a context manager it ends them all on the way out."""

@@ -68,7 +68,7 @@ class BrokerProcess:
 
     def restored(self) -> Machine:
         """A machine made from what is on the disk."""
-        machine = Machine(self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.wall() * 1000))
+        machine = Machine(self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.time() * 1000))
         machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.disk.scan(t)], self.broker_clock.now)
         return machine
 

@@ -13,6 +13,6 @@ class MachineClock:
         """Seconds since some moment of this machine."""
         return self.timeline.now + self.monotonic_ahead_s
 
-    def wall(self) -> float:
+    def time(self) -> float:
         """What this machine believes to be the time of day."""
         return self.timeline.now + self.wall_ahead_s

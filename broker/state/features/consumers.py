@@ -111,12 +111,8 @@ def _serve(state: State, name: str) -> None:
     num_skipped = _num_of_shard(consumer.position, last, ask) - len(found)
     state.last_reads[name] = (last, len(found), num_skipped)
     only = None if ask.extras is None else tuple(ask.extras)
-    reply = ReadReply(
-        groups=[_described(group, only) for group in found],
-        position=consumer.position,
-        num_skipped=num_skipped,
-        finished=state.is_finished,
-    )
+    groups = [_described(group, only) for group in found]
+    reply = ReadReply(groups=groups, position=consumer.position, num_skipped=num_skipped, finished=state.is_finished)
     state.answer(state.waiting_reads, name, reply, [payload_of(group, only) for group in found])
 
 
@@ -152,15 +148,8 @@ def has_fields(group: Group, names: list[str]) -> bool:
 
 
 def _described(group: Group, only: tuple[str, ...] | None) -> ReadGroup:
-    return ReadGroup(
-        group=group.id,
-        lease=group.put_lease,
-        position=group.arrival,
-        num_frames=num_frames(group, only),
-        num_samples=group.num_samples,
-        num_tokens=group.num_tokens,
-        oldest_version=group.oldest_version,
-    )
+    sizes = {name: getattr(group, name) for name in ("num_samples", "num_tokens", "oldest_version")}
+    return ReadGroup(group=group.id, lease=group.put_lease, position=group.arrival, num_frames=num_frames(group, only), **sizes)
 
 
 def num_frames(group: Group, only: tuple[str, ...] | None = None) -> int:

@@ -57,10 +57,8 @@ def start(state: State, key: str, datasets: list[str]) -> Evaluation:
     """Queue every prompt of these held-out sets for workers that serve the newest version or a later one."""
     meta = state.meta
     tallies = {name: Tally(num_prompts=state.rules.eval_datasets[name].num_prompts) for name in datasets}
-    evaluation = Evaluation(
-        key=key, serial=meta.next_evaluation, lineage=meta.lineage, version=meta.version, step=meta.next_step, tallies=tallies
-    )
-    meta.next_evaluation += 1
+    serial, meta.next_evaluation = meta.next_evaluation, meta.next_evaluation + 1
+    evaluation = Evaluation(key=key, serial=serial, lineage=meta.lineage, version=meta.version, step=meta.next_step, tallies=tallies)
     state.evaluations[key] = evaluation
     state.changed("evaluations", key)
     position = evaluation.serial << 40
@@ -197,15 +195,9 @@ def results(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def _result(evaluation: Evaluation, name: str, tally: Tally) -> dict[str, Any]:
-    return {
-        "dataset": name,
-        "version": evaluation.version,
-        "lineage": evaluation.lineage,
-        "step": evaluation.step,
-        **tally.row(),
-        **{field: getattr(tally, field) for field in ("num_prompts", "oldest_version", "newest_version")},
-        "reason": evaluation.reason,
-    }
+    about = {field: getattr(evaluation, field) for field in ("version", "lineage", "step")}
+    of_set = {field: getattr(tally, field) for field in ("num_prompts", "oldest_version", "newest_version")}
+    return {"dataset": name, **about, **tally.row(), **of_set, "reason": evaluation.reason}
 
 
 def _answer(state: State, to: Address, evaluation: Evaluation) -> None:

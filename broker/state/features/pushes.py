@@ -1,5 +1,6 @@
 """Prompts that a client pushes while the run goes on: durable before they are acknowledged, each key once, bounded."""
 
+import msgspec
 import xxhash
 
 from broker.state import prompts
@@ -23,7 +24,7 @@ def push(state: State, event: Event, ask: Push) -> None:
     """Take in prompts behind all that were pushed before, or with `front` before those that were not. A repeated key adds nothing."""
     _check(event, ask)
     records = [bytes(record) for record in event.bulk]
-    digest = _digest(records)
+    digest = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(records))
     known = state.pushes.get(ask.key)
     if known is not None and (known.digest, known.count) != (digest, len(records)):
         raise SlimebusError(f"push: key {ask.key!r} was used for {known.count} other prompts; choose another key", code="push_key")
@@ -65,11 +66,3 @@ def _accept(state: State, ask: Push, records: list[bytes], digest: str) -> PushR
     state.keep_latest("pushes", known, MAX_KEYS)
     state.tally(state.meta.counted, "prompts pushed", len(records))
     return known
-
-
-def _digest(records: list[bytes]) -> str:
-    digest = xxhash.xxh3_128()
-    for record in records:
-        digest.update(len(record).to_bytes(8, "little"))
-        digest.update(record)
-    return digest.hexdigest()

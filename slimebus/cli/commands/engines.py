@@ -1,38 +1,25 @@
 """`slimebus engines` and `slimebus drain`: the engines and workers of a run, changed while it goes on."""
 
-import functools
 import json
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Command, CommandReply
-from slimebus.cli.config.flags import RunCommand, from_context, split_words
+from slimebus.cli.config.flags import RunCommand, Target, asks_broker, of_run
 from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
 
-POLL_S = 0.2
+POLL_S, TIMEOUT_S = 0.2, 60.0
 NO_WORKER = "no_worker"
 HEADS = ("worker", "engine", "model", "state", "version", "running", "")
-
-
-def options(words: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The argument and options of these commands; words: how the argument is shown."""
-    given = (
-        click.argument("words", nargs=-1, metavar=f"[RUN.yaml] {words}".strip()),
-        click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config."),
-        click.option("--timeout-s", default=60.0, show_default=True, help="[seconds] How long to wait for the broker and the worker."),
-        click.pass_context,
-    )
-    return lambda function: functools.reduce(lambda made, option: option(made), reversed(given), function)
 
 
 worker_option = click.option("--worker", default="", help="[name] The worker that does it; not needed where there is only one.")
@@ -45,13 +32,13 @@ def engines() -> None:
 
 @engines.command("ls", cls=RunCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
-@options("")
-def list_(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float, as_json: bool) -> None:
+@of_run()
+@asks_broker(TIMEOUT_S)
+def list_(run: Target, broker: str | None, timeout_s: float, as_json: bool) -> None:
     """List the engines of all workers: where they are, what they do, which version they serve."""
     from slimebus.cli.commands.status import ask_status
 
-    file, _ = _words(words, 0, "")
-    with visit(from_context(ctx, file), broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
+    with visit(run.resolved, broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
         clients = ask_status(client, timeout_s=timeout_s)["clients"]
     found = [{"worker": client["name"], **engine} for client in clients for engine in client["engines"]]
     rows = []
@@ -63,39 +50,35 @@ def list_(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeou
 
 @engines.command(cls=RunCommand)
 @worker_option
-@options("URL")
-def attach(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float, worker: str) -> None:
+@of_run("URL", 1)
+@asks_broker(TIMEOUT_S)
+def attach(run: Target, broker: str | None, timeout_s: float, worker: str) -> None:
     """Have a worker sample on the running engine at URL too; it gets the newest weights first."""
-    _command(ctx, "attach", words, broker, timeout_s, worker)
+    _command(run, "attach", broker, timeout_s, worker)
 
 
 @engines.command(cls=RunCommand)
 @worker_option
-@options("URL")
-def detach(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float, worker: str) -> None:
+@of_run("URL", 1)
+@asks_broker(TIMEOUT_S)
+def detach(run: Target, broker: str | None, timeout_s: float, worker: str) -> None:
     """Have a worker let the engine at URL go. Its samples are continued on others; a server that you started goes on."""
-    _command(ctx, "detach", words, broker, timeout_s, worker)
+    _command(run, "detach", broker, timeout_s, worker)
 
 
 @click.command(cls=RunCommand, short_help="Have a worker hand over its samples and leave.")
-@options("WORKER")
-def drain(ctx: click.Context, words: tuple[str, ...], broker: str | None, timeout_s: float) -> None:
+@of_run("WORKER", 1)
+@asks_broker(TIMEOUT_S)
+def drain(run: Target, broker: str | None, timeout_s: float) -> None:
     """Have WORKER hand over the samples it has begun, and leave. `slimebus status` lists the workers."""
-    _command(ctx, "drain", words, broker, timeout_s, "")
+    _command(run, "drain", broker, timeout_s, "")
 
 
-def _words(words: tuple[str, ...], number: int, what: str) -> tuple[Path | None, tuple[str, ...]]:
-    file, rest = split_words(words)
-    if len(rest) != number:
-        raise UsageError(f"got {' '.join(rest) or 'nothing'}; expected {what or 'no more words'}")
-    return file, rest
-
-
-def _command(ctx: click.Context, action: str, words: tuple[str, ...], broker: str | None, timeout_s: float, worker: str) -> None:
-    file, (word,) = _words(words, 1, "a worker's name" if action == "drain" else "the URL of an engine, http://HOST:PORT")
+def _command(run: Target, action: str, broker: str | None, timeout_s: float, worker: str) -> None:
+    [word] = run.names
     worker, url = (word, "") if action == "drain" else (worker, word)
     command = Command(key=secrets.token_hex(8), action=action, worker=worker, url=url)
-    with visit(from_context(ctx, file), broker, what=action, patience_s=min(timeout_s, RESTART_S)) as client:
+    with visit(run.resolved, broker, what=action, patience_s=min(timeout_s, RESTART_S)) as client:
         reply = _outcome(lambda: client.call(command, timeout_s=timeout_s).expect(CommandReply), timeout_s)
         if action == "drain" and not reply.failed:
             _until_it_left(client, word, timeout_s)

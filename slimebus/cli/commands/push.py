@@ -13,7 +13,7 @@ import xxhash
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
-from slimebus.cli.config.flags import ConfigCommand, from_context, split_words
+from slimebus.cli.config.flags import ConfigCommand, Target, asks_broker, of_run
 from slimebus.cli.config.schema import DataConfig
 from slimebus.client.connect import broker_address
 from slimebus.client.prompts import PromptClient, Pushed, batches_of, in_all
@@ -23,25 +23,21 @@ SHOWN_LINES = 20
 
 
 @click.command(cls=ConfigCommand, short_help="Push prompts into a run while it goes on.")
-@click.argument("words", nargs=-1, metavar="[RUN.yaml] FILE...")
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@of_run("FILE...")
+@asks_broker(60.0)
 @click.option("--front", is_flag=True, help="Before the prompts that were pushed without it.")
 @click.option("--key", default="", help="[name] A push of the same key and prompts adds nothing; default: made from a file's content.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each file.")
-@click.option("--timeout-s", default=60.0, show_default=True, help="[seconds] How long to wait for the broker, or for room in it.")
-@click.pass_context
-def push(ctx: click.Context, words: tuple[str, ...], broker: str | None, front: bool, key: str, as_json: bool, timeout_s: float) -> None:
+def push(run: Target, broker: str | None, front: bool, key: str, as_json: bool, timeout_s: float) -> None:
     """Push the prompts of jsonl files into a run while it goes on; `-` reads lines from a pipe as they come.
 
     A file is checked whole before anything of it is pushed. They are sampled before the prompts of the run's own files.
     """
-    config, files = split_words(words)
-    if not files:
+    if not run.names:
         raise UsageError("push: no file given; name jsonl files of prompts, or - for a pipe")
-    resolved = from_context(ctx, config)
-    keys, run, data = resolved.keys_path or "", resolved.expected_run, resolved.config.data
-    with PromptClient(broker_address(resolved, broker), timeout_s=timeout_s, keys=keys, run=run) as client:
-        for number, file in enumerate(files):
+    address, keys, data = broker_address(run.resolved, broker), run.resolved.keys_path or "", run.resolved.config.data
+    with PromptClient(address, timeout_s=timeout_s, keys=keys, run=run.resolved.expected_run) as client:
+        for number, file in enumerate(run.names):
             push_one = _push_pipe if file == "-" else _push_file
             done = push_one(client, data, file, f"{key}/{number}" if key else "", front)
             click.echo(json.dumps({"file": file, **msgspec.structs.asdict(done)}) if as_json else _sentence(file, done))

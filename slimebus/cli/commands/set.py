@@ -2,13 +2,13 @@
 
 import json
 import secrets
-from pathlib import Path
+from collections.abc import Sequence
 
 import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Scalar, Set, SetReply
-from slimebus.cli.config.flags import RunCommand, from_context, split_words
+from slimebus.cli.config.flags import RunCommand, Target, asks_broker, of_run
 from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
 
@@ -18,19 +18,17 @@ INFINITE = ("inf", ".inf", "unbounded")
 @click.command(
     "set", cls=RunCommand, context_settings={"ignore_unknown_options": True}, short_help="Change settings of a run while it goes on."
 )
-@click.argument("words", nargs=-1, metavar="[RUN.yaml] [NAME VALUE]...")
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@of_run("[NAME VALUE]...")
+@asks_broker(10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
-@click.option("--timeout-s", default=10.0, show_default=True, help="[seconds] How long to wait for the broker.")
-@click.pass_context
-def set_(ctx: click.Context, words: tuple[str, ...], broker: str | None, as_json: bool, timeout_s: float) -> None:
+def set_(run: Target, broker: str | None, as_json: bool, timeout_s: float) -> None:
     """Change settings of a run while it goes on; without a NAME, show those that can be changed and their values.
 
     NAME is a config field with or without its section, as in `max-staleness 4` or `broker.max_staleness=4`. All are changed or none.
     They hold from the first step on whose batch is not chosen yet, and over restarts of the broker.
     """
-    file, settings = parse(words)
-    with visit(from_context(ctx, file), broker, what="set", patience_s=min(timeout_s, RESTART_S)) as client:
+    settings = parse(run.names)
+    with visit(run.resolved, broker, what="set", patience_s=min(timeout_s, RESTART_S)) as client:
         answer = client.call(Set(key=secrets.token_hex(8), settings=settings), timeout_s=timeout_s).expect(SetReply)
     changed = {name: [_plain(value) for value in values] for name, values in answer.changed.items()}
     now = {name: _plain(value) for name, value in answer.settings.items()}
@@ -46,16 +44,15 @@ def set_(ctx: click.Context, words: tuple[str, ...], broker: str | None, as_json
     click.echo("\n".join(lines))
 
 
-def parse(words: tuple[str, ...]) -> tuple[Path | None, dict[str, Scalar]]:
-    """The run.yaml if the first word is one, and the settings. Raises UsageError for a name without a value."""
-    file, pairs = split_words(words)
-    rest = [part for word in pairs for part in word.split("=", 1)]
+def parse(words: Sequence[str]) -> dict[str, Scalar]:
+    """The settings of these words. Raises UsageError for a name without a value."""
+    rest = [part for word in words for part in word.split("=", 1)]
     if len(rest) % 2:
         raise UsageError(f"set: {rest[-1]!r} has no value; give pairs, as in `slimebus set max-staleness 4 rollout-batch-size 64`")
     names = [name.lstrip("-").replace("-", "_") for name in rest[::2]]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"set: {twice} is given twice")
-    return file, dict(zip(names, map(value_of, rest[1::2]), strict=True))
+    return dict(zip(names, map(value_of, rest[1::2]), strict=True))
 
 
 def value_of(word: str) -> Scalar:

@@ -10,7 +10,7 @@ import click
 
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Status, StatusReply
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import ConfigCommand, asks_broker, config_argument, from_context
 from slimebus.cli.formatting import columns, count
 from slimebus.client.connect import broker_address, is_listening, visit
 from slimebus.view.live_panel import LivePanel, tokens_per_s
@@ -36,12 +36,11 @@ def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
 
 @click.command(cls=ConfigCommand)
 @config_argument
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@asks_broker(5.0)
 @click.option("--json", "as_json", is_flag=True, help="Print everything that the broker knows, as one JSON object.")
 @click.option(
     "--watch", is_flag=True, help="Show the run as it goes, until it is over or Ctrl-C; where there is no terminal, a line each 5 s."
 )
-@click.option("--timeout-s", default=5.0, show_default=True, help="[seconds] How long to wait for the broker.")
 @click.pass_context
 def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, watch: bool, timeout_s: float) -> None:
     """Show the step, reward and lag, every worker and who waits for whom.

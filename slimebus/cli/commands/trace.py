@@ -5,11 +5,11 @@ from pathlib import Path
 import click
 
 from slimebus.bus.errors import UsageError
-from slimebus.cli.config.flags import RunCommand, from_context, split_words
+from slimebus.cli.config.flags import RunCommand, Target, of_run
 
 
 @click.command(cls=RunCommand)
-@click.argument("words", nargs=-1, metavar="[RUN.yaml] [RUN_DIR]...")
+@of_run("[RUN_DIR]...")
 @click.option(
     "--out", type=Path, help="[path] Chrome trace events, for ui.perfetto.dev; default: RUN_DIR/trace.json, of a step trace-STEP.json."
 )
@@ -17,16 +17,7 @@ from slimebus.cli.config.flags import RunCommand, from_context, split_words
 @click.option("--plot", type=Path, help="[path] Draw a few steps here (PNG).")
 @click.option("--begin-s", type=click.FloatRange(min=0), help="[seconds] Where the picture begins; default: four steps from the middle.")
 @click.option("--end-s", type=click.FloatRange(min=0), help="[seconds] Where the picture ends.")
-@click.pass_context
-def trace(
-    ctx: click.Context,
-    words: tuple[str, ...],
-    out: Path | None,
-    step: int | None,
-    plot: Path | None,
-    begin_s: float | None,
-    end_s: float | None,
-) -> None:
+def trace(run: Target, out: Path | None, step: int | None, plot: Path | None, begin_s: float | None, end_s: float | None) -> None:
     """Write what trainer and workers did as a timeline: steps, publishing, pulls, loads, sampled groups.
 
     With --step: each sample of a step from its prompt to its training, over all processes.
@@ -34,8 +25,7 @@ def trace(
     """
     from slimebus.view import trace as timeline
 
-    file, folders = split_words(words)
-    run_dirs = [Path(folder) for folder in folders] or [from_context(ctx, file).run_dir]
+    run_dirs = [Path(folder) for folder in run.names] or [run.resolved.run_dir]
     out = out or run_dirs[0] / ("trace.json" if step is None else f"trace-{step}.json")
     recorded = timeline.read(run_dirs)
     spans = timeline.work(recorded) if step is None else timeline.lives(recorded, step)

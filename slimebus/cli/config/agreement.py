@@ -12,14 +12,9 @@ from slimebus.model_folder import TOKENIZER, read_config
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "max_prompt_len", "max_context_len", "stop", "stop_token_ids")
 REWARD = (
-    "rollout.rm_type",
-    "rollout.custom_rm_path",
-    "rollout.reward_key",
-    "rollout.custom_generate_function_path",
-    "data.apply_chat_template",
-    "data.apply_chat_template_kwargs",
-    "rollout.sampling_params",
-    "rollout.mask_offpolicy_in_partial_rollout",
+    *("rollout.rm_type", "rollout.custom_rm_path", "rollout.reward_key", "rollout.custom_generate_function_path"),
+    *("data.apply_chat_template", "data.apply_chat_template_kwargs"),
+    *("rollout.sampling_params", "rollout.mask_offpolicy_in_partial_rollout"),
 )
 MODEL = "model.hf_checkpoint"
 COMPARED = {

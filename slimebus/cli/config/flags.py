@@ -1,13 +1,15 @@
 """Every config field as a flag of a command, shown by section in its help."""
 
 import difflib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_origin
+from typing import Any, Literal, NamedTuple, Protocol, get_origin
 
 import click
 import msgspec
 
+from slimebus.bus.errors import UsageError
 from slimebus.cli.config.fields import sections
 from slimebus.cli.config.load import Resolved, resolve
 from slimebus.cli.config.schema import flag_of, paths
@@ -58,16 +60,12 @@ class ConfigCommand(click.Command):
     """What the flags of a section begin with whose keys belong to another project."""
 
     def __init__(
-        self,
-        name: str | None,
-        *,
-        foreign: Callable[[], ForeignOptions | None] | None = None,
-        problems: Callable[[Resolved], list[str]] | None = None,
-        **kw: Any,
-    ) -> None:
+        self, name: str | None, *, foreign: Callable[[], ForeignOptions | None] = lambda: None,
+        problems: Callable[[Resolved], list[str]] | None = None, **kw: Any,
+    ) -> None:  # fmt: skip
         kw["params"] = [*kw.get("params", []), *(_option(*flag) for flag in _flags(self.fields).items())]
         super().__init__(name, **kw)
-        self.foreign, self.problems = foreign or (lambda: None), problems
+        self.foreign, self.problems = foreign, problems
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, rest = [], list(args)
@@ -185,6 +183,39 @@ def split_words(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     if words and is_run_file(words[-1]):
         return Path(words[-1]), words[:-1]
     return None, words
+
+
+class Target(NamedTuple):
+    """The run that a command is about, and the words after its RUN.yaml."""
+
+    file: Path | None
+    resolved: Resolved
+    names: tuple[str, ...]
+
+
+def of_run(names: str = "", count: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command gets the run of its RUN.yaml and flags as `run`. names: what further words are, `count` of them where that is given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_run(words: tuple[str, ...], **own: Any) -> None:
+            file, others = split_words(words)
+            if others and not names:
+                raise UsageError(f"{others[0]!r} is not a RUN.yaml; this command takes no other word")
+            if count not in (None, len(others)):
+                raise UsageError(f"got {' '.join(others) or 'nothing'}; expected {names}")
+            command(Target(file, from_context(click.get_current_context(), file), others), **own)
+
+        return click.argument("words", nargs=-1, metavar=f"[RUN.yaml] {names}".strip())(with_run)
+
+    return decorate
+
+
+def asks_broker(timeout_s: float, default: str = "broker.bind of the config") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command gets the options `broker` and `timeout_s`."""
+    broker = click.option("--broker", help=f"[address] Of the broker, tcp://HOST:PORT; default: {default}.")
+    timeout = click.option("--timeout-s", default=timeout_s, show_default=True, help="[seconds] How long to wait for the broker.")
+    return lambda command: broker(timeout(command))
 
 
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,12 +26,6 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
-
-EVAL_SAMPLING = (
-    "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos", "repetition_penalty", "frequency_penalty",
-    "presence_penalty",
-)  # fmt: skip
-"""What an evaluation may set in `sampling`."""
 RewardName = Literal["exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "code", "remote", "graded", "random"]
 """rollout/rewards has a file for each."""
 
@@ -231,6 +225,10 @@ class MoreSampling(msgspec.Struct, forbid_unknown_fields=True):
     regex: str | None = None
     json_schema: str | None = None
     ebnf: str | None = None
+
+
+EVAL_SAMPLING = ("top_p", "top_k", "stop", "stop_token_ids", *MoreSampling.__struct_fields__)
+"""What an evaluation may set in `sampling`."""
 
 
 class EngineConfig(Section, frozen=True):

@@ -110,13 +110,11 @@ def test_exported_arrays_are_read_by_the_safetensors_package(run_dir: Path, tmp_
     assert np.array_equal(arrays["0/3/0/teacher"], samples(3)[0].extras["teacher"])
 
 
-def test_prompts_only_and_another_version(run_dir: Path, tmp_path: Path) -> None:
+def test_prompts_only(run_dir: Path, tmp_path: Path) -> None:
     with open_snapshot(run_dir) as snapshot:
         export_groups(snapshot, snapshot.groups(["ready"]), tmp_path / "x")
     for group in read_groups(tmp_path / "x", prompts_only=True):
         assert len(group.frames) == 1
-    for group in read_groups(tmp_path / "x", as_version=9):
-        assert [s.versions for s in decode_group(group.frames[1:])] == [[(9, 3)], [(9, 5)]]
 
 
 def test_an_export_that_is_damaged_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:

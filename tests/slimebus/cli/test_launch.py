@@ -18,7 +18,7 @@ def test_children_are_relayed_logged_and_ended(tmp_path: Path) -> None:
         assert ended.process.returncode == 0
         pid = waiting.process.pid
     assert has_ended(pid)
-    assert "written" in ended.tail()
+    assert "written" in ended.log_file.read_text()
     assert any(role == "init" and "written" in line for role, line in lines)
 
 
