@@ -226,7 +226,7 @@ class Broker:
         try:
             bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
             if isinstance(reply.message, HeartbeatReply):
-                reply.message.time = self.clock.wall()
+                reply.message.time = self.clock.time()
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):

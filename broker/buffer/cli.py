@@ -1,7 +1,5 @@
 """`slimebus buffer`: look into a run's buffer, export it, change it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -159,7 +157,7 @@ def replay(run: Target, states: tuple[str, ...], containing: str, **how: Any) ->
 @asks_broker(30.0, "the one that has the run's store open")
 @JSON
 @click.option("--prompts-only", is_flag=True, help="Leave the samples out: the prompts are sampled by this run.")
-def import_(run: Target, prompts_only: bool, as_version: int | None, broker: str | None, timeout_s: float, as_json: bool) -> None:
+def import_(run: Target, prompts_only: bool, broker: str | None, timeout_s: float, as_json: bool) -> None:
     """Take in groups from folders that export wrote, or prompts from plain jsonl files. Their ids begin with import/.
 
     Samples that this run could have made, and those that no policy made, are ready to be trained; of others the prompt is sampled again.
@@ -220,8 +218,8 @@ def _snapshot(run: Target) -> Any:
 
 
 def _chosen(
-    snapshot: StoreSnapshot, names: tuple[str, ...], states: tuple[str, ...], containing: str, *, every: bool = False
-) -> Iterator[Group]:
+    snapshot: "StoreSnapshot", names: tuple[str, ...], states: tuple[str, ...], containing: str, *, every: bool = False
+) -> "Iterator[Group]":
     """The groups named, or those in these states whose reason contains a text. every: leave out those of evaluations."""
     if names:
         yield from (snapshot.group(name) for name in names)
@@ -231,7 +229,7 @@ def _chosen(
             yield group
 
 
-def _listed(group: Group) -> tuple[object, ...]:
+def _listed(group: "Group") -> tuple[object, ...]:
     state = group.phase + (f" {group.step}" if group.step >= 0 else "")
     versions = f"{group.oldest_version}..{group.newest_version}" if group.newest_version >= 0 else ""
     sizes = (group.num_samples or "", group.num_tokens or "")

@@ -12,7 +12,7 @@ import msgspec
 
 from broker.buffer.reader import StoreSnapshot, open_snapshot, store_folder
 from broker.state.damage import decoded
-from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY, Group, field_key
+from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, WITH_SAMPLES, Group, field_key
 from broker.state.records import ROWS, Meta, StepRecord
 from broker.store.interface import Damaged
 from broker.store.lmdb_store import ended_by, probe
@@ -64,7 +64,7 @@ def verify(snapshot: StoreSnapshot) -> Report:
         check_group(frames)
 
     with_prompt = {n for n, g in groups.items() if g.kind != EVAL} | {n for n, g in ended.items() if g.phase == DEAD}
-    with_samples = {name for name, g in groups.items() if g.phase in (READY, ASSIGNED, COMMITTED)}
+    with_samples = {name for name, g in groups.items() if g.phase in WITH_SAMPLES}
     to_sample = {name for name, g in groups.items() if g.phase in (QUEUED, LEASED)}
     late = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
     for check in (

@@ -8,7 +8,7 @@ import msgspec
 
 from broker.source.interface import GroupResult, PromptSource, StatefulSource
 from broker.state.effects import Address, Bulk, Effect, Lives, Note, Notify, Record, Reply, Table, Write
-from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, Group, Groups, Phase, field_key
+from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
 from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, PushRecord, StepRecord
 from broker.state.rules import Rules
@@ -56,27 +56,22 @@ class State:
         self.waiting_reads: WaitingRequests[str, Read] = WaitingRequests("read", self.timers)
         self.waiting_evaluations: WaitingRequests[tuple[str, int], Evaluate] = WaitingRequests("evaluate", self.timers)
         self.stateful = source if isinstance(source, StatefulSource) else None
-        self.source_problem = ""
-        self.source_rests_until = 0.0
+        self.source_problem, self.source_rests_until = "", 0.0
         self.fetched_steps: dict[int, float] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
-        self.served_changes = 0
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self.recent_leases: dict[int, str] = {}
         self.lease_since: dict[int, float] = {}
         self.lives: dict[str, list[tuple[str, float]]] = {}
         """Training group in play -> the phases it came into since this process began, and when."""
-        self.num_recalls = 0
+        self.num_recalls = self.served_changes = 0
         self.pace = Pace()
         self.stale_removed_at: tuple[int, float] | None = None
-        self.finish_is_announced = False
-        self.finish_is_confirmed = True
+        self.finish_is_announced, self.finish_is_confirmed = False, True
         self.members_before: set[tuple[str, str]] = set()
         self.had_members = False
         self.bound_hits: Counter[str] = Counter()
-        self.max_message_bytes = 0
-        self.hints_address = ""
-        self.store_problem = ""
+        self.max_message_bytes, self.hints_address, self.store_problem = 0, "", ""
         self._saved_meta = b""
         self._effects: list[Effect] = []
         self._changed: dict[tuple[Table, str | int], None] = {}
@@ -260,7 +255,7 @@ class State:
 
     def forget_samples(self, group: Group, reason: str) -> None:
         """Let go of the samples of a group, where it has some; they are wasted."""
-        if not group.has_samples:
+        if group.phase not in WITH_SAMPLES:
             return
         self.count_waste(reason, 1, group.num_tokens)
         self.delete_samples(group)

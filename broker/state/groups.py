@@ -23,6 +23,8 @@ ASSIGNED: Phase = "assigned"
 COMMITTED: Phase = "committed"
 DROPPED: Phase = "dropped"
 DEAD: Phase = "dead"
+WITH_SAMPLES = (READY, ASSIGNED, COMMITTED)
+"""Phases in which samples of a group are stored."""
 
 TRAIN, EVAL = "train", "eval"
 
@@ -116,11 +118,6 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     lengths: list[int] = []
     fields: list[str] = []
     late: list[LateField] = []
-
-    @property
-    def has_samples(self) -> bool:
-        """True while samples of it are stored."""
-        return self.phase in (READY, ASSIGNED, COMMITTED)
 
     @property
     def late_names(self) -> list[str]:

@@ -3,8 +3,6 @@
 Legend: N rows at most, n rows in use (0..n-1, in the scheduler's order), G tokens generated at most, S stop ids.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import pad
 
@@ -18,15 +16,10 @@ class RunningBatch:
 
     def __init__(self, max_rows: int) -> None:
         self.num_rows = 0
-        self.last_token = torch.zeros(max_rows, dtype=torch.int64)
-        self.position = torch.zeros(max_rows, dtype=torch.int64)  # of last_token, which the cache does not hold yet
-        self.generated = torch.zeros(max_rows, dtype=torch.int64)
-        self.limit = torch.zeros(max_rows, dtype=torch.int64)
-        self.stop_ids = torch.zeros(max_rows, 0, dtype=torch.int64)
-        self.temperature = torch.ones(max_rows)
-        self.greedy = torch.zeros(max_rows, dtype=torch.bool)
-        self.pages = torch.zeros(max_rows, 0, dtype=torch.int64)  # of the cache; 0 after the last
-        self.tokens = torch.zeros(max_rows, 0, dtype=torch.int64)
+        # position: of last_token, which the cache does not hold yet; pages: of the cache, 0 after the last
+        self.last_token, self.position, self.generated, self.limit = (torch.zeros(max_rows, dtype=torch.int64) for _ in range(4))
+        self.stop_ids, self.pages, self.tokens = (torch.zeros(max_rows, 0, dtype=torch.int64) for _ in range(3))
+        self.temperature, self.greedy = torch.ones(max_rows), torch.zeros(max_rows, dtype=torch.bool)
         self.logprobs = torch.zeros(max_rows, 0)
 
     def _widen(self, max_new: int, num_stops: int, num_pages: int) -> None:

@@ -1,7 +1,5 @@
 """The command `python -m rollout.embedded`; torch is imported only once options are read."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

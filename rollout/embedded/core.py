@@ -3,8 +3,6 @@
 A step is: admit what waits and prefill it in one batch, then decode one token for every running row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ a page writes into it, behind what the tree knows of it. What runs has a copy be
     window   [L, 2, N * K, T, D]      row r, head k of the batch: a decode step reads it as it is, and has nothing to gather
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

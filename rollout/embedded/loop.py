@@ -1,7 +1,5 @@
 """The decode thread: runs the core while there is work, sleeps on a condition while there is none."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

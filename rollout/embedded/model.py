@@ -4,8 +4,6 @@ Legend: B rows, P prompt tokens (padded right), G pages a row, T cached tokens, 
 C hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

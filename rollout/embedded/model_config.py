@@ -1,7 +1,5 @@
 """What the forward pass must know of a model, read from its `config.json`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def read(cls, model_path: Path) -> ModelConfig:
+    def read(cls, model_path: Path) -> "ModelConfig":
         """The config of the model in `model_path`; ConfigError names what is missing or not served."""
         path = model_path / CONFIG
         raw = {name: value for name, value in read_json(path).items() if value is not None}

@@ -1,7 +1,5 @@
 """Safetensors of a model directory, checked whole before anything of them is served."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ tensors changed is taken over from the version before as it is, unread. What cha
 then written over what it replaces between two steps: no second copy of the model, and no new pages, which cost more than the copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +43,13 @@ class _Assembly:
         self.units[names] = unit
         return unit.matrix
 
+    def layer(self, prefix: str, config: ModelConfig) -> "LayerWeights":
+        """The matrices of the layer whose tensors have this prefix."""
+        repeats, made = {"qk_norm": (config.num_attention_heads, config.num_key_value_heads)}, dict[str, torch.Tensor]()
+        for matrix, tensors in layer_matrices(config).items():
+            made[matrix] = self.unit(*(f"{prefix}.{name}" for name in tensors), repeats=repeats.get(matrix, ()))
+        return LayerWeights(**made)
+
     def _read(self, names: tuple[str, ...], repeats: tuple[int, ...], old: Unit | None) -> Unit:
         forms, values = zip(*map(self._files.read, names), strict=True)
         rows = repeats or tuple(map(len, values))
@@ -82,7 +87,7 @@ class LayerWeights(NamedTuple):
 class ModelWeights:
     """All parameters of one version, ready for the forward pass."""
 
-    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, *, old: ModelWeights | None = None) -> None:
+    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, *, old: "ModelWeights | None" = None) -> None:
         """Read a model directory whole, as `dtype` (bf16 to fp32 is exact). old: the version before, of the same dtype.
 
         With old, which may be in use meanwhile, these are complete only after `take_over`. Raises WeightsError as ModelFiles does;
@@ -93,16 +98,7 @@ class ModelWeights:
         self.embedding = assembly.unit("model.embed_tokens.weight")
         self.head = self.embedding if config.tie_word_embeddings else assembly.unit("lm_head.weight")
         self.norm = assembly.unit("model.norm.weight")
-        repeats = {"qk_norm": (config.num_attention_heads, config.num_key_value_heads)}
-        self.layers = [
-            LayerWeights(
-                **{
-                    matrix: assembly.unit(*(f"model.layers.{layer}.{name}" for name in tensors), repeats=repeats.get(matrix, ()))
-                    for matrix, tensors in layer_matrices(config).items()
-                }
-            )
-            for layer in range(config.num_hidden_layers)
-        ]
+        self.layers = [assembly.layer(f"model.layers.{number}", config) for number in range(config.num_hidden_layers)]
         self.units: Units = assembly.units
         self._copies = assembly.copies
 

@@ -6,8 +6,6 @@
 No chunk of a node's children is a prefix of another, so the one that shares most with given tokens is beside them in sorted order.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import OrderedDict
 from itertools import takewhile
@@ -22,12 +20,12 @@ class Node:
 
     __slots__ = ("children", "chunk", "chunks", "page", "parent")
 
-    def __init__(self, chunk: Chunk = (), page: int = 0, parent: Node | None = None) -> None:
+    def __init__(self, chunk: Chunk = (), page: int = 0, parent: "Node | None" = None) -> None:
         self.chunk, self.page, self.parent = chunk, page, parent
         self.chunks: list[Chunk] = []
         self.children: list[Node] = []
 
-    def nearest(self, chunk: Chunk) -> tuple[Node | None, int]:
+    def nearest(self, chunk: Chunk) -> "tuple[Node | None, int]":
         """The child that begins with the most tokens of `chunk`, and how many; None without any."""
         at = bisect_left(self.chunks, chunk)
         near = [

@@ -1,7 +1,5 @@
 """The body of `/generate`: checked, then expanded to sequences."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any
 

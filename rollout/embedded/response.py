@@ -1,7 +1,5 @@
 """Finished (or growing) sequences as SGLang's JSON."""
 
-from __future__ import annotations
-
 import time
 from itertools import repeat
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotary position embedding: the two tables that every layer shares. T positions, D head size."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

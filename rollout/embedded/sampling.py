@@ -4,8 +4,6 @@ Legend: B rows, V vocabulary. The logprob of a token is log softmax((logits + ad
 top-p and min-p remove anything: what SGLang reports, and what a trainer can recompute.
 """
 
-from __future__ import annotations
-
 import torch
 
 from rollout.embedded.sampling_params import SamplingParams

@@ -1,7 +1,5 @@
 """The `sampling_params` of a request: SGLang's names, defaults and ranges."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec
@@ -43,7 +41,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     sampling_seed: int | None = None
 
     @classmethod
-    def read(cls, given: dict[str, Any], vocab_size: int) -> SamplingParams:
+    def read(cls, given: dict[str, Any], vocab_size: int) -> "SamplingParams":
         """`null` means the default, but for max_new_tokens. Raises ValueError, which names what is unknown or out of range."""
         values = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
         if isinstance(values.get("stop"), str):

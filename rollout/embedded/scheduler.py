@@ -1,7 +1,5 @@
 """Who waits and who runs. Order is first come, first served; retracted sequences go first."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

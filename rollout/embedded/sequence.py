@@ -1,7 +1,5 @@
 """One sequence from its arrival to its finish."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

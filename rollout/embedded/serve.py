@@ -1,7 +1,5 @@
 """Builds an engine from its settings and serves it until it is told to end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """HTTP in front of the decode loop: SGLang's native endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 from collections.abc import Callable

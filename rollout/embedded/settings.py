@@ -1,7 +1,5 @@
 """How an engine process was started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Client of one engine, over SGLang's native HTTP API (docs/engine-contract.md)."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -96,7 +94,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
-    async def __aenter__(self) -> EngineClient:
+    async def __aenter__(self) -> "EngineClient":
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -3,8 +3,6 @@
 worker --> process_guard.py --> engine --> what it starts         whoever ends first, those on its right end too
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A real SGLang server as a child process, with CUDA or without."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

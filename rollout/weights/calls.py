@@ -32,16 +32,9 @@ class WeightCalls:
 
     async def receive(self, tensors: Sequence[SharedTensor], group: str, tag: str | None) -> None:
         """Have the engine wait for the broadcast of one bucket and load it. tag: the new version's, with the last bucket only."""
-        body = {
-            "names": [tensor.name for tensor in tensors],
-            "dtypes": [tensor.dtype for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "weight_version": tag,
-            "flush_cache": False,
-        }
-        await self._post("/update_weights_from_distributed", body)
+        forms = {"names": [t.name for t in tensors], "dtypes": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
+        how = {"group_name": group, "load_format": "flattened_bucket", "weight_version": tag, "flush_cache": False}
+        await self._post("/update_weights_from_distributed", forms | how)
 
     async def join_group(self, group: str, address: str, port: int, num_ranks: int) -> None:
         """Have the engine's ranks join a group of num_ranks processes, of which rank 0 is the one at address:port."""

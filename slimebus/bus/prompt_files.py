@@ -39,12 +39,8 @@ def parse(text: str) -> FileSpec:
         if not weight > 0:
             raise DataError(f"prompt_data {text}: the weight must be above 0")
     if Path(rest).is_file() or (found := SLICE.match(rest)) is None:
-        _check_suffix(text, rest)
+        if "@[" in rest and not Path(rest).exists():
+            raise DataError(f"prompt_data {text}: expected PATH, PATH@[start:stop], PATH*WEIGHT or PATH@[start:stop]*WEIGHT")
         return FileSpec(Path(rest), weight=weight)
     start, stop = (int(found[side]) if found[side] else None for side in ("start", "stop"))
     return FileSpec(Path(found["path"]), start, stop, weight)
-
-
-def _check_suffix(text: str, path: str) -> None:
-    if "@[" in path and not Path(path).exists():
-        raise DataError(f"prompt_data {text}: expected PATH, PATH@[start:stop], PATH*WEIGHT or PATH@[start:stop]*WEIGHT")

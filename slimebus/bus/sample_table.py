@@ -38,12 +38,8 @@ MAX_REWARD = 1e30
 """Sums and differences of such numbers stay finite in float32, their squares in float64."""
 LEAST_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 """Logits of any model stay finite in float32 when they are divided by one of these."""
-ITEM_BYTES = {
-    **dict.fromkeys(("uint8", "int8"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64"), 8),
-}
+NUMBERS = ("uint8", "int8", "int16", "uint16", "float16", "int32", "float32", "int64", "float64")
+ITEM_BYTES = {name: np.dtype(name).itemsize for name in NUMBERS} | {"bfloat16": 2}
 """The dtypes that a field may have; bfloat16 crosses as its 16 bits."""
 TOKEN_FIELDS = {"tokens": "int32", "loss_mask": "uint8", "rollout_logprobs": "float32"}
 """What every group has, each array of shape [T]."""

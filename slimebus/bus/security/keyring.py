@@ -44,11 +44,9 @@ class FolderKeyring:
         self.folder, self._wall = folder, wall
         self.generation, self.problem = int(1000 * wall()), ""  # no generation of an earlier process comes again
         self._stamps = self._stamp()
-        self.pair: KeyPair
-        self.grants: Grants
         self.pair, self.grants = self._read()
 
-    def _read(self) -> tuple[KeyPair, dict[str, Grant]]:
+    def _read(self) -> tuple[KeyPair, Grants]:
         key = read_key(self.folder / BROKER_KEY)
         if key.role != BROKER:
             raise UsageError(f"{self.folder / BROKER_KEY} is the key of a {key.role}; expected the broker's; `slimebus keys init` makes it")

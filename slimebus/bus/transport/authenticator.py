@@ -50,6 +50,7 @@ class ConnectionAuthenticator:
         self._wake_r, self._wake_w = os.pipe()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="authenticator", daemon=True)
+        self._thread.start()
 
     @property
     def num_connections(self) -> int:
@@ -73,16 +74,11 @@ class ConnectionAuthenticator:
                     end_watch(socket, watched.monitor)
             self._watched = [watched for watched in self._watched if watched.socket is not socket]
 
-    def start(self) -> None:
-        """Open the door."""
-        self._thread.start()
-
     def close(self) -> None:
         """Stop; before the guarded sockets are closed."""
         self._closing.set()
         os.write(self._wake_w, b"!")
-        if self._thread.is_alive():
-            self._thread.join(5.0)
+        self._thread.join(5.0)
         for watched in list(self._watched):
             self.unguard(watched.socket)
         self._zap.close()

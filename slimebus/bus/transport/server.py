@@ -103,7 +103,6 @@ class Server:
         except UsageError:
             self.close()
             raise
-        self.authenticator.start()
 
     def wait(self, timeout_s: float) -> bool:
         """True once something can be received, False after `timeout_s`."""

@@ -36,15 +36,12 @@ class ForeignOptions(Protocol):
 
     def flag(self, name: str) -> ForeignFlag | None:
         """What `--name` sets; None where there is no such option."""
-        ...
 
     def nearest(self, name: str, words: Sequence[str]) -> list[str]:
         """What `--name` may have been meant for, as flags; words: the command line."""
-        ...
 
     def problems(self, resolved: Resolved) -> Sequence[str]:
         """A sentence for each of these options that is wrong in this config."""
-        ...
 
 
 class ConfigCommand(click.Command):
