@@ -57,9 +57,7 @@ class Model:
             view.write(layer, key, value)
             own = key.transpose(1, 2), value.transpose(1, 2)
             keys, values = view.read(layer).unflatten(1, (len(tokens_BP), -1)) if has_before else own
-            attended = F.scaled_dot_product_attention(
-                query.transpose(1, 2), keys, values, attn_mask=mask, is_causal=not has_before, enable_gqa=True
-            )
+            attended = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, is_causal=not has_before, enable_gqa=True)
             hidden = self._finish_layer(hidden, attended.transpose(1, 2).flatten(2), weights)
         return hidden
 

@@ -28,9 +28,7 @@ class Node:
     def nearest(self, chunk: Chunk) -> "tuple[Node | None, int]":
         """The child that begins with the most tokens of `chunk`, and how many; None without any."""
         at = bisect_left(self.chunks, chunk)
-        near = [
-            (shared, index) for index in (at, at - 1) if 0 <= index < len(self.chunks) and (shared := _shared(self.chunks[index], chunk))
-        ]
+        near = [(_shared(self.chunks[index], chunk), index) for index in (at, at - 1) if 0 <= index < len(self.chunks)]
         shared, index = max(near, default=(0, 0))
         return (self.children[index], shared) if shared else (None, 0)
 

@@ -63,9 +63,8 @@ class EngineServer:
         self._event_loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._event_loop.create_future()
         """Done, with what ended the decode thread, if that did."""
-        self.decode_loop = DecodeLoop(
-            core, self._report_from_thread, lambda error: self._event_loop.call_soon_threadsafe(self.failure.set_exception, error)
-        )
+        call = self._event_loop.call_soon_threadsafe
+        self.decode_loop = DecodeLoop(core, self._report_from_thread, lambda error: call(self.failure.set_exception, error))
 
     def application(self) -> web.Application:
         """The aiohttp application; each endpoint has the name of its handler."""

@@ -115,10 +115,8 @@ class EnginePool:
         log_file = self.log_dir / f"engine-{self.name}{spec.suffix}.log"
         api_key = engine.engine_api_key or secrets.token_urlsafe(24)  # other users of this host may not use or change it
         if engine.engine == "sglang":
-            arguments = option_list(spec.arguments)
-            process = sglang_server(
-                spec.directory, log_file, python=engine.engine_python, arguments=arguments, api_key=api_key, gpus=spec.gpus
-            )
+            python, arguments = engine.engine_python, option_list(spec.arguments)
+            process = sglang_server(spec.directory, log_file, python=python, arguments=arguments, api_key=api_key, gpus=spec.gpus)
         else:
             options = {"max_running_requests": MAX_RUNNING_REQUESTS, "threads": engine.engine_threads, "seed": self.config.seed}
             process = embedded_engine(spec.directory, log_file, arguments=option_list(options), api_key=api_key)
