@@ -69,7 +69,7 @@ class LivePanel:
     def line(self) -> str:
         """The same in one plain line, to be printed every few seconds."""
         texts = self.texts()
-        shown = [f"{label} {texts[label]}" for label in ("step", self.signal, "accuracy", "lag", "tokens/s")]
+        shown = [f"{label} {texts[label]}" for label in ("step", self.signal, "held-out", "lag", "tokens/s")]
         return " | ".join([f"{self.title} {shown[0]}", *shown[1:], *self.status["waiting"][:1]])
 
     def texts(self) -> dict[str, str]:
@@ -83,7 +83,7 @@ class LivePanel:
         return {
             "step": f"{status['step']}/{status['num_steps']}  {time_s}",
             self.signal: f"{signals[-1]:.3f}" if signals else "none yet",
-            "accuracy": f"{accuracies[-1]} ({accuracies[0]} before)" if accuracies else "not measured yet",
+            "held-out": f"{accuracies[-1]} ({accuracies[0]} before)" if accuracies else "not measured yet",
             "lag": f"mean {last.get('lag_mean', 0.0):.2f}, largest {last.get('lag_max', 0.0):g}, bound {_bound(status)}",
             "tokens/s": f"trainer {count(trainer_tokens_per_s)}, {len(workers)} {plural} {count(self._workers_tokens_per_s())}",
             "groups": ", ".join(f"{groups[phase]} {phase}" for phase in ("queued", "leased", "ready", "assigned")),

@@ -48,9 +48,9 @@ def _accuracies(result: Result) -> str:
     return f"{before} → [bold green]{after}[/] on {n} problems"
 
 
-def _with_interval(accuracy: float, n: int) -> str:
-    low, high = wilson(accuracy, n)
-    return f"{accuracy:.3f} ({low:.3f}–{high:.3f})"
+def _with_interval(mean: float, n: int) -> str:
+    interval = " ({:.3f}–{:.3f})".format(*wilson(mean, n)) if 0 <= mean <= 1 else ""  # of rewards from 0 to 1
+    return f"{mean:.3f}{interval}"
 
 
 def _time(result: Result) -> str:
@@ -66,7 +66,7 @@ def _dropped(result: Result) -> str:
 
 
 TEXTS: dict[str, Callable[[Result], str]] = {
-    "held-out accuracy": _accuracies,
+    "held-out reward": _accuracies,
     "steps": lambda r: f"{r['steps']}",
     "time": _time,
     "lag": lambda r: f"mean {r['lag_mean']:.2f}, largest {r['lag_max']:g}, bound {r['max_staleness']:g} versions",

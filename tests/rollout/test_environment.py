@@ -16,7 +16,7 @@ from talk import Policy
 from broker.source import FileRows
 from rollout.groups import GroupMaker
 from rollout.plugins import PluginError
-from slimebus.bus.errors import ConfigError
+from slimebus.bus.errors import ConfigError, Unreachable
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import resolve
@@ -131,3 +131,21 @@ def test_what_is_missing_is_told_with_its_remedy(base: Path, name: str, installe
 def test_a_folder_may_be_called_environment(base: Path) -> None:
     (base / "environment").write_text(json.dumps({"prompt": "a"}) + "\n")
     assert [row["prompt"] for row in rows_of(base)] == ["a"]
+
+
+def test_each_run_of_a_trained_agent_is_a_sample_with_a_reward_of_its_own(base: Path) -> None:
+    policy = Policy("a", "b", "10")
+    first, second = make(base, policy, 2, "duel")
+    assert policy.seen == ["user:2+2;assistant:", "system:again;user:2+2;assistant:", "user:2+2;assistant:"]
+    assert [Letters().decode(sample.tokens[sample.loss_mask == 1]) for sample in (first, second)] == ["a", "b"]
+    assert (first.reward, second.reward) == (10.0, 20.0)
+    assert first.trajectory == second.trajectory
+
+
+def test_what_an_engine_raises_is_the_engines(base: Path) -> None:
+    class Gone:
+        async def sample(self, tasks: Any, begun: Any = None) -> Any:
+            raise Unreachable("no engine")
+
+    with pytest.raises(Unreachable, match="no engine"):
+        make(base, Gone(), 2)

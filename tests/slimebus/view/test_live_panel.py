@@ -76,14 +76,14 @@ def test_a_reason_in_brackets_is_shown_as_it_is(panel: LivePanel) -> None:
 def test_line_is_one_plain_line(panel: LivePanel) -> None:
     panel.take(status())
     assert panel.line() == (
-        "RL step 60/120  10 s, 30 s left | reward 0.625 | accuracy 0.912 (0.430 before) | lag mean 1.98, largest 2, bound 2"
+        "RL step 60/120  10 s, 30 s left | reward 0.625 | held-out 0.912 (0.430 before) | lag mean 1.98, largest 2, bound 2"
         " | tokens/s trainer 13.9 k, 1 worker 14.1 k | trainer waits for a batch: 12 of 32 groups are ready"
     )
 
 
 def test_what_is_not_known_yet_is_not_shown_as_a_number(panel: LivePanel) -> None:
     panel.take(status(step=0, steps=[], evaluations=[{"dataset": "held", "done": False, "version": 0, "mean_reward": None}]))
-    assert "accuracy not measured yet" in panel.line()
+    assert "held-out not measured yet" in panel.line()
     assert "reward none yet" in panel.line()
 
 
@@ -114,4 +114,4 @@ def test_a_single_look_shows_the_mean_pace_of_workers() -> None:
 def test_labels_stay_whole_beside_a_long_wait(panel: LivePanel) -> None:
     long = "worker-1 waits for a lease: " + "a group started now would train too late " * 5
     lines = "\n".join(screen(panel, status(waiting=[long])))
-    assert all(label in lines for label in ("reward", "accuracy", "tokens/s", "groups", "waiting"))
+    assert all(label in lines for label in ("reward", "held-out", "tokens/s", "groups", "waiting"))

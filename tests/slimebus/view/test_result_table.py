@@ -49,3 +49,9 @@ def test_what_was_not_measured_has_no_row() -> None:
     names = rows({key: value for key, value in result().items() if key != "worker_idle"})
     assert "workers idle" not in names
     assert "trainer idle" in names
+
+
+def test_a_reward_outside_of_0_to_1_has_no_interval() -> None:
+    assert rows({"accuracy_before": -0.5, "accuracy_after": 2.0, "heldout_problems": 8})["held-out reward"] == (
+        "-0.500 → [bold green]2.000[/] on 8 problems"
+    )
