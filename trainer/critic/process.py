@@ -49,6 +49,8 @@ def _run(resolved: Resolved, model_dir: str, session: CriticSession | None, stop
         critic = Critic.build(resolved.config, model_dir, resolved.base)
     rank = int(os.environ.get("RANK", "0"))
     spans = Spans(resolved.run_dir / "metrics", f"critic-{rank}" if rank else "critic", run=resolved.config.name, counts_cpu=True)
+    if session:
+        session.consumer.client.on_clock = spans.compare_clock
     confirm = session.confirm if session else lambda: None
     checkpoints = CheckpointSchedule(resolved, confirm, resolved.run_dir / "critic")
     try:
