@@ -25,12 +25,13 @@ FITS, FITTED_STEPS = 4, 60
 """A worker's speed with many samples is fitted so that its simulation makes the tokens a busy second that were measured."""
 
 
-def calibrate(run_dir: Path) -> Workload:
+def calibrate(run_dir: Path, cores: float | None = None) -> Workload:
     """The workload of a run: medians and means of what its trainer and workers recorded, once warm.
 
-    Where the trainer waited for cores that workers used, it and they share the cores of this machine: each gets the speed that it would
-    have alone. Raises DataError where a record is missing.
+    Where the trainer waited for cores that workers used, it and they share these (None: those of this machine): each gets the speed that
+    it would have alone. Raises DataError where a record is missing.
     """
+    cores = cores or os.cpu_count() or 1
     found = report.read(run_dir)
     steps = found.steps[report.WARM_STEPS :] or found.steps
     workers = [rows for rows in found.workers if len(rows) > 1]
@@ -42,7 +43,7 @@ def calibrate(run_dir: Path) -> Workload:
     settings, lengths = found.status["settings"], _lengths(run_dir, workers)
     alone_s, pace = _alone(run_dir, steps)
     step_s, tokens_per_s = _trainer(steps, alone_s, Workload(lengths=lengths).mean_length)
-    active = _worker_cores(pace, len(workers), 1.0 - report.worker_idle(found.workers)) if pace < 1.0 - SHARED else 0.0
+    active = _worker_cores(cores, pace, len(workers), 1.0 - report.worker_idle(found.workers)) if pace < 1.0 - SHARED else 0.0
     newest = [row for row in found.evals if row["version"] == found.evals[-1]["version"]]
     rollout = _config(run_dir)
     rough = Workload(
@@ -64,7 +65,8 @@ def calibrate(run_dir: Path) -> Workload:
         trainer_tokens_per_s=tokens_per_s,
         publish_s=_between_steps(steps),
         pull_s=statistics.median(row["sync_s"] for rows in workers for row in rows),
-        cores=(os.cpu_count() or 1) if active else 0,
+        load_s=statistics.median(row.get("sync_load_s", 0.0) for rows in workers for row in rows),
+        cores=cores if active else 0,
         worker_cores=active or 1.0,
     )
     return _fitted(rough, statistics.fmean(rates))
@@ -90,10 +92,10 @@ def _alone(run_dir: Path, steps: list[dict[str, Any]]) -> tuple[list[float], flo
     return alone, sum(alone) / (sum(row["train_s"] for row in steps) or 1.0)
 
 
-def _worker_cores(pace: float, workers: int, busy: float) -> float:
+def _worker_cores(cores: float, pace: float, workers: int, busy: float) -> float:
     """Cores that a busy worker keeps busy, from the trainer's mean pace beside workers that are busy for this share of the time."""
     beside = max(0.1, 1.0 - (1.0 - pace) / max(busy, 1.0 - pace))
-    return ((os.cpu_count() or 1) / beside - 1.0) / workers
+    return max(0.1, (cores / beside - 1.0) / workers)
 
 
 def _trainer(steps: list[dict[str, Any]], seconds: list[float], mean_length: float) -> tuple[float, float]:

@@ -74,14 +74,14 @@ def simulate(
     from broker.simulate.closed_form import mean_staleness
     from broker.simulate.simulated_run import simulate as play
 
-    base = msgspec.structs.asdict(calibrate(run_dir)) if run_dir is not None else {}
+    given = {name: _values(name, text) for name, text in varied.items() if text is not None}
+    base = msgspec.structs.asdict(calibrate(run_dir, given.get("cores", [0])[0])) if run_dir is not None else {}
     if mean_length is not None:
         if not math.isfinite(mean_length + length_sigma) or math.isnan(max_length) or length_sigma > MOST_SIGMA:
             raise UsageError(f"--mean-length, --length-sigma and --max-length: expected numbers, and a sigma up to {MOST_SIGMA:g}")
         base["lengths"] = lognormal_lengths(mean_length, length_sigma, max_length)
     elif run_dir is None:
         raise UsageError("give --from RUN_DIR of a run that exists, or at least --mean-length")
-    given = {name: _values(name, text) for name, text in varied.items() if text is not None}
     played = []
     for values in itertools.product(*given.values()):
         workload = _workload(base | dict(zip(given, values, strict=True)))

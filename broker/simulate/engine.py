@@ -37,9 +37,10 @@ class SimulatedEngine:
         self._switches: list[tuple[float, int]] = []
         """(service at that time, version) of each version taken up, oldest first; samples that run now began after the first."""
 
-    def take_version(self, version: int, now: float) -> None:
-        """Tokens from now on are of this version."""
+    def take_version(self, version: int, now: float, *, load_s: float = 0.0) -> None:
+        """Tokens from now on are of this version; none is made while it is loaded."""
         self._advance(now)
+        self._at += load_s
         self._switches.append((self._service, version))
         began = min((begin for _, _, begin, _ in self._running), default=self._service)
         while len(self._switches) > 1 and self._switches[1][0] <= began:
@@ -95,4 +96,4 @@ class SimulatedEngine:
     def _advance(self, now: float) -> None:
         if self._running and now > self._at:
             self._service += (now - self._at) * self.workload.speed(len(self._running))
-        self._at = now
+        self._at = max(self._at, now)

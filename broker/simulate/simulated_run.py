@@ -232,7 +232,8 @@ class SimulatedRun:
         is_first, self.serving = self.serving == m.NO_VERSION, version
         for worker in self.workers:
             if worker.groups:
-                worker.engine.take_version(version, self.timeline.worked)
+                worker.engine.take_version(version, self.timeline.worked, load_s=self.workload.load_s)
+                self._look_at_engine(worker)
             if is_first:
                 self._lease(worker)
         for name in self._asking:

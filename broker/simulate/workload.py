@@ -64,10 +64,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[seconds] That a version holds the trainer up."""
     pull_s: NonNegative = 0.0
     """[seconds] From a version's publish until workers serve it."""
-    cores: Natural = 0
-    """[cores] Of the machine that trainer and workers share; 0: each has its own."""
+    cores: NonNegative = 0
+    """[cores] That trainer and workers share, less what others use of them; 0: each has its own."""
     worker_cores: Rate = 1.0
     """[cores] Kept busy by a worker that samples, its share of the broker included; the trainer keeps one busy."""
+    load_s: NonNegative = 0.0
+    """[seconds] That a worker makes no tokens while it loads a version."""
     life_s: NonNegative = 0.0
     """[seconds] Mean time between failures of a worker; 0: none."""
     lease_s: NonNegative = 60.0

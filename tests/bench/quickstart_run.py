@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "configs" / "quickstart"))
 
 WARM_SHARE = 0.1
 """The first steps are left out, as in a simulation."""
-FOREIGN, LOOK_S = 0.15, 4.0
+FOREIGN, LOOK_S = 0.2, 3.0
 """Cores that others may use, over so many seconds; a run beside more is ended and made again once the machine is quiet."""
 QUIET_S, TRIES = 1800.0, 30
 POLL_S, SCRAPE_S = 0.05, 5.0

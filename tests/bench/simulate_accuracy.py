@@ -5,6 +5,7 @@
 Every run is a short one of the quick start on this machine. The first is the one that is calibrated from; the others differ from it.
 """
 
+import os
 import statistics
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,8 @@ from broker.simulate.calibrate import calibrate
 from broker.simulate.closed_form import load_ratio, mean_staleness
 from broker.simulate.simulated_run import simulate
 
-STEPS = 30
+STEPS, BASE_STEPS = 30, 120
+"""Of a predicted run; of the one that is calibrated from, which must tell a step's fixed time from that of its tokens."""
 BASE = {"max_staleness": 2, "workers": 1, "batch": 32, "groups_per_worker": 32, "eval_interval": 10}
 CONFIGURATIONS: list[dict[str, int]] = [
     {},
@@ -62,15 +64,21 @@ class Predicted(NamedTuple):
 
 def predict(folder: Path, steps: int = STEPS, configurations: list[dict[str, int]] = CONFIGURATIONS) -> list[Predicted]:
     """Make the runs, and predict each from the first."""
-    made = [_measured(folder, steps, changes) for changes in configurations]
-    base = calibrate(made[0].run_dir)
+    made = [_measured(folder, steps if changes else steps * BASE_STEPS // STEPS, changes) for changes in configurations]
+    base = calibrate(made[0].run_dir, _cores(made[0]))
     found = []
     for changes, measured in zip(configurations, made, strict=True):
-        workload = msgspec.structs.replace(base, **changes)
-        outcome, of_itself = simulate(workload), calibrate(measured.run_dir)
+        cores = _cores(measured if changes.get("max_staleness") != 0 else made[0]) if base.cores else 0
+        workload = msgspec.structs.replace(base, **changes, cores=cores, steps=steps if changes else base.steps)
+        outcome, of_itself = simulate(workload), calibrate(measured.run_dir, _cores(measured))
         formula, rho = mean_staleness(of_itself), load_ratio(of_itself)
         found.append(Predicted(_name(changes), measured, outcome.steps_per_s, outcome.lag_mean, formula, rho))
     return found
+
+
+def _cores(measured: Measured) -> float:
+    """What others left of this machine. On-policy it is more: they use what the run itself leaves idle."""
+    return (os.cpu_count() or 1) - measured.foreign
 
 
 def _name(changes: dict[str, int]) -> str:

@@ -73,6 +73,7 @@ def test_a_trainer_that_waited_for_cores_shares_them_with_workers(run_dir: Path,
     busy = 1.28 / 2.75
     beside = 1 - 0.2 / busy  # the pace while the worker is busy
     assert (found.cores, found.worker_cores) == (2, pytest.approx(2 / beside - 1, rel=0.02))
+    assert calibrate(run_dir, 8.0).worker_cores == pytest.approx(8 / beside - 1, rel=0.02)
 
 
 def test_time_without_tokens_is_told_from_the_steps_that_trained_fewer(run_dir: Path) -> None:

@@ -62,3 +62,24 @@ def test_versions_taken_up_while_it_was_idle_make_no_tokens() -> None:
     made.begin(group, 7, 5.0)
     made.finish_next(5.1)
     assert list(group.runs) == [7]
+
+
+def test_no_token_is_made_while_a_version_is_loaded() -> None:
+    made, group = engine(100.0), SimulatedGroup("g", 1, 1)
+    made.begin(group, 3, 0.0)
+    made.take_version(4, 0.5, load_s=0.2)
+    assert made.next_at() == pytest.approx(1.2)
+    assert made.finish_next(1.2) is group
+    assert group.runs == {3: pytest.approx(50.0), 4: pytest.approx(50.0)}
+
+
+def test_a_group_that_is_taken_out_goes_on_where_it_was() -> None:
+    made, group = engine(40.0, 100.0), SimulatedGroup("g", 1, 2)
+    made.begin(group, 3, 0.0)
+    made.finish_next(0.8)
+    made.take_out(group, 1.0)
+    assert (group.tokens, group.left, made.next_at()) == (pytest.approx(100.0), [pytest.approx(40.0)], float("inf"))
+    again = SimulatedGroup("g", 2, 2, begun=group)
+    made.begin(again, 4, 5.0)
+    assert made.finish_next(5.4) is again
+    assert (again.before, again.tokens, dict(again.oldest)) == (pytest.approx(100.0), pytest.approx(40.0), {4: 1})
