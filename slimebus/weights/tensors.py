@@ -141,9 +141,8 @@ def as_tensor(name: str, value: TensorLike) -> Tensor:
     expected = tensor_bytes(name, dtype, shape)
     tensor = Tensor(dtype, shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8))
     if len(tensor.buffer) != expected:
-        raise FatalWeightsError(
-            f"tensor {name!r}: {len(tensor.buffer)} bytes for {tensor.dtype} of shape {list(tensor.shape)}; expected {expected}"
-        )
+        has = f"{len(tensor.buffer)} bytes for {tensor.dtype} of shape {list(tensor.shape)}"
+        raise FatalWeightsError(f"tensor {name!r}: {has}; expected {expected}")
     return tensor
 
 

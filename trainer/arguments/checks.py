@@ -11,9 +11,9 @@ from trainer.arguments.options import MegatronOptions, read_options, shown
 from trainer.model.families import check_features, family_of
 
 HF_KEYS: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim")},
+    **{name: (name,) for name in ("vocab_size", "max_position_embeddings")},
     "num_layers": ("num_hidden_layers",),
-    "hidden_size": ("hidden_size",),
-    "num_attention_heads": ("num_attention_heads",),
     "num_query_groups": ("num_key_value_heads",),
     "ffn_hidden_size": ("intermediate_size",),
     "kv_channels": ("head_dim",),
@@ -24,15 +24,10 @@ HF_KEYS: Mapping[str, tuple[str, ...]] = {
     "moe_router_num_groups": ("n_group",),
     "moe_router_group_topk": ("topk_group",),
     "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
-    "q_lora_rank": ("q_lora_rank",),
-    "kv_lora_rank": ("kv_lora_rank",),
     "qk_head_dim": ("qk_nope_head_dim",),
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
     "rotary_base": ("rope_theta",),
     "rotary_percent": ("partial_rotary_factor",),
-    "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings",),
 }
 """Megatron's name -> the keys of a Hugging Face config.json that say the same."""
 ALWAYS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}

@@ -16,33 +16,25 @@ from typing import Any
 import msgspec
 
 from slimebus.cli.config import RunConfig
+from slimebus.cli.config.schema import TrainerConfig
 
 log = logging.getLogger("trainer")
 
 ASK_S = 120.0
 """As long as a busy machine may take to import Megatron."""
-SECTION = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
-ALWAYS = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False, "overlap_p2p_comm": False}
-"""What trainer/model/gpt.py sets for every model."""
 
 
 class Asked(msgspec.Struct):
-    """given: the `megatron` section. layout: of the trainer section, and what config.json says. dtypes: one of them must be taken."""
+    """given: the `megatron` section. shape: what config.json says, by Megatron's names."""
 
     given: dict[str, Any]
-    layout: dict[str, Any]
-    dtypes: list[str]
+    trainer: TrainerConfig
+    shape: dict[str, Any]
 
 
 def megatron_refusal(config: RunConfig, shape: Mapping[str, Any]) -> str | None:
     """Why Megatron would refuse the options with this model and layout, in its own words; None where it would not, or cannot be asked."""
-    dtype = config.trainer.params_dtype  # auto: which it is only a rank knows, so refused is what neither would take
-    asked = Asked(
-        given=dict(config.megatron),
-        layout={**shape, **{name: getattr(config.trainer, name) for name in SECTION}},
-        dtypes=["bfloat16", "float32"] if dtype == "auto" else [dtype],
-    )
-    return refusal_elsewhere(asked) or None
+    return refusal_elsewhere(Asked(dict(config.megatron), config.trainer, dict(shape))) or None
 
 
 def refusal_elsewhere(asked: Asked) -> str:
@@ -59,29 +51,28 @@ def refusal_elsewhere(asked: Asked) -> str:
 
 
 def refusal(asked: Asked) -> str:
-    """Megatron's words; empty where it takes one of the dtypes, or gives no verdict."""
-    refusals = [_refusal(asked, dtype) for dtype in asked.dtypes]
+    """Megatron's words; empty where it takes the options, or gives no verdict. With params_dtype auto only a rank knows which dtype it is,
+    so refused is what neither would take.
+    """
+    dtypes = ["bfloat16", "float32"] if asked.trainer.params_dtype == "auto" else [asked.trainer.params_dtype]
+    refusals = [_refusal(asked, msgspec.structs.replace(asked.trainer, params_dtype=dtype)) for dtype in dtypes]
     return refusals[0] if all(refusals) else ""
 
 
-def _refusal(asked: Asked, dtype: str) -> str:
-    import torch
+def _refusal(asked: Asked, trainer: TrainerConfig) -> str:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     from trainer.compat.cpu_compat import library_warnings_ignored
-    from trainer.model.gpt import transformer_options
+    from trainer.model.gpt import transformer_config, transformer_options
     from trainer.model.megatron_fields import split_megatron_options
 
-    made, options = getattr(torch, dtype), split_megatron_options(asked.given)
-    model: Any = MLATransformerConfig if "kv_lora_rank" in asked.layout else TransformerConfig
-    known = {field.name for field in fields(model)}
-    shape = {name: value for name, value in asked.layout.items() if name in known}
-    dtypes = {"params_dtype": made, "pipeline_dtype": made, "bf16": made is torch.bfloat16}
-    chosen = {**transformer_options(), **shape, **dtypes, "expert_tensor_parallel_size": 1, **ALWAYS, **options["TransformerConfig"]}
+    options, is_latent = split_megatron_options(asked.given), "kv_lora_rank" in asked.shape
+    known = {field.name for field in fields(MLATransformerConfig if is_latent else TransformerConfig)}
+    shape = {name: value for name, value in asked.shape.items() if name in known} | {"multi_latent_attention": is_latent}
     try:
         with library_warnings_ignored():
-            model(**chosen)
+            transformer_config(trainer, {**transformer_options(), **shape}, options["TransformerConfig"])
             DistributedDataParallelConfig(**options["DistributedDataParallelConfig"])
     except (ValueError, AssertionError, NotImplementedError) as refused:
         return " ".join(str(refused).split())

@@ -85,9 +85,8 @@ def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
             set_aside(folder / name)
     if is_first_of_node() and (folder / whole).exists() and (said := latest_name(folder)) != whole:
         if not problems:
-            log.warning(
-                "%s %s: going on from the newest, %s", folder / "latest", f"says {said!r}" if said is not None else "is missing", whole
-            )
+            found = f"says {said!r}" if said is not None else "is missing"
+            log.warning("%s %s: going on from the newest, %s", folder / "latest", found, whole)
         point_at(folder / whole)
     dist.barrier()
 

@@ -75,9 +75,8 @@ def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in environ]
     if missing and environ.get("WORLD_SIZE") != "1":
-        raise UsageError(
-            f"RANK is set in the environment, but not {', '.join(missing)}; a launcher such as torchrun sets them all, unset RANK"
-        )
+        remedy = "a launcher such as torchrun sets them all, unset RANK"
+        raise UsageError(f"RANK is set in the environment, but not {', '.join(missing)}; {remedy}")
     if node.is_given and LAUNCHED not in environ:
         raise UsageError("RANK is set in the environment, so this process is one rank of a launcher; leave --nnodes and its like to that")
     here = environ.get("LOCAL_WORLD_SIZE")
@@ -129,9 +128,8 @@ def _must_agree(node: NodeOptions, found: Mapping[str, object]) -> None:
     for name, value in found.items():
         given = getattr(node, name)
         if given is not None and given != value:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {given} contradicts Slurm, which says {value}; leave it out, or start without srun"
-            )
+            option = f"--{name.replace('_', '-')} {given}"
+            raise UsageError(f"{option} contradicts Slurm, which says {value}; leave it out, or start without srun")
 
 
 def _slurm(environ: Mapping[str, str], *names: str) -> int:

@@ -13,7 +13,7 @@ A line of JSON each, over TCP. A connection that breaks is a node that is gone.
 import contextlib
 import json
 import logging
-import selectors
+import select
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -47,10 +47,8 @@ class NodeConnection:
 
     def receive(self, timeout_s: float) -> Iterator[dict[str, Any]]:
         """The messages that come within the time, as soon as there is one; {"gone": true} when there will be no more."""
-        with selectors.DefaultSelector() as ready:
-            ready.register(self.connection, selectors.EVENT_READ)
-            if not ready.select(timeout_s):
-                return
+        if not select.select([self.connection], [], [], timeout_s)[0]:
+            return
         try:
             read = self.connection.recv(65536)
         except OSError:
@@ -137,9 +135,8 @@ def _accept(plan: Plan, server: socket.socket, found: Mapping[int, NodeConnectio
         connection, address = server.accept()
     except TimeoutError:
         missing = ", ".join(map(str, sorted(set(range(1, plan.nnodes)) - found.keys())))
-        raise SlimebusError(
-            f"node {missing} did not come within {RENDEZVOUS_S:.0f} s; was it started, with this node as --master-addr?"
-        ) from None
+        late = f"node {missing} did not come within {RENDEZVOUS_S:.0f} s"
+        raise SlimebusError(f"{late}; was it started, with this node as --master-addr?") from None
     peer = NodeConnection(connection, address[0])
     try:
         return _checked(plan, peer, found)

@@ -27,6 +27,7 @@ from trainer.model.value_head import put_value_head
 log = logging.getLogger("trainer")
 
 Role = Literal["policy", "value"]
+LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,8 @@ def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: 
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "sequence_parallel": trainer.sequence_parallel,
+        **{name: getattr(trainer, name) for name in LAYOUT},
+        "expert_tensor_parallel_size": 1,
         "variable_seq_lengths": True,  # rows are of unequal length, which pipeline stages must be told
         "moe_token_dispatcher_type": "alltoall",  # also of dense models: megatron asks it of variable_seq_lengths
         "batch_p2p_comm": False,

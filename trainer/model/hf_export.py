@@ -56,7 +56,7 @@ class HfExport:
         """
         seen = set()
         for parameter in self.parameters:
-            if first is not None and first_rank(parameter.group) != first:
+            if first is not None and dist.get_global_rank(parameter.group, 0) != first:
                 continue
             whole = self.hf.merge(parameter.name, self.parts(parameter))
             for name, tensor in zip(self.hf.rule(parameter.name).names, whole, strict=True):
@@ -104,11 +104,6 @@ class HfExport:
                 tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype), device=parallel.device())
                 dist.recv(tensor, owner)
                 yield found.name, tensor
-
-
-def first_rank(group: Any) -> int:
-    """The global rank of a group's first."""
-    return int(dist.get_global_rank(group, 0))
 
 
 def exported(name: str, live: Any) -> Parameter | None:

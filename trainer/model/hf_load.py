@@ -17,7 +17,7 @@ from slimebus.bus.errors import ConfigError, FatalWeightsError
 from slimebus.weights.files.safetensors_file import read_model
 from slimebus.weights.tensors import Tensor
 from trainer.model import parallel
-from trainer.model.hf_map import EMBEDDING, OUTPUT, HfMap, whole_model_names
+from trainer.model.hf_map import EMBEDDING, IN_LAYER, OF_EXPERT, OUTPUT, HfMap
 
 log = logging.getLogger("trainer")
 
@@ -45,9 +45,20 @@ def load_weights(gpt: Any, hf: HfMap, folder: str | Path, num_layers: int) -> No
 
 
 def expert_names(gpt: Any) -> dict[str, str]:
-    """whole_model_names under this rank's expert parallelism."""
-    rank, ranks = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size()
-    return whole_model_names(gpt, gpt.config.num_moe_experts or 0, rank, ranks)
+    """This rank's parameters and saved buffers: name to the name with the layer's and expert's number in the whole model."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * ((gpt.config.num_moe_experts or 0) // ranks)
+    names = {}
+    for name in gpt.state_dict(keep_vars=True):
+        if name.endswith("_extra_state"):  # Transformer Engine's
+            continue
+        names[name] = name
+        if found := IN_LAYER.fullmatch(name):
+            local = found[2]
+            if expert := OF_EXPERT.fullmatch(local):
+                local = f"{expert[1]}{int(expert[2]) + first_expert}"
+            names[name] = f"decoder.layers.{gpt.decoder.layers[int(found[1])].layer_number - 1}.{local}"
+    return names
 
 
 def tensor_group(name: str) -> Any:
@@ -87,9 +98,8 @@ def as_torch(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], f
     if found.shape != shape:
         raise ConfigError(f"model.hf_checkpoint: {folder}: {name} has shape {list(found.shape)}, its config.json says {list(shape)}")
     if found.dtype not in LOADED_DTYPES:
-        raise ConfigError(
-            f"model.hf_checkpoint: {folder}: {name} is {found.dtype}; quantised weights are not loaded, convert them to bfloat16 first"
-        )
+        remedy = "quantised weights are not loaded, convert them to bfloat16 first"
+        raise ConfigError(f"model.hf_checkpoint: {folder}: {name} is {found.dtype}; {remedy}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
         return torch.frombuffer(found.buffer, dtype=getattr(torch, found.dtype)).view(shape)
@@ -108,8 +118,5 @@ def check_rest(rest: Iterable[str], folder: str, num_layers: int) -> None:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         raise ConfigError(f"model.hf_checkpoint: {folder}: {len(unknown)} tensors have no place in the model: {some}")
     if beyond and parallel.is_main_rank():
-        log.warning(
-            "%d tensors of layers from %d on (multi-token prediction) are not loaded, trained, published or exported",
-            len(beyond),
-            num_layers,
-        )
+        what = f"{len(beyond)} tensors of layers from {num_layers} on (multi-token prediction)"
+        log.warning("%s are not loaded, trained, published or exported", what)

@@ -10,7 +10,7 @@ A tensor-parallel rank's part of a parameter is made of the same part of each te
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -148,23 +148,6 @@ class HfMap:
 def is_qkv(name: str) -> bool:
     """Whether a parameter holds queries, keys and values."""
     return name.endswith((".linear_qkv.weight", ".linear_qkv.bias"))
-
-
-def whole_model_names(gpt: Any, num_experts: int, expert_rank: int, expert_ranks: int) -> dict[str, str]:
-    """This rank's parameters and saved buffers: name to the name with the layer's and expert's number in the whole model."""
-    first_expert = expert_rank * (num_experts // expert_ranks)
-    names = {}
-    for name in gpt.state_dict(keep_vars=True):
-        if name.endswith("_extra_state"):  # Transformer Engine's
-            continue
-        whole = name
-        if found := IN_LAYER.fullmatch(name):
-            local = found[2]
-            if expert := OF_EXPERT.fullmatch(local):
-                local = f"{expert[1]}{int(expert[2]) + first_expert}"
-            whole = f"decoder.layers.{gpt.decoder.layers[int(found[1])].layer_number - 1}.{local}"
-        names[name] = whole
-    return names
 
 
 def _matched(pattern: re.Pattern[str], name: str) -> tuple[str, str]:

@@ -37,9 +37,8 @@ def start(config: RunConfig, settings: Mapping[str, str]) -> None:
     check_layout(config, world_size)
     expert_size, expert_tensor_size = expert_ranks(config)
     if expert_tensor_size > 1 and not torch.cuda.is_available():
-        raise ConfigError(
-            f"megatron.expert_tensor_parallel_size: {expert_tensor_size} needs NCCL: gloo gathers equal sizes only; leave it out here"
-        )
+        why = "needs NCCL: gloo gathers equal sizes only; leave it out here"
+        raise ConfigError(f"megatron.expert_tensor_parallel_size: {expert_tensor_size} {why}")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

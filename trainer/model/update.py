@@ -193,9 +193,8 @@ def loss_of_row(part: Batch, num_tokens: int, num_rows: int, objective: Objectiv
         outcome = objective.loss(row)
         if (names or outcome.measures.keys()) != outcome.measures.keys():
             plugins = ", ".join(named(plugin) for plugin in objective.plugins)
-            raise HookError(
-                f"{plugins}: the measures of one row are {sorted(names)}, of another {sorted(outcome.measures)}; expected the same"
-            )
+            differ = f"the measures of one row are {sorted(names)}, of another {sorted(outcome.measures)}"
+            raise HookError(f"{plugins}: {differ}; expected the same")
         names.update(outcome.measures)
         loss = masked_sum(outcome.loss * row["loss_weight"], row.loss_mask)
         report = report_of_row(row, outcome, compares=not objective.algorithm.is_supervised)

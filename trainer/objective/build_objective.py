@@ -58,9 +58,8 @@ def _load_plugin_class(kind: str, name: str, of: type[P], base: Path | None, pro
                 problems.append(f"{KINDS[kind]}: {name} is no class that derives from {of.__module__}.{of.__name__}")
                 return None
             if not (inspect.isclass(found.Settings) and issubclass(found.Settings, Plugin.Settings)):
-                problems.append(
-                    f"{KINDS[kind]}: the Settings of {name} derive from no Settings: class Settings({of.__name__}.Settings, frozen=True)"
-                )
+                remedy = f"class Settings({of.__name__}.Settings, frozen=True)"
+                problems.append(f"{KINDS[kind]}: the Settings of {name} derive from no Settings: {remedy}")
                 return None
             return found
     except HookError as bad:

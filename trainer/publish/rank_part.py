@@ -47,9 +47,8 @@ class RankPart:
             self.address = chain.address
         else:
             self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=FANOUT)
-            self.address = with_key(
-                advertised(self.server.endpoint, config.weights_advertise, broker), keyring.pair.public if keyring else ""
-            )
+            public = keyring.pair.public if keyring else ""
+            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise, broker), public)
         self._snapshot = HostSnapshot()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None

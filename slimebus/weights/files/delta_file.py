@@ -91,9 +91,8 @@ def _payloads(file: _OpenFile, manifest: Manifest, start: int) -> dict[str, Iter
         found[entry.name] = file.pieces(at, at + entry.size)
         at += entry.size
     if at != file.size:
-        raise FatalWeightsError(
-            f"{file.path}: {file.size - start} bytes of payloads, its manifest says {at - start}; it is cut off or was written to"
-        )
+        has = f"{file.size - start} bytes of payloads, its manifest says {at - start}"
+        raise FatalWeightsError(f"{file.path}: {has}; it is cut off or was written to")
     return found
 
 
@@ -145,9 +144,7 @@ def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None
         if plan.has(entry):
             continue
         if entry.kind == SAME or (entry.kind == DELTA and base is None):
-            raise FatalWeightsError(
-                f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base to make it of"
-            )
+            raise FatalWeightsError(f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base")
         job = Job(entry, plan.known[entry.name] if entry.kind == DELTA else None, folder)
         offset = 0
         for piece in delta.payloads[entry.name]:

@@ -223,9 +223,8 @@ class DiskPuller(PullLoop):
             if latest is None:
                 raise NextRound("there is no version yet")
             if plan.have is not None and plan.have.lineage == self.folder.name and latest.version < plan.have.version:
-                raise NextRound(
-                    f"{self.folder / LATEST} says version {latest.version}, and {plan.have.version} was read before; it is stale"
-                )
+                stale = f"says version {latest.version}, and {plan.have.version} was read before"
+                raise NextRound(f"{self.folder / LATEST} {stale}; it is stale")
             return self._checked(latest, self._shared(latest, plan, deadline) or self._follow(latest, plan.have))
         except (WeightsError, OSError) as problem:  # a version that was collected under our feet, a file not yet visible, a stale mount
             raise NextRound(str(problem)) from None
@@ -294,8 +293,6 @@ class DiskPuller(PullLoop):
             found = delta_file.joined([delta_file.read(self.folder / name) for name in latest.files(version, kind)])
         says = found.manifest
         if (says.lineage, says.version) != (self.folder.name, version):
-            raise FatalWeightsError(
-                f"{self.folder / part_file(version, 0, kind)} is of version {says.version} of lineage {says.lineage}; "
-                f"expected was {version} of {self.folder.name}"
-            )
+            found = f"{self.folder / part_file(version, 0, kind)} is of version {says.version} of lineage {says.lineage}"
+            raise FatalWeightsError(f"{found}; expected was {version} of {self.folder.name}")
         return found

@@ -72,9 +72,8 @@ class HostPullSharing:
                 return not plan.lacks(entries)
             now = time.monotonic()
             if now >= until:
-                raise WeightsError(
-                    f"{self._lock.owner()} on this host pulls from {self._place}; this one waited {now - began_at:.0f} s for it"
-                )
+                owner = f"{self._lock.owner()} on this host pulls from {self._place}"
+                raise WeightsError(f"{owner}; this one waited {now - began_at:.0f} s for it")
             if self._lock.stamp() != stamp:
                 stamp, heard_at = self._lock.stamp(), now
             if now - heard_at > LOCK_SILENCE_S:

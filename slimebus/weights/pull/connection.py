@@ -119,9 +119,8 @@ class WeightServerConnection:
             if self._silent_s > MANIFEST_STALLS * self._patience_s:
                 self.reconnect()
                 wanted = self.send(message)
-        raise Unreachable(
-            f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s; {self.refusal or self._advice}"
-        )
+        silent = f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s"
+        raise Unreachable(f"{silent}; {self.refusal or self._advice}")
 
     @property
     def _advice(self) -> str:
