@@ -14,8 +14,6 @@ import msgspec
 
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.exported_groups import BATCHES_FILE, GROUPS_FILE, folders_of, read_groups, read_lines
-from slimebus.bus.messages import NO_VERSION
-from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
 from slimebus.cli.config import Resolved
 from slimebus.cli.metrics import MetricsWriter
@@ -23,7 +21,7 @@ from slimebus.weights.codec.rounding import host_bytes
 from slimebus.weights.tensors import hash_bytes
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
-from trainer.batches.step_batch import EndOfBatches, StepBatch
+from trainer.batches.step_batch import EndOfBatches, StepBatch, lag_of
 from trainer.checkpoint.folder import complete_checkpoints, step_of
 from trainer.checkpoint.manifest import Progress
 
@@ -95,7 +93,7 @@ class ReplaySource:
             raise EndOfBatches
         row, following = self.rows[step], self.rows.get(step + 1)
         groups = [Group(name, self._samples(name)) for name in row.groups]
-        lags = [self._lag(sample, row.version) for group in groups for sample in group.samples]
+        lags = [lag_of(sample, row.version) for group in groups for sample in group.samples]
         return StepBatch(step, row.version, row.version if following is None else following.version, groups, lags)
 
     def _samples(self, name: str) -> list[Sample]:
@@ -105,11 +103,6 @@ class ReplaySource:
         for i, sample in enumerate(kept):
             check_sample(sample, f"group {name}: sample {i}", self._vocab_size, reads_logprobs=False)
         return kept
-
-    @staticmethod
-    def _lag(sample: Sample, version: int) -> int:
-        oldest = oldest_version(sample.versions, sample.loss_mask)
-        return 0 if oldest == NO_VERSION else version - oldest
 
     def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
         """Record the step, with all digits: two replays can be compared."""

@@ -10,14 +10,9 @@ from typing import Any, Literal, get_origin
 import msgspec
 
 DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
     "fp8": "uint8",
 }
 """Words for a dtype, Megatron-LM's and torch's, and the torch name of each (Megatron keeps fp8 moments as uint8)."""

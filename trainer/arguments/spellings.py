@@ -20,19 +20,15 @@ class Spelling:
     value: Any = AS_GIVEN
 
 
+DDP_SWITCHES = ("average_in_collective", "pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation")
 OWN_NAMES: Mapping[str, Spelling] = {
     "accumulate_allreduce_grads_in_fp32": Spelling("grad_reduce_in_fp32", True),
     "check_for_nan_in_loss_and_grad": Spelling("check_for_nan_in_grad", True),
-    "ddp_average_in_collective": Spelling("average_in_collective", True),
+    **{f"ddp_{name}": Spelling(name, True) for name in DDP_SWITCHES},
     "ddp_bucket_size": Spelling("bucket_size"),
-    "ddp_pad_buckets_for_high_nccl_busbw": Spelling("pad_buckets_for_high_nccl_busbw", True),
-    "ddp_reduce_scatter_with_fp32_accumulation": Spelling("reduce_scatter_with_fp32_accumulation", True),
     "decoder_first_pipeline_num_layers": Spelling("num_layers_in_first_pipeline_stage"),
     "decoder_last_pipeline_num_layers": Spelling("num_layers_in_last_pipeline_stage"),
-    "disable_tp_comm_bulk_dgrad": Spelling("tp_comm_bulk_dgrad", False),
-    "disable_tp_comm_bulk_wgrad": Spelling("tp_comm_bulk_wgrad", False),
-    "disable_tp_comm_overlap_ag": Spelling("tp_comm_overlap_ag", False),
-    "disable_tp_comm_overlap_rs": Spelling("tp_comm_overlap_rs", False),
+    **{f"disable_tp_comm_{name}": Spelling(f"tp_comm_{name}", False) for name in ("bulk_dgrad", "bulk_wgrad", "overlap_ag", "overlap_rs")},
     "no_bias_gelu_fusion": Spelling("bias_activation_fusion", False),
     "no_bias_swiglu_fusion": Spelling("bias_activation_fusion", False),
     "no_rope_fusion": Spelling("apply_rope_fusion", False),

@@ -15,15 +15,14 @@ from itertools import accumulate, islice
 from typing import Any
 
 from slimebus.bus.errors import DataError, SlimebusError, Unreachable
-from slimebus.bus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Message, Reject, Resume
-from slimebus.bus.sample_table import oldest_version
+from slimebus.bus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, Message, Reject, Resume
 from slimebus.bus.samples import Sample, decode_group
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
 from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
-from trainer.batches.step_batch import StepBatch
+from trainer.batches.step_batch import StepBatch, lag_of
 from trainer.objective.objective import Objective
 
 log = logging.getLogger("trainer")
@@ -43,13 +42,7 @@ class BatchClient:
     """The trainer's side of the broker's batches; used by rank 0 alone. vocab_size: token ids are below it."""
 
     def __init__(
-        self,
-        client: Client,
-        config: RunConfig,
-        vocab_size: int,
-        objective: Objective,
-        *,
-        sleep: Callable[[float], object] | None = None,
+        self, client: Client, config: RunConfig, vocab_size: int, objective: Objective, *, sleep: Callable[[float], object] | None = None
     ) -> None:
         self.client, self.config, self.vocab_size, self.objective = client, config, vocab_size, objective
         self._leaving = threading.Event()
@@ -181,12 +174,9 @@ class BatchClient:
 
 def checked_lag(sample: Sample, batch: BatchReply) -> int:
     """Staleness of one sample, recomputed from its tokens: the bound of its batch holds whatever the broker was told."""
-    oldest = oldest_version(sample.versions, sample.loss_mask)
-    lag = 0 if oldest == NO_VERSION else batch.version - oldest
+    lag = lag_of(sample, batch.version)
     bound = math.inf if batch.max_staleness is None else batch.max_staleness
     if not 0 <= lag <= bound:
-        raise SlimebusError(
-            f"a sample of version {oldest} in training of version {batch.version}; max_staleness is {bound:g}; nothing was trained on it",
-            code="too_stale",
-        )
+        what = f"a sample of version {batch.version - lag} in training of version {batch.version}"
+        raise SlimebusError(f"{what}; max_staleness is {bound:g}; nothing was trained on it", code="too_stale")
     return lag

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import Group
 from trainer.checkpoint.manifest import Progress
@@ -27,6 +28,12 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 NOT_YET = StepPlan()
 """Rank 0 still waits for the batch; it says so often enough that no other rank's broadcast times out."""
+
+
+def lag_of(sample: Sample, version: int) -> int:
+    """How many versions before `version` the oldest of its trained tokens was made; 0 where no policy made them."""
+    oldest = oldest_version(sample.versions, sample.loss_mask)
+    return 0 if oldest == NO_VERSION else version - oldest
 
 
 class StepBatch(msgspec.Struct):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from torch.distributed import HashStore, TCPStore
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.store.version_store import VersionInfo
@@ -49,15 +50,11 @@ class PartExchange:
     @classmethod
     def in_process(cls) -> "PartExchange":
         """For a rank that publishes alone: nobody else reads it."""
-        from torch.distributed import HashStore
-
         return cls(HashStore(), "")
 
     @classmethod
     def among_ranks(cls, lineage: str) -> "PartExchange":
         """On the store through which torch's ranks found each other, over a connection of its own: nothing new listens."""
-        from torch.distributed import TCPStore
-
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return cls(TCPStore(host, port, is_master=False, wait_for_workers=False), lineage)
 

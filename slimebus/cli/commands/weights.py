@@ -90,9 +90,9 @@ def apply(a: Path, delta: Path, out: Path) -> None:
 @click.pass_context
 def verify(ctx: click.Context, path: Path, digest: str | None, base: Path | None) -> None:
     """Check every byte of PATH against its hashes. Exit code 1 when something is wrong."""
-    from slimebus.weights.files import listing, verification
+    from slimebus.weights.files import listing
 
-    found, problems = verification.verify(path, None if base is None else listing.read(base))
+    found, problems = listing.verify(path, None if base is None else listing.read(base))
     if digest and digest != found:
         problems.append(f"the digest is {found or 'unknown'}, expected {digest}")
     for problem in problems:

@@ -293,6 +293,6 @@ class DiskPuller(PullLoop):
             found = delta_file.joined([delta_file.read(self.folder / name) for name in latest.files(version, kind)])
         says = found.manifest
         if (says.lineage, says.version) != (self.folder.name, version):
-            found = f"{self.folder / part_file(version, 0, kind)} is of version {says.version} of lineage {says.lineage}"
-            raise FatalWeightsError(f"{found}; expected was {version} of {self.folder.name}")
+            wrong = f"{self.folder / part_file(version, 0, kind)} is of version {says.version} of lineage {says.lineage}"
+            raise FatalWeightsError(f"{wrong}; expected was {version} of {self.folder.name}")
         return found

@@ -1,15 +1,17 @@
-"""What lies at a path: the tensors of a model or of a delta file, the versions of a chain."""
+"""What lies at a path, a model, a delta file or a chain: its tensors or versions, and whether every byte is right."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimebus.bus.errors import FatalWeightsError
+from slimebus.bus.errors import FatalWeightsError, WeightsError
+from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files import delta_file, disk_chain
 from slimebus.weights.files.comparison import natural
 from slimebus.weights.files.safetensors_file import as_weights, read_model
-from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm
+from slimebus.weights.messages import DELTA, SAME
+from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, checksum, hash_bytes
 
 
 def is_chain(path: Path) -> bool:
@@ -71,3 +73,45 @@ def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:
                 "changed": sum(entry.num_changed for entry in manifest.tensors),
                 "digest": manifest.digest,
             }
+
+
+def verify(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
+    """The digest of what lies there, and what is wrong with it, one line each; every byte is read. float32 counts as it is published."""
+    try:
+        if is_chain(path):
+            return _verify_chain(path)
+        if is_version_file(path):
+            return _verify_file(path, base)
+        return as_weights({name: rounded(tensor) for name, tensor in read_model(path).items()}).digest, []
+    except WeightsError as bad:
+        return "", [bad.text]
+
+
+def _verify_file(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
+    found = delta_file.read(path)
+    if base is not None or found.manifest.base == NO_BASE:
+        start = None if base is None else delta_file.base_for(found, base)
+        return delta_file.apply(found, start).digest, []
+    problems = []
+    for entry in found.manifest.tensors:
+        payload = b"".join(found.payloads.get(entry.name, ()))
+        is_right = checksum(payload) == entry.payload_hash if entry.kind == DELTA else hash_bytes(payload) == entry.hash
+        if entry.kind != SAME and not is_right:
+            problems.append(f"tensor {entry.name!r} does not have the bytes that its manifest says")
+    return found.manifest.digest, problems
+
+
+def _verify_chain(folder: Path) -> tuple[str, list[str]]:
+    """From the newest full copy delta by delta to the newest version, and each older delta for itself."""
+    latest = disk_chain.read_latest(folder)
+    if latest is None:
+        return "", [f"no {disk_chain.LATEST}"]
+    problems = []
+    for file in [file for file, version in disk_chain.part_files(folder).items() if version <= latest.version]:
+        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
+            problems += [f"{file.name}: {text}" for text in verify(file, None)[1]]
+    latest = disk_chain.read_latest(folder) or latest
+    needed = [*latest.files(latest.full, "full"), *latest.delta_files(latest.full)]
+    missing = [f"{name} is missing" for name in needed if not (folder / name).is_file()]
+    problems += missing if disk_chain.read_latest(folder) == latest else []
+    return ("", problems) if problems else (disk_chain.DiskPuller(folder).pull(None, 1.0).digest, [])

@@ -43,12 +43,7 @@ class WeightServer:
     """
 
     def __init__(
-        self,
-        store: VersionStore | RelayPayloads,
-        bind: str = "tcp://127.0.0.1:0",
-        *,
-        degree: int = 0,
-        keyring: Keyring | None = None,
+        self, store: VersionStore | RelayPayloads, bind: str = "tcp://127.0.0.1:0", *, degree: int = 0, keyring: Keyring | None = None
     ) -> None:
         self._store, self._fanout = store, Fanout(degree) if degree else None
         self._server = Server(bind, name="weights", types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring)
