@@ -33,16 +33,9 @@ class Machine:
     """
 
     def __init__(
-        self,
-        rules: Rules,
-        source: PromptSource,
-        *,
-        run: str,
-        hints: str = "",
-        max_message_bytes: int = 0,
-        first_id: int = 1,
+        self, rules: Rules, source: PromptSource, *, run: str, hints: str = "", max_message_bytes: int = 0, first_id: int = 1,
         buffer_filter: BufferFilter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.state = State(rules, source, run, buffer_filter)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.state.hints_address, self.state.max_message_bytes = hints, max_message_bytes
@@ -79,11 +72,8 @@ class Machine:
         if meta.run != state.meta.run:
             raise UsageError(f"the store holds run {meta.run!r}, not {state.meta.run!r}; use another run directory")
         if meta.fingerprint != state.meta.fingerprint and meta.cursor:
-            raise UsageError(
-                f"the prompt data changed since this run began: it was {meta.fingerprint}, it is {state.meta.fingerprint}; "
-                "continue with the same data or start in a new run directory",
-                code="data",
-            )
+            what = f"the prompt data changed since this run began: it was {meta.fingerprint}, it is {state.meta.fingerprint}"
+            raise UsageError(f"{what}; continue with the same data or start in a new run directory", code="data")
         meta.fingerprint, meta.source_ended = state.meta.fingerprint, False
         if meta.finishing and (state.rules.num_steps or 0) > meta.finished_num_steps:
             meta.finishing = False  # it goes on with more steps: a worker that joins before the trainer is to wait for it

@@ -181,6 +181,10 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
     """What the state machine obeys in this run. eval_sizes: prompts of each dataset; agreed: settings that all must have."""
     r, b = config.rollout, config.broker
     said = {rule: operator.attrgetter(name)(config) for name, rule in settings.RULES.items()}
+    held_out = {}
+    for name, d in config.eval.datasets.items():
+        num_samples, sampling = d.n_samples_per_eval_prompt, r.sampling | d.own_sampling
+        held_out[name] = EvalDataset(num_prompts=eval_sizes[name], num_samples=num_samples, sampling=sampling)
     return Rules(
         **said | ({"max_staleness": b.staleness_floor, "target_ess": b.target_ess} if b.max_staleness == "auto" else {}),
         staleness_range=(b.staleness_floor, b.staleness_ceiling),
@@ -193,13 +197,6 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
         needs_spread=is_reward_spread(r.dynamic_sampling_filter_path),
         sampling=r.sampling,
         agreed=agreed or {},
-        eval_datasets={
-            name: EvalDataset(
-                num_prompts=eval_sizes[name],
-                num_samples=d.n_samples_per_eval_prompt,
-                sampling=r.sampling | d.own_sampling,
-            )
-            for name, d in config.eval.datasets.items()
-        },
+        eval_datasets=held_out,
         eval_first=not config.eval.skip_eval_before_train,
     )

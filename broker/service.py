@@ -56,22 +56,11 @@ class Broker:
     """
 
     def __init__(
-        self,
-        rules: Rules,
-        source: PromptSource,
-        store: Store,
-        *,
-        run: str,
-        bind: str = "tcp://127.0.0.1:0",
-        hints_bind: str = "tcp://127.0.0.1:0",
-        eval_rows: Mapping[str, FileRows] | None = None,
-        clock: Clock = time,
-        metrics_path: Path | None = None,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        limits: Limits | None = None,
-        keyring: Keyring | None = None,
-        buffer_filter: BufferFilter | None = None,
-    ) -> None:
+        self, rules: Rules, source: PromptSource, store: Store, *, run: str, bind: str = "tcp://127.0.0.1:0",
+        hints_bind: str = "tcp://127.0.0.1:0", eval_rows: Mapping[str, FileRows] | None = None, clock: Clock = time,
+        metrics_path: Path | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, limits: Limits | None = None,
+        keyring: Keyring | None = None, buffer_filter: BufferFilter | None = None,
+    ) -> None:  # fmt: skip
         self.store, self.clock, self.frames = store, clock, ReplyFrames(store, eval_rows or {}, self._with_own)
         self.broker_clock = SuspendTolerantClock(self.clock)
         self.metrics = JsonLines(metrics_path)
@@ -87,22 +76,14 @@ class Broker:
             self.endpoint = self.server.endpoint
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints if isinstance(store, LmdbStore) else "")
             opened.callback(self.hints.close)
-            self._new_machine = functools.partial(
-                Machine,
-                rules,
-                source,
-                run=run,
-                hints=self.hints.endpoint,
-                max_message_bytes=max_message_bytes,
-                buffer_filter=buffer_filter,
-                first_id=int(self.clock.time() * 1000),  # a broker whose folder was lost gives no epoch or lease twice
-            )
+            first_id = int(self.clock.time() * 1000)  # a broker whose folder was lost gives no epoch or lease twice
+            how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "buffer_filter": buffer_filter}
+            self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
             self.machine = self._restored()
             self._opened = opened.pop_all()
         if isinstance(store, LmdbStore):
             store.announce(self.endpoint, self.hints.endpoint)
-        meta = self.machine.state.meta
-        self.hints.last = Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest)
+        self.hints.last = Hint(**self.machine.state.meta.newest())
 
     def _restored(self) -> Machine:
         machine = self._new_machine()
@@ -259,9 +240,8 @@ class Broker:
     def _retry_later(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
         """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
         now = self.clock.monotonic()
-        self._uncommitted = UncommittedBurst(
-            writes=writes, effects=effects, problem=problem, since=now, retry_at=now + RETRY_S, said_at=now
-        )
+        times = {"since": now, "retry_at": now + RETRY_S, "said_at": now}
+        self._uncommitted = UncommittedBurst(writes=writes, effects=effects, problem=problem, **times)
         log.error("%s", problem.text)
 
     def _run_uncommitted(self, burst: UncommittedBurst) -> int:
@@ -320,13 +300,6 @@ class Broker:
 
 def event_of(request: Request) -> Event:
     """What the state machine sees of a request."""
-    header = request.header
-    return Event(
-        to=Address(request.peer, header.id),
-        sender=header.sender,
-        epoch=header.epoch,
-        run=header.run,
-        message=request.message,
-        bulk=request.bulk,
-        key=request.key,
-    )
+    header, message, bulk = request.header, request.message, request.bulk
+    to = Address(request.peer, header.id)
+    return Event(to=to, sender=header.sender, epoch=header.epoch, run=header.run, message=message, bulk=bulk, key=request.key)

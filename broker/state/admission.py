@@ -77,10 +77,9 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
 
 def all_filtered(state: State) -> str:
     """Why a run in which every group is filtered out goes no further."""
-    return (
-        f"the last {state.meta.filtered_in_a_row} groups were all dropped by the dynamic sampling filter and none was kept: "
-        "every prompt is too easy or too hard for this model, or the reward is constant; give other data, or raise dynamic_sampling_limit"
-    )
+    what = f"the last {state.meta.filtered_in_a_row} groups were all dropped by the dynamic sampling filter and none was kept"
+    why = "every prompt is too easy or too hard for this model, or the reward is constant"
+    return f"{what}: {why}; give other data, or raise dynamic_sampling_limit"
 
 
 def unready_weights(state: State, client: Client) -> str:

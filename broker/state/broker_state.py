@@ -163,7 +163,7 @@ class State:
         """Raise SlimebusError `busy` where one more request of this kind, or of this client, may not wait."""
         if len(waiting) >= self.rules.max_parked:
             raise self.busy("max_parked", f"{len(waiting)} {waiting.name} requests wait already")
-        if (count := waiting.num_of(client)) >= self.rules.max_parked_per_client:
+        if (count := len(waiting.of(client))) >= self.rules.max_parked_per_client:
             raise self.busy("max_parked_per_client", f"{count} {waiting.name} requests of {client} wait already")
 
     # --- moving groups ---

@@ -43,7 +43,7 @@ def lease(state: State, event: Event, ask: Lease) -> None:
     if granted := state.groups.leased_at(*key):
         _answer(state, event.to, granted)
         return
-    if key not in waiting and (len(waiting) >= rules.max_parked or waiting.num_of(event.sender) >= rules.max_parked_per_client):
+    if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.of(event.sender)) >= rules.max_parked_per_client):
         deal(state)  # those before it in the same burst may have their groups now
         state.check_may_wait(waiting, event.sender)
     waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))

@@ -71,10 +71,6 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
         """The keys of a client's requests."""
         return list(self._of.get(client, ()))
 
-    def num_of(self, client: str) -> int:
-        """How many requests of a client wait."""
-        return len(self._of.get(client, ()))
-
 
 G = TypeVar("G")
 

@@ -17,7 +17,7 @@ from rollout.engines.engine import ABORT_POLL_S, SETTLE_S, Engine
 from rollout.engines.process import EngineProcess, embedded_engine
 from rollout.engines.router import Router
 from rollout.engines.sglang import option_list, sglang_server
-from rollout.weights.policy import PolicyWeights
+from rollout.weights.policy import PolicyWeights, cancel
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.cli.config.schema import RunConfig
 from slimebus.cli.engine_plan import EngineSpec, engine_specs
@@ -236,7 +236,7 @@ class EnginePool:
 
     async def _remove(self, engine: Engine) -> None:
         self.engines.remove(engine)
-        await _cancel([self._watching.pop(engine)] if engine in self._watching else [])
+        await cancel([self._watching.pop(engine)] if engine in self._watching else [])
         await engine.close()
         if engine in self._claims:
             self._claims.pop(engine).close()
@@ -255,7 +255,7 @@ class EnginePool:
 
     async def unpause(self) -> None:
         """No attached engine stays paused, also one whose update was cut off."""
-        await _cancel(list(self._watching.values()))
+        await cancel(self._watching.values())
         await self.weights.stop_recovering()
         await asyncio.gather(*(engine.unpause() for engine in self.engines))
 
@@ -266,9 +266,3 @@ class EnginePool:
             await self.router.stop()
         while self.engines:
             await asyncio.gather(*(self._remove(engine) for engine in list(self.engines)))
-
-
-async def _cancel(tasks: list["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -117,8 +117,7 @@ class Router:
         return {name: value for name, value in about.items() if value}
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
-        reply: dict[str, Any] = msgspec.json.decode(await self.target.client._call(path, body, method=method))
-        return reply
+        return msgspec.json.decode(await self.target.client._call(path, body, method=method), type=dict[str, Any])
 
     async def let_go(self, engine: Engine) -> None:
         """It asks this engine, which is draining, no more, and what the engine had of it ends."""

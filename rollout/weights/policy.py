@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollout.engines.engine import Engine
@@ -73,7 +73,12 @@ class PolicyWeights:
 
     async def stop_recovering(self) -> None:
         """Whatever `recover` is at ends."""
-        tasks = list(self._recovering.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._recovering.values())
+
+
+async def cancel(tasks: "Iterable[asyncio.Task[None]]") -> None:
+    """End these tasks, and wait until they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

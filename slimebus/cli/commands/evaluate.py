@@ -101,8 +101,7 @@ def _evaluate_folder(ctx: click.Context, run_yaml: Path | None, model: Path, nam
     config = msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, datasets=known))
     resolved = msgspec.structs.replace(resolved, config=config)
     raise_all(worker_problems(resolved))
-    results: list[dict[str, Any]] = importlib.import_module("rollout.local").evaluate(resolved, names or list(known))
-    return results
+    return list(importlib.import_module("rollout.local").evaluate(resolved, names or list(known)))
 
 
 def _ask(client: "Client", request: Evaluate) -> list[dict[str, Any]] | str:

@@ -30,8 +30,7 @@ def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
     """The broker's status as a map (docs/protocol.md). Raises SlimebusError."""
     reply = client.call(Status(), timeout_s=timeout_s)
     reply.expect(StatusReply)
-    found: dict[str, Any] = json.loads(bytes(reply.bulk[0]))
-    return found
+    return dict(json.loads(bytes(reply.bulk[0])))
 
 
 @click.command(cls=ConfigCommand)
@@ -80,8 +79,7 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
 def last_status(run_dir: Path) -> dict[str, Any] | None:
     """What the broker of the run wrote when it ended; None when there is no such file."""
     try:
-        found: dict[str, Any] = json.loads((run_dir / LAST).read_text())
-        return found
+        return dict(json.loads((run_dir / LAST).read_text()))
     except (OSError, ValueError):
         return None
 

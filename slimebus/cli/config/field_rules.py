@@ -31,10 +31,9 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
     A worker without an engine is leased no evaluation, as it serves no version; it may stand beside others that have one.
     """
     if config.engine.engine == "none" and config.eval.datasets:
-        yield (
-            f"eval.datasets {', '.join(config.eval.datasets)} need an engine that serves the version, and engine.engine is none; "
-            "set engine.engine (a worker of its own may be started with --engine none), or remove eval.datasets"
-        )
+        remedy = "set engine.engine (a worker of its own may be started with --engine none), or remove eval.datasets"
+        names = ", ".join(config.eval.datasets)
+        yield f"eval.datasets {names} need an engine that serves the version, and engine.engine is none; {remedy}"
 
 
 def _run(config: RunConfig) -> Iterator[str]:

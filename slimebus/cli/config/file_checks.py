@@ -129,10 +129,9 @@ def label_problems(resolved: Resolved) -> Iterator[str]:
         if own is not None and (own.custom_rm_path or own.rm_type):
             needs_label = not own.custom_rm_path and own.rm_type not in UNLABELLED
         if needs_label and spec.path.name.endswith(JSONL) and (keys := _keys_without_label(spec.path, resolved)):
-            yield (
-                f"{place}: {spec.path}: no row has the key {data.label_key!r} (data.label_key), which the reward compares with; the first "
-                f"has {', '.join(map(repr, keys))}; set data.label_key, or rollout.custom_rm_path for a reward that needs no label"
-            )
+            what = f"no row has the key {data.label_key!r} (data.label_key), which the reward compares with"
+            remedy = "set data.label_key, or rollout.custom_rm_path for a reward that needs no label"
+            yield f"{place}: {spec.path}: {what}; the first has {', '.join(map(repr, keys))}; {remedy}"
 
 
 def _keys_without_label(path: Path, resolved: Resolved) -> list[str]:
@@ -246,9 +245,8 @@ def _engine(resolved: Resolved) -> Iterator[str]:
             specs = engine_specs(resolved.config, resolved.path(resolved.config.model.hf_checkpoint), resolved.base)
         except ConfigError as bad:
             yield bad.text
-        yield from (
-            f"engine.sglang_config: no model at {s.directory}" for s in specs if s.is_frozen and not (s.directory / "config.json").is_file()
-        )
+        missing = (s.directory for s in specs if s.is_frozen and not (s.directory / "config.json").is_file())
+        yield from (f"engine.sglang_config: no model at {directory}" for directory in missing)
     if engine.engine != "sglang" or engine.engine_url:
         return
     remedy = "bin/install-sglang installs it into .venv-sglang; give engine.engine_python: .venv-sglang/bin/python"

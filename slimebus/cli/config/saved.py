@@ -24,8 +24,7 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
             return {key: shown(str(key), one) for key, one in value.items()}
         return "..." if value and SECRET.search(name) else value
 
-    found: dict[str, Any] = shown("", msgspec.to_builtins(config))
-    return found
+    return dict(shown("", msgspec.to_builtins(config)))
 
 
 def save_config(resolved: Resolved) -> None:
