@@ -70,7 +70,7 @@ def test_a_person_sees_the_run_its_workers_and_who_waits_at_a_glance() -> None:
         "run mine: running, step 3 of 8, version 3",
         "  step       3/8  4 s, 8 s left",
         "  reward     0.250",
-        "  accuracy   0.500 (0.500 before)",
+        "  held-out   0.500 (0.500 before)",
         "  lag        mean 1.50, largest 2, bound 2",
         "  tokens/s   trainer 0, 2 workers 1.2 k",
         "  groups     4 queued, 0 leased, 1 ready, 0 assigned",
