@@ -122,15 +122,13 @@ def test_what_agents_say_is_trained_as_it_was_sampled(tmp_path: Path, task: Path
     changes = {
         "data__prompt_data": [f"{task}/rl.jsonl"],
         "data__rollout_shuffle": False,
-        "rollout__num_rollout": 3,
-        "rollout__rollout_batch_size": 3,
+        "rollout__num_rollout": 1,
+        "rollout__rollout_batch_size": 9,  # all of them in one step: three with the same reward would train nothing
         "rollout__n_samples_per_prompt": 1,
         "rollout__rollout_max_response_len": REPLY,
         "rollout__max_running_groups": 9,
         "rollout__custom_generate_function_path": "agents.py:Kinds",
-        "broker__max_staleness": 2,
         "algorithm__advantage_estimator": "reinforce_plus_plus",
-        "optimizer__lr": 0.0,  # each version has the same weights, and the trainer's are those of the engine
         "trainer__save_interval": 0,
     }
     samples: list[Sample] = []
@@ -153,9 +151,9 @@ def test_what_agents_say_is_trained_as_it_was_sampled(tmp_path: Path, task: Path
         reading.join(30)
         rows = run.rows("trainer")
 
-    assert len(rows) == 3
-    assert max(row["logprob_mismatch_max"] for row in rows) < 1e-4
-    assert all(row["grad_norm"] > 0 for row in rows)
+    (row,) = rows
+    assert row["logprob_mismatch_max"] < 1e-4
+    assert row["grad_norm"] > 0
     tokenizer = Tokenizer(task / "model", apply_chat_template=True)
     assert sorted(sample.metadata["kind"] for sample in samples) == ["mcp"] * 3 + ["outside"] * 3 + ["started"] * 3
     for sample in samples:

@@ -14,12 +14,26 @@ pytest.importorskip("verifiers")
 pytestmark = pytest.mark.integration
 
 STEPS = 3
+HOOKS = """
+class Watch:
+    groups = 0
+
+    def is_trained(self, sample):
+        return sample.trajectory != 0
+
+    def on_group(self, samples, is_kept, dataset):
+        self.groups += 1
+
+    def log(self):
+        return {"groups_seen": self.groups}
+"""
 
 
 def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     changes = {
         "rollout__environment": "sums",
+        "rollout__hooks_path": "watch.py:Watch",
         "rollout__num_rollout": STEPS,
         "data__prompt_data": ["environment@[4:]"],
         "eval__datasets": {"held": {"path": "environment@[1:4]"}},
@@ -27,8 +41,10 @@ def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, m
     }
     with Run(tmp_path, task, **changes) as run:
         shutil.copytree(ROOT / "tests/fixtures/environment/sums", tmp_path / "sums")
-        for role in ("broker", "trainer", "rollout"):
+        (tmp_path / "watch.py").write_text(HOOKS)
+        for role in ("broker", "trainer"):
             run.start(role)
+        run.start("rollout", name="w1")
         run.complete()
         run.assert_accounted(STEPS)
         rows = run.rows("trainer")
@@ -37,6 +53,7 @@ def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, m
         held = report.read(run.run_dir).evaluations("held")
         assert [row["version"] for row in held] == [0, STEPS]
         assert all(row["num_samples"] == 3 and row["num_failed"] == 0 for row in held)
+        assert run.rows("rollout-w1")[-1]["groups_seen"] >= 4 * STEPS + 2 * 3
     checkpoint = run.run_dir / "checkpoints" / f"step_{STEPS:08d}"
     done = slimebus("eval", run.file, "--model", checkpoint, "--json", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
