@@ -45,6 +45,8 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield f"broker.max_staleness: {eta}; expected a whole number of versions, .inf for no bound, or auto"
     if (low := config.broker.staleness_floor) > (high := config.broker.staleness_ceiling):
         yield f"broker.staleness_floor: {low} is above broker.staleness_ceiling {high}"
+    if 0 < (kept := config.trainer.dump_samples) < (group := config.rollout.n_samples_per_prompt):
+        yield f"trainer.dump_samples: {kept}; groups are kept whole, so give 0 for none or at least n_samples_per_prompt, {group}"
     if o.lr_decay_style != "constant" and o.lr_warmup_iters > last:
         remedy = "warm up for fewer, or set optimizer.lr_decay_iters"
         yield f"optimizer.lr_warmup_iters: {o.lr_warmup_iters} is beyond the end of the decay at {last} steps; {remedy}"

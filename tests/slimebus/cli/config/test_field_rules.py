@@ -36,6 +36,7 @@ def test_a_run_without_engines_that_is_to_be_evaluated_is_refused(tmp_path: Path
     [
         ({"broker.lease_s": 2, "broker.heartbeat_s": 2}, "broker.lease_s: 2 is not above heartbeat_s 2, so every lease would expire"),
         ({"broker.buffer_capacity": 5, "rollout.rollout_batch_size": 8}, "buffer_capacity: 5 is below rollout.rollout_batch_size 8"),
+        ({"trainer.dump_samples": 7, "rollout.n_samples_per_prompt": 8}, "groups are kept whole, so give 0 for none or at least"),
         ({"rollout.rollout_batch_size": 2049, "rollout.n_samples_per_prompt": 8}, "2049 groups; at most 2048 fit one batch reply"),
     ],
 )
