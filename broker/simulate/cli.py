@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from broker.simulate.workload import Workload, lognormal_lengths
-from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.cli.config.fields import fields_of
 from slimebus.cli.formatting import columns
 
@@ -31,6 +31,8 @@ SHOWN: "dict[str, Callable[[Outcome], str]]" = {
 }
 ENOUGH = 0.05
 """A trainer that waits for less of its time is the bottleneck."""
+FEW_STEPS = 30
+"""A run of fewer does not tell how fast it goes."""
 MOST_WORKERS = 4096
 MOST_SIGMA = 10.0
 
@@ -75,7 +77,15 @@ def simulate(
     from broker.simulate.simulated_run import simulate as play
 
     given = {name: _values(name, text) for name, text in varied.items() if text is not None}
-    base = msgspec.structs.asdict(calibrate(run_dir, given.get("cores", [0])[0])) if run_dir is not None else {}
+    base = dict[str, Any]()
+    if run_dir is not None:
+        try:
+            base = msgspec.structs.asdict(calibrate(run_dir, given.get("cores", [0])[0]))
+        except (KeyError, TypeError, ValueError) as bad:  # JSON that is cut, rows without what they had to have
+            raise DataError(f"{run_dir}: its records are damaged ({type(bad).__name__}: {bad}); take another run") from None
+        if base["steps"] < FEW_STEPS:
+            note = f"{run_dir} has {base['steps']} steps: too few to tell how fast it goes; take a run of 100 or so"
+            click.echo(f"simulate: {note}", err=True)
     if mean_length is not None:
         if not math.isfinite(mean_length + length_sigma) or math.isnan(max_length) or length_sigma > MOST_SIGMA:
             raise UsageError(f"--mean-length, --length-sigma and --max-length: expected numbers, and a sigma up to {MOST_SIGMA:g}")
@@ -115,7 +125,8 @@ def _workload(values: dict[str, Any]) -> Workload:
 
 def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome", formula: float) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)
-    return {name: getattr(workload, name) for name in given} | found | {"formula": formula}
+    row = {name: getattr(workload, name) for name in given} | found | {"formula": formula}
+    return {name: None if value == math.inf else value for name, value in row.items()}  # JSON has no infinity
 
 
 def advice(workload: Workload, outcome: "Outcome", idle_of: Callable[[Workload], float]) -> str:

@@ -41,7 +41,7 @@ def num_wanted(state: State) -> int:
     rules, first = state.rules, state.meta.base_step
     if not rules.fill_first or state.next_unassigned > first or prompts.has_ended(state):
         return rules.batch_size
-    ahead = (int(rules.max_staleness) + 1) * rules.publish_interval
+    ahead = (int(rules.max_staleness) + 1) * rules.publish_interval - first % rules.publish_interval  # steps of a version end at multiples
     left = ahead if rules.num_steps is None else max(1, rules.num_steps - first)
     return min(min(ahead, left) * rules.batch_size, admission.capacity(state))
 

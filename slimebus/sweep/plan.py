@@ -117,8 +117,10 @@ def load(file: Path) -> Sweep:
     problems += [_unknown(name) for name in sorted({name for trial in trials for name in trial.options}) if not is_option(name)]
     raise_all([f"{file}: {problem}" for problem in problems])
     for trial in sweep.conditions:
-        _, found, broken = read(sweep.base, sweep.flags(trial))
+        resolved, found, broken = read(sweep.base, sweep.flags(trial))
         raise_all([f"{file}: {problem}" for problem in found if broken])
+        if plan.score and plan.score not in (names := resolved.config.eval.datasets):
+            raise_all([f"{file}: score: {plan.score!r} is no evaluation of {sweep.base}{nearest_of(plan.score, list(names))}"])
     return sweep
 
 

@@ -131,7 +131,10 @@ def _of(run_dir: Path, name: str, condition: Condition, seed: int, score: str, o
     warm_s = sum(row.get(part, 0.0) for row in warm for part in STEP_PARTS) or 1.0
     result.samples_per_s = sum(row.get("num_samples", 0.0) for row in warm) / warm_s
     result.lag_mean = report.summarise(found)["lag_mean"]
-    dataset = score or main_dataset(row["dataset"] for row in found.evals)
+    known = {row["dataset"] for row in found.evals}
+    if score and known and score not in known:
+        raise DataError(f"{run_dir}: no evaluation {score!r} on record; it has {', '.join(sorted(known))}")
+    dataset = score or main_dataset(known)
     if dataset and (evals := found.evaluations(dataset)):
         result.score_name = dataset
         interval = int(_settings(run_dir).get("weights.update_weights_interval", 1))

@@ -17,6 +17,8 @@ from slimebus.cli.config.schema import flag_of, paths
 META = "slimebus.flags"
 SIMILAR = 0.8
 """Of two names, by difflib: below it nothing is suggested."""
+LONGEST_WAIT_S = 86_400
+"""The longest --timeout-s."""
 SWITCH_WORDS = ("true", "false", "True", "False")
 
 
@@ -211,8 +213,15 @@ def of_run(names: str = "", count: int | None = None) -> Callable[[Callable[...,
 def asks_broker(timeout_s: float, default: str = "broker.bind of the config") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command gets the options `broker` and `timeout_s`."""
     broker = click.option("--broker", help=f"[address] Of the broker, tcp://HOST:PORT; default: {default}.")
-    timeout = click.option("--timeout-s", default=timeout_s, show_default=True, help="[seconds] How long to wait for the broker.")
+    help_ = "[seconds] How long to wait for the broker."
+    timeout = click.option("--timeout-s", default=timeout_s, show_default=True, callback=_seconds, help=help_)
     return lambda command: broker(timeout(command))
+
+
+def _seconds(_context: click.Context, _option: click.Parameter, value: float) -> float:
+    if not 0 <= value <= LONGEST_WAIT_S:  # nan neither
+        raise click.BadParameter(f"{value:g}; expected seconds, from 0 to {LONGEST_WAIT_S}")
+    return value
 
 
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:

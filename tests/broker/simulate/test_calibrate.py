@@ -112,6 +112,26 @@ def test_a_run_without_records_of_workers_is_refused(run_dir: Path) -> None:
         calibrate(run_dir)
 
 
+@pytest.mark.parametrize("status", ["", "[1]", "{}", '{"settings": {}}'])
+def test_damaged_records_are_refused_in_words(run_dir: Path, status: str) -> None:
+    (run_dir / "status.json").write_text(status)
+    done = CliRunner().invoke(root, ["simulate", "--from", str(run_dir)])
+    assert isinstance(done.exception, DataError)
+
+
+def test_a_short_run_is_said_to_tell_little(run_dir: Path) -> None:
+    for name in ("trainer", "rollout-w1"):
+        file = run_dir / "metrics" / f"{name}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:12]))
+    done = CliRunner().invoke(root, ["simulate", "--from", str(run_dir), "--steps", "5"])
+    assert "has 12 steps: too few to tell how fast it goes; take a run of 100 or so" in done.stderr
+
+
+def test_an_infinite_bound_is_none_in_json(run_dir: Path) -> None:
+    done = CliRunner().invoke(root, ["simulate", "--from", str(run_dir), "--max-staleness", "inf", "--steps", "5", "--json"])
+    assert json.loads(done.output, parse_constant=pytest.fail)["max_staleness"] is None
+
+
 def test_the_command_shows_each_combination_and_how_many_workers_to_add(run_dir: Path, tmp_path: Path) -> None:
     words = [
         "simulate",

@@ -34,6 +34,18 @@ def test_the_first_batch_waits_for_all_groups_that_the_bound_allows_and_no_later
     assert [desk.batch(step) for step in range(3)] == [["0/0", "0/1"], ["0/2", "0/3"], ["0/4", "0/5"]]
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_a_first_batch_within_an_interval_of_versions_waits_for_no_more_than_workers_may_start(new_desk: Any, first: int) -> None:
+    desk = new_desk(fill_first=True, batch_size=2, max_staleness=1, publish_interval=3)
+    desk.begin(step=first, version=first // 3)
+    groups = desk.lease(99, serving=first // 3)
+    for group in groups:
+        assert desk.batch(first) == []
+        put_sized(desk, group, 10, first // 3)
+    assert len(groups) == 2 * (6 - first % 3)
+    assert len(desk.batch(first)) == 2
+
+
 def test_a_first_batch_waits_for_no_more_than_the_run_and_the_buffer_have_room_for(new_desk: Any) -> None:
     for limit in ({"num_steps": 2}, {"buffer_capacity": 4}):
         desk = new_desk(fill_first=True, batch_size=2, max_staleness=8, **limit)

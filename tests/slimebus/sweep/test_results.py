@@ -63,6 +63,11 @@ def test_a_run_without_evaluations_is_compared_by_its_last_rewards(tmp_path: Pat
     assert (found.score_name, found.score, found.points[0].steps) == ("reward", pytest.approx(0.7), 10)
 
 
+def test_a_score_that_a_run_has_not_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no evaluation 'heldoud' on record; it has easy, heldout"):
+        of_runs([write_run(tmp_path / "a")], score="heldoud")
+
+
 def test_runs_that_differ_in_their_seed_alone_are_one_condition(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{eta}-{seed}", eta=eta, seed=seed) for eta in (16, 2, 8) for seed in (0, 1)]
     found = by_condition(of_runs(runs))
