@@ -5,11 +5,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from rollout.plugins import Plugin, PluginError
+from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response
 from rollout.session import Session
 from slimebus.bus.errors import HookError
-from slimebus.cli.hooks import check_takes
+from slimebus.cli.hooks import check_takes, text_of
 
 TEARDOWN_S = 10.0
 
@@ -18,8 +18,19 @@ def instance_of(plugin: Plugin) -> Any:
     """The object of a plug-in that is a class. Raises HookError when it cannot be made without arguments."""
     try:
         return plugin.function()
-    except Exception as bad:
-        raise HookError(f"{plugin.name}: its class could not be made without arguments: {type(bad).__name__}: {bad}") from bad
+    except (Exception, SystemExit) as bad:
+        raise HookError(f"{plugin.name}: its class could not be made without arguments: {type(bad).__name__}: {text_of(bad)}") from bad
+
+
+def method_of(name: str, instance: Any, method: str) -> Any:
+    """What the instance has under this name, else None. Raises HookError when that cannot be told, or it cannot be called."""
+    try:
+        found = getattr(instance, method, None)
+    except (Exception, SystemExit) as bad:  # of a property, or of __getattr__
+        raise failure(f"{name}.{method}", bad) from bad
+    if found is not None and not callable(found):
+        raise HookError(f"{name}.{method} is {text_of(found)}, expected something callable")
+    return found
 
 
 class GenerateHook:
@@ -31,7 +42,7 @@ class GenerateHook:
         self.instance: Any = None
         if inspect.isclass(self.plugin.function):
             self.instance = instance_of(self.plugin)
-            if not callable(method := getattr(self.instance, "generate", None)):
+            if (method := method_of(self.plugin.name, self.instance, "generate")) is None:
                 raise HookError(f"{self.plugin.name}: the class has no method generate(session)")
             self.plugin = Plugin(self.plugin.name, method)
         check_takes(self.plugin.name, self.plugin.function, ["session"])
@@ -40,7 +51,7 @@ class GenerateHook:
     def of(cls, name: str, instance: Any, method: str = "generate") -> "GenerateHook":
         """Of an object that is made already."""
         hook = cls.__new__(cls)
-        hook.instance, hook.plugin = instance, Plugin(name, getattr(instance, method, instance))
+        hook.instance, hook.plugin = instance, Plugin(name, method_of(name, instance, method) if method else instance)
         return hook
 
     async def setup(self) -> None:
@@ -53,7 +64,7 @@ class GenerateHook:
             await self._call("teardown")
 
     async def _call(self, method: str) -> None:
-        if function := getattr(self.instance, method, None):
+        if (function := method_of(self.plugin.name, self.instance, method)) is not None:
             await Plugin(f"{self.plugin.name}.{method}", function)()
 
     async def __call__(self, session: Session) -> list[list[Response]]:

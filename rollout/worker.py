@@ -213,8 +213,7 @@ class Worker:
 
     def _metrics(self) -> dict[str, float]:
         attempts = self.attempts
-        values: dict[str, float] = dict(attempts.maker.hooks.numbers) if attempts.maker.hooks is not None else {}
-        values |= msgspec.structs.asdict(attempts.counts)
+        values: dict[str, float] = msgspec.structs.asdict(attempts.counts)
         values |= {"running": len(attempts.running), "busy_s": attempts.busy.busy_s, "serving_s": attempts.busy.since_s}
         values["tokens"] = self.engines.tokens_made
         if self.sync is not None:
@@ -226,7 +225,8 @@ class Worker:
                 "passed_on_bytes": self.relay.server.sent_bytes if self.relay else 0,
             }
             values |= {f"sync_{stage}_s": seconds for stage, seconds in self.sync.stage_s.items()}
-        return {name: float(value) for name, value in values.items()}
+        numbers = attempts.maker.hooks.numbers if attempts.maker.hooks is not None else {}
+        return {name: float(value) for name, value in (values | numbers | values).items()}  # its own first: the broker keeps so many
 
     def _threadsafe(self, function: Callable[..., None], *args: Any) -> None:
         if not self._loop.is_closed():

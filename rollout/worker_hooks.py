@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from rollout.generate_hook import GenerateHook, instance_of
+import numpy as np
+
+from rollout.generate_hook import GenerateHook, instance_of, method_of
 from rollout.plugins import Plugin, PluginError
 from rollout.response import reward_number
 from slimebus.bus.errors import HookError
@@ -12,6 +14,8 @@ from slimebus.cli.hooks import check_takes, text_of
 
 METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept dataset", "log": "", "evaluate": "session"}
 """The methods that it may have, and what each is called with."""
+MAX_NUMBERS, MAX_NAME = 32, 64
+"""Of `log`: the broker keeps 64 numbers of a heartbeat, the worker's own among them."""
 
 
 class WorkerHooks:
@@ -21,8 +25,8 @@ class WorkerHooks:
         """timeout_s: of a call. Raises HookError for a class that has no method of these, or one with other arguments."""
         name, self._timeout_s = f"hooks {path}", timeout_s
         instance = instance_of(Plugin.load("hooks", path, base))
-        found = {method: getattr(instance, method, None) for method in METHODS}
-        self._plugins = {method: Plugin(f"{name}.{method}", function) for method, function in found.items() if function}
+        found = {method: method_of(name, instance, method) for method in METHODS}
+        self._plugins = {method: Plugin(f"{name}.{method}", function) for method, function in found.items() if function is not None}
         if not self._plugins:
             raise HookError(f"{name}: the class has none of {', '.join(METHODS)}")
         for method, plugin in self._plugins.items():
@@ -37,17 +41,29 @@ class WorkerHooks:
         """Take samples out of the loss, and show it the group; it gets copies. dataset: of an evaluation, else empty."""
         copies = decode_group(encode_group(samples))
         for sample, copy in zip(samples, copies, strict=True) if "is_trained" in self._plugins and not dataset else ():
-            if not await self.call("is_trained", copy):
+            answer = await self.call("is_trained", copy)
+            if not isinstance(answer, bool | np.bool_):
+                raise PluginError(f"{self._plugins['is_trained'].name} gave {text_of(answer)}", "expected True or False")
+            if not answer:
                 sample.loss_mask[:] = 0
         await self.call("on_group", copies, is_kept, dataset)
-        given = await self.call("log") or {}
+        given = await self.call("log")
         try:
-            self.numbers = {str(name): reward_number(str(name), value) for name, value in dict(given).items()}
-        except (TypeError, ValueError) as bad:
-            raise PluginError(f"{self._plugins['log'].name} gave {text_of(given)}", f"expected a map of numbers: {bad}") from bad
+            self.numbers = _numbers({} if given is None else dict(given))
+        except (Exception, SystemExit) as bad:  # its own class of maps or keys may fail in any way
+            raise PluginError(f"{self._plugins['log'].name} gave {text_of(given)}", f"expected a map of numbers: {text_of(bad)}") from bad
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What this method gives; None where the class has none."""
         if plugin := self._plugins.get(method):
             return await plugin(*arguments, timeout_s=self._timeout_s)
         return None
+
+
+def _numbers(given: dict[Any, Any]) -> dict[str, float]:
+    """Those that a heartbeat has room for, beside the worker's own. Raises ValueError, or whatever the map's own classes raise."""
+    named = {str(name): value for name, value in given.items()}
+    if len(named) > MAX_NUMBERS or any(len(name) > MAX_NAME for name in named):
+        raise ValueError(f"at most {MAX_NUMBERS} names, each of at most {MAX_NAME} characters")
+    "".join(named).encode()  # a lone surrogate cannot be sent
+    return {name: reward_number(name, value) for name, value in named.items()}

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from slimebus.bus.errors import ConfigError
+from slimebus.cli.hooks import text_of
 
 if TYPE_CHECKING:
     from slimebus.bus.prompt_record import PromptKeys
@@ -45,7 +46,7 @@ def load(name: str, base: Path) -> tuple[Any, Any]:
         tree = tomllib.loads((base / name).read_text()) if name.endswith(".toml") else {"env": {"taskset": {"id": name}}}
         return verifiers, verifiers.resolve_env_config(tree["env"])
     except (Exception, SystemExit) as bad:  # an environment's module may fail in any way
-        raise ConfigError(f"environment {name} cannot be loaded: {type(bad).__name__}: {bad}") from bad
+        raise ConfigError(f"environment {name} cannot be loaded: {type(bad).__name__}: {text_of(bad)}") from bad
 
 
 def tasks_of(taskset: Any) -> dict[str, Any]:
@@ -65,6 +66,12 @@ def messages_of(data: Any) -> list[dict[str, Any]]:
 def write_tasks(base: Path, keys: "PromptKeys", target: IO[bytes]) -> None:
     """Write a line of JSON for each task: its messages, and its key in the metadata. Raises ConfigError."""
     verifiers, config = load(keys.environment, base)
-    for key, task in tasks_of(verifiers.load_taskset(config.taskset)).items():
-        prompt = messages_of(task.data) or [{"role": "user", "content": task.data.name or key}]  # some have another agent ask
-        target.write(msgspec.json.encode({keys.prompt: prompt, keys.metadata: {TASK: key}}) + b"\n")
+    try:
+        for key, task in tasks_of(verifiers.load_taskset(config.taskset)).items():
+            prompt = messages_of(task.data) or [{"role": "user", "content": task.data.name or key}]  # some have another agent ask
+            target.write(msgspec.json.encode({keys.prompt: prompt, keys.metadata: {TASK: key}}) + b"\n")
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as bad:  # a taskset may fail in any way
+        text = f"the tasks of environment {keys.environment} cannot be read: {type(bad).__name__}: {text_of(bad)}"
+        raise ConfigError(text) from bad

@@ -66,6 +66,23 @@ def test_tasks_are_prompts_a_slice_of_them_too_and_are_known_again(base: Path) -
     assert [row["metadata"]["task"] for row in rows] == list(tasks_of(verifiers.load_taskset(config.taskset)))
 
 
+@pytest.mark.parametrize(
+    ("name", "load", "said"),
+    [
+        ("raises", "raise RuntimeError('no data here')", "RuntimeError: no data here"),
+        ("exits", "raise SystemExit(3)", "SystemExit: 3"),
+        ("gives_none", "return None", "TypeError"),
+        ("gives_numbers", "return [1]", "AttributeError"),
+        ("surrogate", "return [vf.Task(vf.TaskData(idx=0, prompt='\\ud800'))]", "(Unicode|surrogate|Validation)"),
+    ],
+)
+def test_a_taskset_that_fails_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, name: str, load: str, said: str) -> None:
+    body = f"class Mine(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {load}\n"
+    (base / f"{name}.py").write_text(f"import verifiers.v1 as vf\n__all__ = ['Mine']\n{body}")
+    with pytest.raises(ConfigError, match=rf"environment {name} cannot be read: {said}"):
+        rows_of(base, name=name)
+
+
 def test_without_other_prompts_the_tasks_are_those_of_the_run() -> None:
     assert resolve(None, {"rollout.environment": "sums"}, {}).config.data.prompt_data == ["environment"]
     assert resolve(None, {"rollout.environment": "sums", "data.prompt_data": ["a.jsonl"]}, {}).config.data.prompt_data == ["a.jsonl"]

@@ -2,14 +2,18 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from letters import Letters
 from talk import Policy
 
+from rollout.attempts import Counts
 from rollout.groups import Dropped, GroupMaker
 from rollout.plugins import PluginError
+from rollout.worker import Worker
 from rollout.worker_hooks import WorkerHooks
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import LeasedGroup
@@ -38,6 +42,13 @@ def make(folder: Path, hooks: str, **fields: str) -> tuple[GroupMaker, list[Samp
             r"on_group: too many .*called with \(samples, is_kept, dataset\)",
         ),
         ("class Mine:\n    def __init__(self, a):\n        pass\n", "could not be made without arguments"),
+        ("class Mine:\n    def __init__(self):\n        raise SystemExit(3)\n", "could not be made without arguments: SystemExit: 3"),
+        (
+            "class Mine:\n    @property\n    def log(self):\n        raise OSError('no disk')\n",
+            r"mine.py:Mine.log failed at .*:4: OSError: no disk",
+        ),
+        ("class Mine:\n    def __getattr__(self, name):\n        raise OSError(name)\n", r"Mine.after_generate failed at .*OSError"),
+        ("class Mine:\n    log = 0\n", "mine.py:Mine.log is 0, expected something callable"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_found_at_the_start(tmp_path: Path, hooks: str, said: str) -> None:
@@ -68,3 +79,40 @@ def test_a_dropped_group_is_shown_too_and_copies_alone_are_given(tmp_path: Path)
     maker, (sample,) = make(tmp_path / "two", hooks)
     assert maker.hooks is not None
     assert (sample.reward, maker.hooks.numbers) == (1.0, {"kept": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("log(self):\n        return {'\\ud800': 1.0}", r"surrogates not allowed"),
+        ("log(self):\n        return dict.fromkeys(map(str, range(33)), 1.0)", r"at most 32 names, each of at most 64 characters"),
+        ("log(self):\n        return {'x' * 65: 1.0}", r"at most 32 names"),
+        ("log(self):\n        return {'x': 10**400}", r"too large"),
+        ("log(self):\n        return {'x': float('nan')}", r"expected a number"),
+        ("log(self):\n        return np.ones(3)", r"gave array\("),
+        ("log(self):\n        return {Odd(): 1.0}", r"expected a map of numbers: no text"),
+        ("is_trained(self, sample):\n        return np.ones(3)", r"gave array.*expected True or False"),
+        ("is_trained(self, sample):\n        pass", r"gave None: expected True or False"),
+    ],
+)
+def test_what_cannot_be_used_of_a_method_names_it(tmp_path: Path, body: str, said: str) -> None:
+    odd = "class Odd:\n    def __str__(self):\n        raise OSError('no text')\n"
+    with pytest.raises(PluginError, match=rf"hooks mine.py:Mine.{body.partition('(')[0]} gave .*{said}" if "gave" not in said else said):
+        make(tmp_path, f"import numpy as np\n{odd}class Mine:\n    def {body}\n")
+
+
+def test_a_bool_of_numpy_tells_what_is_trained(tmp_path: Path) -> None:
+    _, (sample,) = make(tmp_path, "import numpy as np\nclass Mine:\n    def is_trained(self, sample):\n        return np.bool_(False)\n")
+    assert not sample.loss_mask.any()
+
+
+def test_a_workers_own_metrics_come_before_those_of_its_hooks() -> None:
+    attempts = SimpleNamespace(
+        counts=Counts(),
+        running={},
+        busy=SimpleNamespace(busy_s=0.0, since_s=1.0),
+        maker=SimpleNamespace(hooks=SimpleNamespace(numbers={"mine": 1.0, "groups": 9.0})),
+    )
+    worker: Any = SimpleNamespace(attempts=attempts, engines=SimpleNamespace(tokens_made=5), sync=None)
+    metrics = Worker._metrics(worker)
+    assert (metrics["groups"], list(metrics)[-1]) == (0.0, "mine")
