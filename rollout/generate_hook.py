@@ -23,13 +23,13 @@ def instance_of(plugin: Plugin) -> Any:
 
 
 def method_of(name: str, instance: Any, method: str) -> Any:
-    """What the instance has under this name, else None. Raises HookError when that cannot be told, or it cannot be called."""
+    """What the instance has under this name, else None. Raises PluginError when that cannot be told, or it cannot be called."""
     try:
         found = getattr(instance, method, None)
     except (Exception, SystemExit) as bad:  # of a property, or of __getattr__
         raise failure(f"{name}.{method}", bad) from bad
     if found is not None and not callable(found):
-        raise HookError(f"{name}.{method} is {text_of(found)}, expected something callable")
+        raise PluginError(f"{name}.{method} is {text_of(found)}", "expected something callable")
     return found
 
 

@@ -48,7 +48,7 @@ def make(folder: Path, hooks: str, **fields: str) -> tuple[GroupMaker, list[Samp
             r"mine.py:Mine.log failed at .*:4: OSError: no disk",
         ),
         ("class Mine:\n    def __getattr__(self, name):\n        raise OSError(name)\n", r"Mine.after_generate failed at .*OSError"),
-        ("class Mine:\n    log = 0\n", "mine.py:Mine.log is 0, expected something callable"),
+        ("class Mine:\n    log = 0\n", "mine.py:Mine.log is 0: expected something callable"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_found_at_the_start(tmp_path: Path, hooks: str, said: str) -> None:
@@ -116,3 +116,10 @@ def test_a_workers_own_metrics_come_before_those_of_its_hooks() -> None:
     worker: Any = SimpleNamespace(attempts=attempts, engines=SimpleNamespace(tokens_made=5), sync=None)
     metrics = Worker._metrics(worker)
     assert (metrics["groups"], list(metrics)[-1]) == (0.0, "mine")
+
+
+def test_a_teardown_that_is_no_function_is_named(tmp_path: Path) -> None:
+    maker, _ = make(tmp_path, "class Mine:\n    teardown = 3\n    def log(self):\n        pass\n")
+    assert maker.hooks is not None
+    with pytest.raises(PluginError, match=r"Mine.teardown is 3: expected something callable"):
+        asyncio.run(maker.hooks.life.teardown())
