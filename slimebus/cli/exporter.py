@@ -9,12 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import MetricsHandler
 
+from slimebus.bus.errors import UsageError
 from slimebus.bus.security.exposure import check_bind
 from slimebus.cli.config import Resolved
 from slimebus.cli.http_address import listen, read_address, token_of, write_address
@@ -30,12 +32,14 @@ Values = Iterator[tuple[str, dict[str, str], object]]
 
 
 def families(values: Iterable[tuple[str, dict[str, str], object]]) -> list[Metric]:
-    """Gauges as Prometheus names them; what is no finite number is left out."""
+    """Gauges as Prometheus names them; what is no finite number, or cannot be written as UTF-8, is left out."""
     found: dict[str, Metric] = {}
     for name, labels, value in values:
-        if isinstance(value, int | float) and math.isfinite(value):
-            name = "slimebus_" + re.sub(r"\W", "_", name)
-            found.setdefault(name, Metric(name, "docs/metrics.md", "gauge")).add_sample(name, labels, float(value))
+        with contextlib.suppress(OverflowError, UnicodeError):  # beyond any float; a name or label that is no UTF-8
+            "".join(map(str, (name, *labels.values()))).encode()
+            if isinstance(value, int | float) and math.isfinite(value):
+                name = "slimebus_" + re.sub(r"\W", "_", name)
+                found.setdefault(name, Metric(name, "docs/metrics.md", "gauge")).add_sample(name, labels, float(value))
     return list(found.values())
 
 
@@ -51,17 +55,25 @@ class MetricsServer:
     """`/metrics` of one process beside the page, at broker.http, until `close`: what `read` gives when it is asked, and its memory and CPU
     time.
 
-    Its address is logged and kept in RUN_DIR/metrics/PROCESS.url. Raises UsageError when it cannot be bound, or may not be.
+    Its address is logged and kept in RUN_DIR/metrics/PROCESS.url. Where it cannot be bound there is a warning and no server: metrics are
+    not worth a run. Raises UsageError when it may not be bound.
     """
 
     def __init__(self, resolved: Resolved, role: str, process: str, read: Callable[[], Mapping[str, float]]) -> None:
         self.role, self.process, self.read = role, process, read
         address, file = resolved.config.broker.http, resolved.run_dir / "metrics" / f"{process}.url"
         self._server: ThreadingHTTPServer | None = None
+        self.url = ""
         if not address:
             return
         has_keys, insecure = resolved.keys_path is not None, resolved.config.security.insecure
         check_bind(f"tcp://{address}", "broker.http", has_keys=has_keys, insecure=insecure)
+        try:
+            self._serve(address, file)
+        except (UsageError, OSError, ValueError) as bad:
+            log.warning("metrics are not served at %s: %s (broker.http: an address of this machine, or '' for none)", address, bad)
+
+    def _serve(self, address: str, file: Path) -> None:
         sock, self.url = listen(address, read_address(file), path="metrics", num_ports=NUM_PORTS)
         with contextlib.suppress(OSError):  # a full disk: it is in the log
             write_address(file, self.url)

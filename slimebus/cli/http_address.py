@@ -26,7 +26,7 @@ def listen(address: str, last: str = "", *, path: str = "", num_ports: int = 0) 
             listening = socket.create_server((host, port), family=family, dualstack_ipv6=family == socket.AF_INET6)
             break
         except OSError as bad:
-            if port == ports[-1]:
+            if port == ports[-1] or isinstance(bad, socket.gaierror):  # no port helps a name that is unknown, and asking takes seconds
                 raise UsageError(f"cannot listen at {address}: {bad.strerror}; give another --http HOST:PORT") from None
     shown = f"tcp://{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
     if is_local(shown):
@@ -50,5 +50,8 @@ def write_address(file: Path, url: str) -> None:
 
 
 def read_address(file: Path) -> str:
-    """The address that was kept; empty where there is none."""
-    return file.read_text() if file.is_file() else ""
+    """The address that was kept; empty where there is none, or a damaged one."""
+    with contextlib.suppress(OSError, ValueError):
+        url = file.read_text()
+        return url if urlsplit(url).port else ""
+    return ""

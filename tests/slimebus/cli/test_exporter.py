@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slimebus.bus.errors import UsageError
+from slimebus.cli import exporter
 from slimebus.cli.config import resolve
 from slimebus.cli.exporter import MetricsServer
 from slimebus.cli.http_address import read_address, token_of
@@ -90,3 +91,50 @@ def test_a_closed_server_has_let_go_of_its_address(serve: Any) -> None:
     with pytest.raises(urllib.error.URLError):
         text_of(server.url)
     assert serve({}).url == server.url, "the next process of the name takes the same port"
+
+
+@pytest.mark.parametrize("http", ["192.0.2.1:9100", f"{'x' * 64}.invalid:9100", "[zz]:0"])
+def test_an_address_that_cannot_be_served_is_a_warning(serve: Any, http: str, caplog: pytest.LogCaptureFixture) -> None:
+    serve({}, http=http, **{"security.insecure": True}).close()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert http in said
+    assert "broker.http" in said
+
+
+def test_a_name_that_does_not_resolve_is_a_warning_and_asked_for_once(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Any] = []
+
+    def unknown(address: Any, **_: Any) -> None:
+        asked.append(address)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_server", unknown)
+    serve({}, http="node-7:9100", **{"security.insecure": True})
+    assert asked == [("node-7", 9101)]
+    assert "cannot listen at node-7:9100: Name or service not known" in caplog.text
+
+
+def test_ports_that_are_all_taken_are_a_warning(serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(exporter, "NUM_PORTS", 1)
+    first = serve({})
+    port = int(first.url.removesuffix("/metrics").rpartition(":")[2])
+    assert serve({}, "w2", http=f"127.0.0.1:{port - 1}").url == ""
+    assert "broker.http" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [b"http://127.0.0.1:99999/metrics", b"http://127.0.0.1:x/", b"\xff\xfe", b"http://[::1/"])
+def test_a_damaged_address_of_before_is_as_none(serve: Any, tmp_path: Path, kept: bytes) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "w1.url").write_bytes(kept)
+    server = serve({"tokens": 1.0})
+    assert "slimebus_rollout_tokens" in text_of(server.url)
+    assert read_address(tmp_path / "metrics" / "w1.url") == server.url
+
+
+def test_a_metric_that_cannot_be_written_is_left_out(serve: Any) -> None:
+    server = serve({"huge": 10**400, "odd\ud800": 1.0, "lag/\ud800/loss": 1.0, "tokens": 5.0})
+    text = text_of(server.url)
+    assert 'slimebus_rollout_tokens{process="w1"} 5.0' in text
+    assert not {"huge", "odd", "loss"} & set(text.replace("_", " ").split())
