@@ -1,5 +1,6 @@
 """Groups of a run for the page: a list, and one with its samples token by token."""
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,8 @@ from broker.buffer.export import about_of
 from broker.buffer.reader import StoreSnapshot
 from broker.buffer.show import Decode, shortened
 from broker.state.groups import Group
-from slimebus.bus.errors import UsageError
-from slimebus.bus.exported_groups import SAMPLES_FOLDER, STEP_FOLDERS, ExportedGroup, read_groups
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.exported_groups import SAMPLES_FOLDER, ExportedGroup, read_groups, step_folders
 from slimebus.bus.samples import Sample, decode_group
 
 DUMPED = "dumped"
@@ -40,22 +41,25 @@ def whole(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[
 
 def dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
     """The groups whose samples the trainer kept (trainer.dump_samples), as `listed`: the newest step first."""
-    places = sorted((run_dir / SAMPLES_FOLDER).glob(STEP_FOLDERS), reverse=True)
-    found = ((place, group) for place in places for group in read_groups(place) if containing in group.group)
-    return [_about(place, group) for place, group in itertools.islice(found, MAX_GROUPS)]
+    found = (_about(step, group) for step, _, group in _kept(run_dir) if containing in group.group)
+    return list(itertools.islice(found, MAX_GROUPS))
 
 
 def whole_dumped(run_dir: Path, name: str, decode: Decode | None) -> dict[str, Any]:
     """A group that the trainer kept, as `whole`; its prompt is in the tokens. Raises UsageError where there is none."""
-    for place in (run_dir / SAMPLES_FOLDER).glob(STEP_FOLDERS):
-        for group in read_groups(place):
-            if group.group == name:
-                return _about(place, group) | {"worker": "", "prompt": {}} | _shown(group.samples(place), decode)
+    for step, place, group in _kept(run_dir):
+        if group.group == name:
+            return _about(step, group) | {"worker": "", "prompt": {}} | _shown(group.samples(place), decode)
     raise UsageError(f"the samples of group {name!r} are not kept any more")
 
 
-def _about(place: Path, group: ExportedGroup) -> dict[str, Any]:
-    step = int(place.name.rpartition("_")[2])
+def _kept(run_dir: Path) -> Iterator[tuple[int, Path, ExportedGroup]]:
+    for step, place in reversed(step_folders(run_dir / SAMPLES_FOLDER).items()):
+        with contextlib.suppress(SlimebusError):  # a damaged step hides no other
+            yield from ((step, place, group) for group in read_groups(place))
+
+
+def _about(step: int, group: ExportedGroup) -> dict[str, Any]:
     return {"group": group.group, "state": DUMPED, "step": step, "num_samples": group.num_samples, "reason": ""}
 
 

@@ -5,6 +5,7 @@ groups.jsonl               one group a line: what became of it, its prompt, and 
 arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,7 @@ from slimebus.bus.samples import Sample, decode_arrays, decode_group
 from slimebus.weights.files.safetensors_file import READABLE
 
 GROUPS_FILE, BATCHES_FILE = "groups.jsonl", "batches.jsonl"
-SAMPLES_FOLDER, STEP_FOLDERS = "samples", "step_*"
+SAMPLES_FOLDER, STEP_FOLDER = "samples", re.compile("step_([0-9]+)")
 Row = TypeVar("Row")
 
 
@@ -45,7 +46,13 @@ class ExportedGroup(msgspec.Struct):
 
 def folders_of(folder: Path) -> list[Path]:
     """The folders that hold exported groups: this one, or those of its steps."""
-    return [folder] if (folder / GROUPS_FILE).exists() else sorted(folder.glob(STEP_FOLDERS)) or [folder]
+    return [folder] if (folder / GROUPS_FILE).exists() else [*step_folders(folder).values()] or [folder]
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """Those of steps in a folder, by step; what else lies there is left out."""
+    found = ((STEP_FOLDER.fullmatch(place.name), place) for place in folder.glob("step_*"))
+    return dict(sorted((int(step[1]), place) for step, place in found if step))
 
 
 def read_groups(folder: Path) -> Iterator[ExportedGroup]:
@@ -59,7 +66,7 @@ def read_lines(file: Path, form: type[Row]) -> list[Row]:
         return [msgspec.json.decode(line, type=form) for line in file.read_bytes().splitlines() if line.strip()]
     except OSError as bad:
         raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` or a dump wrote") from None
-    except msgspec.DecodeError as bad:
+    except (msgspec.DecodeError, UnicodeDecodeError) as bad:
         raise DataError(f"{file}: {bad}") from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.exported_groups import SAMPLES_FOLDER, STEP_FOLDERS, read_groups
+from slimebus.bus.exported_groups import SAMPLES_FOLDER, read_groups, step_folders
 from trainer.batches.step_batch import StepBatch
 from trainer.watch.dumps import write_batch
 
@@ -24,11 +24,11 @@ class SampleDump:
     def __init__(self, run_dir: Path, limit: int) -> None:
         self.folder, self.limit = run_dir / SAMPLES_FOLDER, limit
         self._counts: dict[int, int] = {}
-        for place in self.folder.glob(STEP_FOLDERS):
+        for step, place in step_folders(self.folder).items():
             count = limit  # of one that a power cut left unreadable: it is the first to go
             with contextlib.suppress(SlimebusError):
                 count = sum(group.num_samples for group in read_groups(place))
-            self._counts[int(place.name.removeprefix("step_"))] = count
+            self._counts[step] = count
 
     def add(self, batch: StepBatch) -> None:
         """Keep a step that was trained, in place of the oldest ones, and of what another timeline had from this step on.
@@ -56,8 +56,8 @@ class SampleDump:
     def _make_room(self, step: int, count: int) -> None:
         for old in sorted(self._counts):
             if old >= step or sum(self._counts.values()) + count > self.limit:
-                shutil.rmtree(self._place(old))
                 del self._counts[old]
+                shutil.rmtree(self._place(old), ignore_errors=True)  # someone may have removed it
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"

@@ -166,6 +166,12 @@ def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, t
             msgspec.json.encode({"group": f"0/{step}", "table": group.table, "arrays": "arrays-00000.safetensors"})
         )
 
+    for name, lines in (("step_notes", b""), ("step_00000010", b'{"gro'), ("step_00000007", b'{"group":"\xff"}'), ("step_00000011", None)):
+        folder = tmp_path / "run" / "samples" / name
+        folder.mkdir()
+        if lines is not None:
+            (folder / "groups.jsonl").write_bytes(lines)
+
     async def ask(client: Any) -> list[Any]:
         paths = ("/groups?state=dumped&text=", "/groups?state=dumped&text=0/8", "/group?id=0/9&state=dumped", "/group?id=0/7&state=dumped")
         return [await (await client.get(path)).json() for path in paths]

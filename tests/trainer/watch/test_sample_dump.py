@@ -1,11 +1,12 @@
 """The newest trained samples, on disk."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from slimebus.bus.exported_groups import read_groups
+from slimebus.bus.exported_groups import read_groups, step_folders
 from slimebus.cli.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.step_batch import StepBatch
@@ -80,3 +81,21 @@ def test_one_that_a_power_cut_left_unreadable_goes_first_and_a_full_disk_ends_no
     (tmp_path / "file").write_text("")
     SampleDump(tmp_path / "file", 1000).add(batch_of(2))
     assert "the samples of step 2 cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["step_notes", "step_", "step_00000001.bak", "step_-1"])
+def test_other_names_beside_the_steps_are_left_alone(tmp_path: Path, batch_of, name: str) -> None:
+    (tmp_path / "samples" / name).mkdir(parents=True)
+    size = len(batch_of(0).samples)
+    SampleDump(tmp_path, size).add(batch_of(1))
+    assert (tmp_path / "samples" / name).exists()
+    assert list(step_folders(tmp_path / "samples")) == [1]
+
+
+def test_a_step_that_someone_removed_does_not_end_keeping(tmp_path: Path, batch_of, caplog) -> None:
+    dump = SampleDump(tmp_path, 2 * len(batch_of(0).samples))
+    for step in range(4):
+        dump.add(batch_of(step))
+        shutil.rmtree(tmp_path / "samples" / "step_00000000", ignore_errors=True)
+    assert list(kept(tmp_path)) == ["step_00000002", "step_00000003"]
+    assert not caplog.text
