@@ -1,5 +1,6 @@
 """What a process was doing when: one JSON line for each piece of work, from which `slimebus trace` makes a timeline."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,8 @@ class Spans:
 
     def compare_clock(self, took_s: float, offset_s: float) -> None:
         """An answer of the broker that took so long says by how much its clock is ahead; of the last ones the quickest counts."""
-        self._clocks.append((took_s, offset_s))
+        if math.isfinite(took_s) and math.isfinite(offset_s):
+            self._clocks.append((took_s, offset_s))
 
     def record(self, name: str, begin: float, seconds: float, about: dict[str, Any]) -> None:
         """A span that is over."""

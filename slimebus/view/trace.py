@@ -1,7 +1,7 @@
 """The timeline of a run, from the spans that its processes recorded, as Chrome trace events."""
 
-import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import msgspec
 from slimebus.bus.errors import DataError
 from slimebus.cli.spans import phases_of
 from slimebus.view.report import read_rows
+
+log = logging.getLogger("slimebus")
 
 LANES = {
     "step": ("wait", "train", "publish", "save", "commit"),
@@ -51,10 +53,38 @@ class SpanRow(msgspec.Struct, frozen=True):
         return str(self.about.get("sample") or LANE_OF.get(self.name, self.name))
 
 
+class _Recorded(msgspec.Struct):
+    """What a line of spans has."""
+
+    process: str
+    name: str
+    begin: float
+    seconds: float
+    offset: float = 0.0
+    group: str = ""
+    turns: list[list[tuple[float, float]]] | None = None
+
+
+class _RecordedStep(_Recorded, kw_only=True):
+    step: int
+    shift: float
+    train_s: float
+    after_s: float
+    lives: dict[str, tuple[int, list[tuple[str, float]]]]
+
+
+def _is_sound(row: dict[str, Any]) -> bool:
+    try:
+        msgspec.convert(row, _RecordedStep if "lives" in row else _Recorded)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 def read(run_dirs: Iterable[Path]) -> list[SpanRow]:
     """All spans under these run directories (one for each host), by their begin. Raises DataError when there is none.
 
-    A line that was cut off, by a kill or a full disk, is left out.
+    A line that was cut off, by a kill or a full disk, is left out; so is one without the fields of a span, which is logged.
     """
     places = list(run_dirs)
     found = [row for place in places for row in _spans(place)]
@@ -65,14 +95,16 @@ def read(run_dirs: Iterable[Path]) -> list[SpanRow]:
 
 def _spans(run_dir: Path) -> Iterator[SpanRow]:
     """Those of one host. What recorded no offset of its clock has the first of its process, or else of its host."""
-    rows = [row for file in sorted((run_dir / "metrics").glob("spans-*.jsonl")) for row in read_rows(file)]
-    known = {row["process"]: row["offset"] for row in reversed(rows) if "offset" in row and "process" in row}
+    lines = [row for file in sorted((run_dir / "metrics").glob("spans-*.jsonl")) for row in read_rows(file)]
+    rows = [row for row in lines if _is_sound(row)]
+    if len(rows) < len(lines):
+        log.warning("%s: %d lines of metrics/spans-*.jsonl are no spans and are left out", run_dir, len(lines) - len(rows))
+    known = {row["process"]: row["offset"] for row in reversed(rows) if "offset" in row}
     of_host = next(iter(known.values()), 0.0)
     for row in rows:
-        with contextlib.suppress(KeyError):  # a line that two writers cut in half
-            process, name, begin, seconds = (row.pop(key) for key in ("process", "name", "begin", "seconds"))
-            offset = 0.0 if process == BROKER else row.pop("offset", known.get(process, of_host))
-            yield SpanRow(process, name, begin + offset, seconds, row)
+        process, name, begin, seconds = (row.pop(key) for key in ("process", "name", "begin", "seconds"))
+        offset = 0.0 if process == BROKER else row.pop("offset", known.get(process, of_host))
+        yield SpanRow(process, name, begin + offset, seconds, row)
 
 
 def work(spans: Iterable[SpanRow]) -> list[SpanRow]:
@@ -96,6 +128,8 @@ def lives(spans: Sequence[SpanRow], step: int) -> list[SpanRow]:
         for i in range(num_samples):
             for span in of_group:
                 found += _turns(span, i, f"{group} sample {i}", f"samples of step {step}")
+    if not found:
+        raise DataError(f"step {step} has no spans on record: no sample of it, or none of what became of its groups")
     begin, end = min(span.begin for span in found), max(span.end for span in found)
     return sorted([*found, *(s for s in spans if s.process != BROKER and s.begin < end and s.end > begin)], key=lambda s: s.begin)
 

@@ -110,3 +110,14 @@ def test_without_its_packages_no_span_goes_to_opentelemetry_which_is_logged(
         pass
     assert "pip install 'slimebus[otel]'" in caplog.text
     assert len(rows(tmp_path / "spans-w.jsonl")) == 1
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_an_offset_that_is_not_finite_is_ignored(tmp_path: Path, odd: float) -> None:
+    spans = Spans(tmp_path, "w")
+    spans.compare_clock(0.5, 3.0)
+    spans.compare_clock(0.01, odd)
+    spans.compare_clock(odd, 4.0)
+    with spans("pull"):
+        pass
+    assert rows(tmp_path / "spans-w.jsonl")[0]["offset"] == 3.0

@@ -180,3 +180,31 @@ def test_the_command_writes_a_step_or_says_which_there_are(tmp_path: Path) -> No
     assert "it has steps 7 to 7" in str(done.exception)
     done = CliRunner().invoke(command, [str(run_dir)])
     assert f"{len(WORKED)} spans" in done.output, "the broker's records of steps are no spans of work"
+
+
+NO_SPANS: list[dict[str, Any]] = [
+    {"name": "pull", "begin": 1.0, "seconds": 1.0},
+    {"process": ["w"], "name": "pull", "begin": 1.0, "seconds": 1.0, "offset": 1.0},
+    {"process": "w", "name": "pull", "begin": "soon", "seconds": 1.0},
+    {"process": "w", "name": "pull", "begin": 1.0, "seconds": None},
+    {"process": "w", "name": "pull", "begin": 1.0, "seconds": 1.0, "offset": "x"},
+    {"process": "w", "name": "pull", "begin": 1.0, "seconds": 1.0, "group": []},
+    {"process": "w", "name": "generate", "begin": 1.0, "seconds": 1.0, "group": "0/1", "turns": [3]},
+    {"process": "broker", "name": "step", "begin": 1.0, "seconds": 1.0, "lives": {}},
+    {"process": "broker", "name": "step", "begin": 1.0, "seconds": 1.0, **LIVES, "lives": {"0/1": [2, [["queued"]]]}},
+]
+
+
+def test_lines_that_are_no_spans_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = write(tmp_path, [*WORKED, span("step", 0, 10, "broker", **LIVES)])
+    (run_dir / "metrics" / "spans-a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NO_SPANS))
+    found = trace.read([run_dir])
+    assert len(found) == len(WORKED) + 1
+    assert trace.lives(found, 7)
+    assert f"{len(NO_SPANS)} lines" in caplog.text
+
+
+@pytest.mark.parametrize("lives", [{}, {"0/1": [0, LIVES["lives"]["0/1"][1]]}, {"0/1": [2, [["queued", 0.0]]]}])
+def test_a_step_without_spans_is_refused_in_words(lives: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="step 7 has no spans on record"):
+        trace.lives([span("step", 0, 10, "broker", **LIVES | {"lives": lives})], 7)
