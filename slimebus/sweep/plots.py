@@ -57,7 +57,8 @@ def by_lag(runs: Sequence[RunResult], axis: str) -> str:
                 if points:
                     one.plot(*zip(*points, strict=True), label=label, **LINE, **_look(i))
             one.set_xticks(range(len(BUCKETS)), BUCKETS)
-            one.set_yscale("log" if scale == "log" else "linear")
+            is_positive = any(run.by_lag[b].get(name, 0.0) > 0 for run in runs for b in run.by_lag)
+            one.set_yscale("log" if scale == "log" and is_positive else "linear")
             one.set_title(words, fontsize=9, loc="left", color=GREY)
             one.set_xlabel("lag, versions", loc="left")
 

@@ -62,6 +62,11 @@ def test_a_failed_trial_is_a_row_with_its_reason() -> None:
     assert "alert(1)</script> / no |" in markdown([*RESULTS, FAILED], ETA), "a bar would end the cell"
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_nowhere_above_zero_is_drawn_without_a_warning() -> None:
+    assert plots.by_lag([result(2, "clip", 0, by_lag={"0": {"m2": 0.0}})], ETA)
+
+
 def test_every_plot_shows_its_runs() -> None:
     clip = sections_of(RESULTS, ETA)["clip"]
     assert {"heldout", "seconds of steps", "steps", "samples trained", "0", "2"} <= texts(plots.learning(clip, ETA))
