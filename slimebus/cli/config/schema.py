@@ -55,8 +55,8 @@ class BrokerConfig(Section, frozen=True):
     target_ess: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """[ratio] With max_staleness: auto, the least effective sample size (`lag/all/ess_sequence`, docs/algorithms.md) that is accepted."""
     fill_first: bool = False
-    """[switch] Hold a trainer's first batch until all groups are ready that max_staleness allows before it. From then on samples are
-    about max_staleness versions old, however fast the workers are: for experiments with staleness."""
+    """[switch] Hold a trainer's first batch until all groups are ready that max_staleness allows before it. The lag then grows by one a
+    step up to max_staleness, and falls again only where workers are slower than the trainer: for experiments with staleness."""
     on_stale: Literal["requeue", "drop"] = "requeue"
     """[choice] What happens to a finished group that became too stale: sample its prompt again, or drop it."""
     lease_s: Seconds = 60.0
