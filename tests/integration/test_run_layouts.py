@@ -124,5 +124,5 @@ def test_the_ranks_end_with_their_launcher(tmp_path: Path, task: Path, number: s
         run.wait_for("a publishing trainer", lambda s: s["version"] >= 0)
         family = trainer.family()
         trainer.send(number)
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=30)  # SIGTERM saves within 25 s
         assert not alive, f"outlived their launcher: {[p.cmdline() for p in alive]}"
