@@ -204,7 +204,7 @@ def read_header(view: memoryview, offset: int) -> tuple[int, list[int], int]:
         raise WeightsError(f"delta unit of format {header[1]}; this process reads format {FORMAT}")
     ends = [i + 1 for i in range(2, len(header)) if header[i] < 128][:8]
     if len(ends) < 8:
-        raise WeightsError(f"delta payload of {len(view)} bytes: no whole header at byte {offset}, or a size in it is too large")
+        raise WeightsError(f"delta of {len(view)} bytes ends within the header of the unit at byte {offset}, or a size is too large")
     places = itertools.pairwise([2, *ends])
     sizes = [sum((header[i] & 127) << 7 * (i - start) for i in range(start, end)) for start, end in places]
     if write_header(header[0], sizes) != header[: ends[-1]]:
