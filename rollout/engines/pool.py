@@ -226,7 +226,7 @@ class EnginePool:
         engine = next((engine for engine in self.engines if engine.url == url.rstrip("/")), None)
         if engine is None:
             raise UsageError(f"{url} is no engine of this worker; it has {', '.join(e.url for e in self.engines)}")
-        if not any(other.state == "serving" for other in self.of(engine.model if engine.is_frozen else "") if other is not engine):
+        if not any(other.is_up for other in self.of(engine.model if engine.is_frozen else "") if other is not engine):
             raise UsageError(f"{url} is the only engine in service of its model; attach another first, or drain the worker")
         await engine.drain()
         if self.router is not None:

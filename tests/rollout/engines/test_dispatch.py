@@ -163,7 +163,9 @@ def test_what_a_detached_engine_was_making_is_continued_by_the_other(tmp_path: P
         sampling = asyncio.create_task(dispatch.sample([task(), task()]))
         await turns()
         assert (first.asked, second.asked) == (2, 0)
+        second.engine.turn("syncing")  # in the middle of a weight update it is in service all the same
         assert await dispatch.pool.detach("http://e0") == "http://e0 is detached"
+        second.engine.turn("serving")
         await turns()
         second.release()
         assert [r.token_ids.tolist() for r in await sampling] == [[7, 7], [7, 7]]
