@@ -81,6 +81,7 @@ class Worker:
 
     def __init__(self, engines: EnginePool, sync: WeightSync, trainer: Trainer) -> None:
         self.engines, self.sync, self.trainer = engines, sync, trainer
+        self.dispatch = Dispatch(engines)
 
     @property
     def weights(self) -> Any:
@@ -93,7 +94,7 @@ class Worker:
                 await asyncio.sleep(0.01)
 
     async def greedy(self) -> list[list[int]]:
-        answers = [await Dispatch(self.engines).sample([task(prompt, GREEDY)]) for prompt in PROMPTS]
+        answers = [await self.dispatch.sample([task(prompt, GREEDY)]) for prompt in PROMPTS]
         return [answer[0].token_ids.tolist() for answer in answers]
 
     async def cached_tokens(self, prompt: list[int]) -> int:
@@ -105,7 +106,7 @@ class Worker:
     async def sample_forever(self, number: int, made: list[Response]) -> None:
         prompt = np.array([*range(5, 60), number], np.int32)
         while True:
-            made += await Dispatch(self.engines).sample([Task(prompt="", prompt_ids=prompt, sampling=LONG, group=f"0/{number}", index=0)])
+            made += await self.dispatch.sample([Task(prompt="", prompt_ids=prompt, sampling=LONG, group=f"0/{number}", index=0)])
 
 
 @asynccontextmanager
@@ -171,7 +172,8 @@ async def take_deltas(at: Worker, num_deltas: int) -> list[Response]:
             await asyncio.sleep(0.2)
             await at.follow(at.trainer.step())
         while not made:
-            await asyncio.sleep(0.1)
+            ended, _ = await asyncio.wait(sampling, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            assert not ended, [task.exception() for task in ended]
     finally:
         for task in sampling:
             task.cancel()
