@@ -1,5 +1,6 @@
 """What Prometheus reads of a run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,16 @@ def test_a_metric_of_one_name_may_have_labels_or_none(tmp_path: Path) -> None:
     found = parsed(exposition({}, history))
     assert found["slimebus_train_lag_mean", TRAINER] == 1.5
     assert found["slimebus_train_lag_mean", (("lag", "all"), *TRAINER)] == 2.5
+
+
+def test_each_name_of_the_broker_and_of_evaluations_is_documented(new_desk: Any, tmp_path: Path) -> None:
+    desk = new_desk()
+    desk.begin()
+    desk.join("w1", "rollout")
+    history = History(tmp_path)
+    history.evaluations["held", 0] = dict.fromkeys(("mean_reward", "low", "high", "version", "num_samples", "num_failed"), 1)
+    status = desk.status | {"waste": {"stale": {"groups": 1, "tokens": 1}}, "counted": {"x": 1}, "moves": {"x": 1}}
+    status["lag"] = status["lag"] | {"histogram": {"1": 1}}
+    names = {name for name, _ in parsed(exposition(status, history)) if name.startswith(("slimebus_broker", "slimebus_eval"))}
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().partition("## The run")[2]
+    assert names == set(re.findall(r"`(slimebus_\w+)`", text))
