@@ -1,10 +1,11 @@
-"""Groups without a broker: one prompt or held-out sets through the whole path of a worker, and every hook on one example.
+"""Groups without a broker: one prompt, the first of a run or held-out sets through the whole path of a worker, every hook on one example.
 
 prompt --> chat template --> session --> engine --> reward --> samples
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import tempfile
 import time
@@ -23,8 +24,9 @@ from rollout.groups import Dropped, GroupMaker
 from rollout.plugins import PluginError, contain_exits
 from rollout.response import Response, Task
 from rollout.tokenizer import Tokenizer
-from slimebus.bus.errors import DataError, SlimebusError
-from slimebus.bus.messages import LeasedGroup
+from slimebus.bus.errors import DataError, SlimebusError, UsageError
+from slimebus.bus.exported_groups import BATCHES_FILE, write_groups
+from slimebus.bus.messages import NO_VERSION, LeasedGroup
 from slimebus.bus.prompt_files import parse
 from slimebus.bus.prompt_lines import open_lines
 from slimebus.bus.prompt_record import LineReader
@@ -37,7 +39,11 @@ log = logging.getLogger("rollout")
 
 
 class LocalDispatch(Dispatch):
-    """Samples from engines as they are: no trainer gives them weights, so their tokens have no version."""
+    """Samples from engines as they are: no trainer gives them weights. version: what their tokens say to be of."""
+
+    def __init__(self, pool: EnginePool, version: int = NO_VERSION) -> None:
+        super().__init__(pool)
+        self.version = version
 
     async def generate(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
@@ -52,15 +58,15 @@ class LocalDispatch(Dispatch):
             engine.running -= len(prompts)
 
     def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
-        """One run without a version."""
-        return super().runs(completion, is_frozen=True)
+        """One run of `version`."""
+        return [(NO_VERSION if is_frozen else self.version, len(completion.output_ids))]
 
 
 class LabelEngine(LocalDispatch):
     """Stands in for an engine: each answer is the label, cut to the most tokens asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.tokens_made = tokenizer, 0
+        self.tokenizer, self.tokens_made, self.version = tokenizer, 0, NO_VERSION
 
     async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
         """One response to each task, all tokens with logprob -1."""
@@ -73,14 +79,14 @@ class LabelEngine(LocalDispatch):
 
 
 @contextlib.asynccontextmanager
-async def local_maker(resolved: Resolved, *, has_engine: bool = True) -> AsyncIterator[GroupMaker]:
+async def local_maker(resolved: Resolved, *, has_engine: bool = True, version: int = NO_VERSION) -> AsyncIterator[GroupMaker]:
     """A worker's GroupMaker with engines of its own, or with those of engine.engine_url; without an engine LabelEngine answers."""
     contain_exits(asyncio.get_running_loop())
     model, data = resolved.model_dir, resolved.config.data
     tokenizer = Tokenizer(model, apply_chat_template=data.apply_chat_template, template_kwargs=data.apply_chat_template_kwargs)
     with tempfile.TemporaryDirectory() as logs:
         pool = EnginePool(resolved.config, model, Path(logs), name="local", base=resolved.base)
-        dispatch = LocalDispatch(pool) if has_engine else LabelEngine(tokenizer)
+        dispatch = LocalDispatch(pool, version) if has_engine else LabelEngine(tokenizer)
         size, longest = pool.vocab_size, context_length(model)
         maker = GroupMaker(resolved.config, resolved.base, tokenizer, dispatch, vocab_size=size, max_context_len=longest)
         try:
@@ -158,6 +164,59 @@ def sample_prompt(resolved: Resolved, record: dict[str, Any], num_samples: int) 
             return samples, [[maker.tokenizer.decode(np.array([i]), skip_special_tokens=False) for i in s.tokens] for s in samples]
 
     return asyncio.run(work())
+
+
+# --- slimebus sample ---
+
+
+class Sampled(msgspec.Struct):
+    """What `sample_prompts` made. left_out: why, of each group that is not written."""
+
+    groups: dict[str, list[Sample]] = {}
+    left_out: dict[str, str] = {}
+
+
+def sample_prompts(resolved: Resolved, count: int, out: Path) -> Sampled:
+    """Write the groups of the first `count` prompts into the folder `out`, as `buffer export` does, their tokens of version 0.
+
+    Raises UsageError for a folder that is there or cannot be written, SlimebusError as a worker does.
+    """
+    try:
+        out.mkdir(parents=True)
+    except OSError as bad:
+        raise UsageError(f"cannot make {out}: {bad.strerror}; name a folder that does not exist yet") from None
+    try:
+        made = asyncio.run(_sample_prompts(resolved, count))
+    except BaseException:
+        out.rmdir()
+        raise
+    size, names = resolved.config.rollout.rollout_batch_size, list(made.groups)
+    steps = enumerate(names[i : i + size] for i in range(0, len(names), size))
+    try:
+        write_groups(out, made.groups.items())
+        rows = [{"step": i, "version": 0, "groups": group} for i, group in steps]
+        (out / BATCHES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    except OSError as bad:
+        raise UsageError(f"cannot write {out}: {bad}") from None
+    return made
+
+
+async def _sample_prompts(resolved: Resolved, count: int) -> Sampled:
+    made, room, config = Sampled(), asyncio.Semaphore(resolved.config.rollout.max_running_groups), resolved.config
+    prompts = itertools.chain.from_iterable(records(resolved, entry) for entry in config.data.prompt_data)
+    async with local_maker(resolved, version=0) as maker:
+
+        async def sample(number: int, record: bytes) -> None:
+            lease = leased("sample", number, config.rollout.n_samples_per_prompt, config.rollout.sampling, "train")
+            async with room:
+                try:
+                    made.groups[lease.group] = await maker.make(lease, record)
+                except (PluginError, TimeoutError, Dropped) as bad:
+                    made.left_out[lease.group] = str(bad)
+
+        await asyncio.gather(*(sample(i, record) for i, record in enumerate(itertools.islice(prompts, count))))
+    made.groups = dict(sorted(made.groups.items(), key=lambda item: int(item[0].rpartition("/")[2])))
+    return made
 
 
 # --- slimebus check-hooks ---

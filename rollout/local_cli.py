@@ -1,4 +1,4 @@
-"""`slimebus try` and `slimebus check-hooks`: a worker's path on this machine, without a run."""
+"""`slimebus try`, `slimebus sample` and `slimebus check-hooks`: a worker's path on this machine, without a run."""
 
 import json
 from pathlib import Path
@@ -76,6 +76,31 @@ def _show(row: dict[str, Any], title: str) -> None:
     console = Console(highlight=False)
     console.rule(title)
     console.print(table, whole, Text(f"reward {row['reward']}, {row['status']} {about}".rstrip(), style="bold"), sep="\n", soft_wrap=True)
+
+
+@click.command("sample", cls=ConfigCommand, short_help="Rollout alone: the samples of the first prompts, as a folder.")
+@config_argument
+@click.option("--groups", type=click.IntRange(min=1), default=32, show_default=True, help="[groups] Of the first so many prompts.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write; it must not exist.")
+@click.pass_context
+def sample(ctx: click.Context, run_yaml: Path | None, groups: int, out: Path) -> None:
+    """Sample and reward the first prompts of RUN.yaml without trainer and broker, and write the groups as `buffer export` does.
+
+    The engine is started here with the initial model, or that of --engine-url. `slimebus trainer RUN.yaml --replay FOLDER` trains on them.
+    """
+    resolved = from_context(ctx, run_yaml)
+    raise_all(worker_problems(resolved))
+    from rollout.local import sample_prompts
+
+    made = sample_prompts(resolved, groups, out)
+    for group, why in made.left_out.items():
+        click.echo(f"{group} is left out: {why}", err=True)
+    samples = [one for group in made.groups.values() for one in group]
+    rewards = [one.reward for one in samples if one.reward is not None]
+    mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+    click.echo(f"{out}: {len(made.groups)} groups, {len(samples)} samples{mean}; {len(made.left_out)} groups left out")
+    if not made.groups:
+        ctx.exit(EXIT_FAILURE)
 
 
 @click.command("check-hooks", cls=ConfigCommand, short_help="Run each hook of a worker on one example.")

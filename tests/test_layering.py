@@ -112,6 +112,7 @@ def commands() -> list[list[str]]:
         "up",
         "try",
         "check-hooks",
+        "sample",
         "keys",
         "keys add",
         "keys init",

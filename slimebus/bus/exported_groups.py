@@ -6,7 +6,7 @@ arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose l
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from slimebus.bus.errors import DataError, ProtocolError, UsageError
-from slimebus.bus.sample_table import CheckedGroup, SampleTable, encode_table
-from slimebus.bus.samples import Sample, decode_arrays, decode_group
+from slimebus.bus.sample_table import CheckedGroup, SampleTable, check_group, encode_table
+from slimebus.bus.samples import Sample, decode_arrays, decode_group, encode_group
 from slimebus.weights.files.safetensors_file import READABLE
 
 GROUPS_FILE, BATCHES_FILE = "groups.jsonl", "batches.jsonl"
@@ -78,6 +78,20 @@ def shard_name(number: int) -> str:
 def arrays_of(name: str, group: CheckedGroup) -> dict[str, np.ndarray]:
     """The arrays of a group by the names that they have in a file."""
     return {f"{name}/{i}/{field}": part for field, parts in decode_arrays(group).items() for i, part in enumerate(parts)}
+
+
+def write_groups(folder: Path, groups: Iterable[tuple[str, Sequence[Sample]]], *, max_bytes: int = 0) -> None:
+    """Write these groups, by id, into a folder that is there. Raises OSError, also for more than max_bytes (0: any) of arrays."""
+    rows, arrays = list[dict[str, object]](), dict[str, np.ndarray]()
+    for name, samples in groups:
+        checked = check_group(encode_group(samples))
+        arrays |= arrays_of(name, checked)
+        rows.append({"group": name, "table": checked.table, "arrays": shard_name(0)})
+    size = sum(array.nbytes for array in arrays.values())
+    if size > max_bytes > 0:
+        raise OSError(f"the groups have {size} bytes, at most {max_bytes} are written")
+    write_arrays(arrays, folder / shard_name(0))
+    (folder / GROUPS_FILE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def write_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> None:

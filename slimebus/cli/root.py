@@ -15,7 +15,12 @@ COMMANDS = {"drain": "engines:drain", "eval": "evaluate:evaluate", "set": "set:s
     for name in ("compare", "config", "engines", "init", "keys", "push", "status", "sweep", "top", "trace", "up", "weights")
 }
 """Command -> module of slimebus.cli.commands, and the command in it."""
-OF_ROLES = {"view": "broker.page.cli:view", "try": "rollout.local_cli:try_", "check-hooks": "rollout.local_cli:check_hooks"}
+OF_ROLES = {
+    "view": "broker.page.cli:view",
+    "try": "rollout.local_cli:try_",
+    "sample": "rollout.local_cli:sample",
+    "check-hooks": "rollout.local_cli:check_hooks",
+}
 """The same of a role's package, beside those that are registered as entry points."""
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
 MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook", "wrong_run")

@@ -13,6 +13,7 @@ from tiny_model import save_served
 
 from rollout.local import records
 from slimebus.bus.errors import DataError
+from slimebus.bus.exported_groups import read_groups
 from slimebus.cli.config import resolve
 from slimebus.cli.root import root
 
@@ -79,6 +80,24 @@ def check(tmp_path: Path, model: Path, data: Path) -> Iterator[Any]:
         return CliRunner().invoke(root, ["check-hooks", str(run_yaml(tmp_path, model, hooks, **rollout))])
 
     return run
+
+
+@pytest.mark.integration
+def test_the_first_prompts_are_sampled_without_a_trainer_into_a_folder_of_groups(tmp_path: Path, model: Path, data: Path) -> None:
+    hook = "def r(response):\n    if response.task.label == '2': 1 / 0\n    return float(response.task.label)\n"
+    run, out = run_yaml(tmp_path, model, hook, custom_rm_path="hooks.py:r", rollout_batch_size=2), tmp_path / "out"
+    done = slimebus("sample", run, "--groups", "4", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"sample/1 is left out: .*hooks.py:2: ZeroDivisionError", done.stderr)
+    assert done.stdout.strip() == f"{out}: 3 groups, 6 samples, mean reward 2.667; 1 groups left out"
+    groups = {group.group: group.samples(out) for group in read_groups(out)}
+    assert list(groups) == ["sample/0", "sample/2", "sample/3"]
+    for sample in (one for samples in groups.values() for one in samples):
+        assert sample.versions == [(0, len(sample.tokens))]
+        assert sample.loss_mask.sum() > 0
+    steps = [json.loads(line) for line in (out / "batches.jsonl").read_text().splitlines()]
+    assert steps == [{"step": 0, "version": 0, "groups": ["sample/0", "sample/2"]}, {"step": 1, "version": 0, "groups": ["sample/3"]}]
+    assert "name a folder that does not exist yet" in slimebus("sample", run, "--out", out).stderr
 
 
 def test_check_hooks_runs_each_on_one_example(check: Any) -> None:

@@ -14,14 +14,11 @@ from collections import deque
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.exported_groups import BATCHES_FILE, GROUPS_FILE, arrays_of, shard_name, write_arrays
-from slimebus.bus.sample_table import check_group
-from slimebus.bus.samples import encode_group
+from slimebus.bus.exported_groups import BATCHES_FILE, write_groups
 from slimebus.cli.config import Resolved
 from trainer.batches.step_batch import StepBatch
 from trainer.checkpoint.folder import saved_step
@@ -101,14 +98,5 @@ class Dumps:
 
 def write_batch(target: Path, batch: StepBatch) -> None:
     """A batch in the files of an export. Raises OSError, also where it has more than MAX_BYTES."""
-    rows, arrays = list[dict[str, object]](), dict[str, np.ndarray]()
-    for group in batch.groups:
-        checked = check_group(encode_group(group.samples))
-        arrays |= arrays_of(group.id, checked)
-        rows.append({"group": group.id, "table": checked.table, "arrays": shard_name(0)})
-    size = sum(array.nbytes for array in arrays.values())
-    if size > MAX_BYTES:
-        raise OSError(f"the batch has {size} bytes, at most {MAX_BYTES} are dumped")
-    write_arrays(arrays, target / shard_name(0))
-    (target / GROUPS_FILE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    write_groups(target, ((group.id, group.samples) for group in batch.groups), max_bytes=MAX_BYTES)
     (target / BATCHES_FILE).write_bytes(msgspec.json.encode({"step": batch.step, **batch.record()}) + b"\n")
