@@ -1,13 +1,14 @@
 """Keys and values in pages; sequences that begin alike share the pages of what they have in common.
 
-Legend: L layers, G pages, K key-value heads, P tokens a page, D head size; B rows, S new tokens of a row, n pages of a row, T = n * P.
+Legend: L layers, G pages, P tokens a page, K key-value heads, D head size, E = 2 * K * D what a token has in a layer: its keys, then its
+values; B rows, S new tokens of a row, n pages of a row, T = n * P.
 
-    storage  [L, 2, G * K, P * D]     page g, head k: the keys (0) and values (1) of P consecutive tokens. Page 0 stands for no page
+    storage  [L, G, P, E]     page g: P consecutive tokens. Page 0 stands for no page
 
 A page belongs to the sequences that run on it, to the tree of known prefixes, or to both; else it is free. Only the sequence that took
 a page writes into it, behind what the tree knows of it. What runs has a copy besides, row by row without gaps, as long as that is small:
 
-    window   [L, 2, N * K, T, D]      row r, head k of the batch: a decode step reads it as it is, and has nothing to gather
+    window   [L, N, T, E]     row r of the batch: a decode step reads it as it is, and has nothing to gather
 """
 
 import math
@@ -31,10 +32,10 @@ class KVCache:
         self.bytes_per_token = 2 * config.num_hidden_layers * self.num_heads * self.head_dim * dtype.itemsize
         self.num_pages = budget_bytes // (self.bytes_per_token * PAGE_TOKENS)
         self.budget_tokens = self.num_pages * PAGE_TOKENS
-        shape = (config.num_hidden_layers, 2, (self.num_pages + 1) * self.num_heads, PAGE_TOKENS * self.head_dim)
+        shape = (config.num_hidden_layers, self.num_pages + 1, PAGE_TOKENS, 2 * self.num_heads * self.head_dim)
         # Zeros, for a masked position must hold a finite value (0 * nan is nan); numpy's take no memory before they are written.
         self.storage = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-        self.scratch = torch.empty(0, PAGE_TOKENS * self.head_dim, dtype=dtype)
+        self.scratch = self.storage.new_empty(0, *shape[2:])
         self.window = Window(self)
         self.tree = PrefixTree()
         self._has_nan = False  # weights that made no numbers were served since the last flush
@@ -73,8 +74,8 @@ class KVCache:
     def copy_begun(self) -> None:
         """Copy the pages of which new sequences know the first tokens, before anything is written."""
         if self._copies:
-            source, target = self.rows(torch.tensor(self._copies).T).flatten(1)
-            self.storage[:, :, target] = self.storage[:, :, source]
+            source, target = torch.tensor(self._copies).T
+            self.storage.index_copy_(1, target, self.storage.index_select(1, source))
             self._copies = []
 
     def remember(self, sequence: Sequence, num_tokens: int) -> None:
@@ -106,12 +107,8 @@ class KVCache:
 
     def _clean(self, pages: list[int]) -> None:
         """A recycled page is read to its end, masked: whatever is behind its tokens must be finite."""
-        self.storage[:, :, self.rows(torch.tensor(pages, dtype=torch.int64)).flatten()] = 0
+        self.storage[:, pages] = 0
         self.window = Window(self)
-
-    def rows(self, pages: torch.Tensor) -> torch.Tensor:
-        """[..., K] of pages [...]: their rows in one layer's keys."""
-        return pages[..., None] * self.num_heads + torch.arange(self.num_heads)
 
     def _pin(self, pages: list[int]) -> None:
         for page in pages:
@@ -135,32 +132,34 @@ class Window:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._owners: list[list[int]] = []
-        self._shape = (0, 0)
-        self.storage = cache.storage.new_empty(0)
+        self.storage = cache.storage.new_zeros(cache.storage.shape[0], 0, 0, cache.storage.shape[3])
 
-    def follow(self, placed: list[list[int]], pages_BG: torch.Tensor, num_tokens: int) -> bool:
-        """Hold the first `num_tokens` tokens of rows with these pages (copied where they changed); False if that is too much."""
+    def follow(self, placed: list[list[int]], positions_B: torch.Tensor, num_tokens: int) -> bool:
+        """Hold the tokens up to these positions of rows with these pages (copied where they changed), each row in `num_tokens`.
+
+        False if that is too much.
+        """
         if len(placed) * num_tokens * self._cache.bytes_per_token > WINDOW_BYTES:
-            self._owners, self._shape = [], (0, 0)
+            self._owners, self.storage = [], self.storage[:, :0, :0]
             return False
-        if any(need > room for need, room in zip((len(placed), num_tokens), self._shape, strict=True)):
+        if len(placed) > self.storage.shape[1] or num_tokens > self.storage.shape[2]:
             self._grow(len(placed), num_tokens)
         num_same = len(self._owners)
         changed = [row for row, pages in enumerate(placed) if row >= num_same or self._owners[row] is not pages]
         if changed:
-            rows = torch.tensor(changed)
-            pages = self._cache.rows(pages_BG[rows, : num_tokens // PAGE_TOKENS]).transpose(1, 2)
-            found = self._cache.storage[:, :, pages].flatten(2, 3).unflatten(-1, (PAGE_TOKENS, -1)).flatten(-3, -2)
-            self.storage[:, :, self._cache.rows(rows).flatten(), : found.shape[-2]] = found
+            width, ends = self.storage.shape[2] // PAGE_TOKENS, (positions_B[changed] // PAGE_TOKENS + 1).tolist()
+            pages = [page for row, end in zip(changed, ends, strict=True) for page in placed[row][:end]]
+            targets = [row * width + index for row, end in zip(changed, ends, strict=True) for index in range(end)]
+            found = self._cache.storage.index_select(1, torch.tensor(pages))
+            self.storage.view(len(found), -1, *found.shape[2:]).index_copy_(1, torch.tensor(targets), found)
             self._owners = placed
         return True
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
-        needs = zip((num_rows, num_tokens), self._shape, LEAST_WINDOW, strict=True)
+        layers, *now, size = self.storage.shape
+        needs = zip((num_rows, num_tokens), now, LEAST_WINDOW, strict=True)
         rows, tokens = (max(1 << (need - 1).bit_length(), *others) for need, *others in needs)
-        self._shape = (rows, tokens)
-        cache, self._owners = self._cache, []
-        self.storage = cache.storage.new_zeros(cache.storage.shape[0], 2, rows * cache.num_heads, tokens, cache.head_dim)
+        self._owners, self.storage = [], self.storage.new_zeros(layers, rows, tokens, size)
 
 
 class PageView:
@@ -171,37 +170,34 @@ class PageView:
         placed: list[list[int]] | None = None,
     ) -> None:  # fmt: skip
         """positions_BS: of the new tokens; is_token_BS: False for padding, which is not written; placed: as in Model.decode."""
-        self._cache, self._is_token, self._num_rows = cache, is_token_BS, len(pages_BG) * cache.num_heads
-        page, offset = pages_BG.gather(1, positions_BS // PAGE_TOKENS), positions_BS % PAGE_TOKENS
-        slots_BSK = cache.rows(page) * PAGE_TOKENS + offset[..., None]
-        self._slots = (slots_BSK if is_token_BS is None else slots_BSK[is_token_BS]).flatten()
+        self._cache, self._is_token, self._num_rows = cache, is_token_BS, len(pages_BG)
+        slots_BS = pages_BG.gather(1, positions_BS // PAGE_TOKENS) * PAGE_TOKENS + positions_BS % PAGE_TOKENS
+        self._slots = slots_BS.flatten() if is_token_BS is None else slots_BS[is_token_BS]
         num_pages = int(positions_BS.max()) // PAGE_TOKENS + 1
         self.num_tokens = num_pages * PAGE_TOKENS
         self._window: Window | None = None
-        if placed is not None and cache.window.follow(placed, pages_BG, self.num_tokens):
+        if placed is not None and cache.window.follow(placed, positions_BS[:, 0], self.num_tokens):
             self._window = cache.window
-            stride = cache.window.storage.shape[-2]
-            self._window_slots = (cache.rows(torch.arange(len(placed))) * stride + positions_BS).flatten()
+            self._window_slots = torch.arange(len(placed)) * cache.window.storage.shape[2] + positions_BS[:, 0]
         else:
-            rows = cache.rows(pages_BG[:, :num_pages]).transpose(1, 2).flatten()
-            self._rows = torch.cat([rows, rows + cache.storage.shape[2]])
+            self._pages = pages_BG[:, :num_pages].flatten()
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the new tokens' keys and values [B, S, K, D]."""
-        head_dim = self._cache.head_dim
-        for kind, new in enumerate((key, value)):
-            tokens = (new if self._is_token is None else new[self._is_token]).reshape(-1, head_dim)
-            self._cache.storage[layer, kind].view(-1, head_dim).index_copy_(0, self._slots, tokens)
-            if self._window is not None:
-                self._window.storage[layer, kind].view(-1, head_dim).index_copy_(0, self._window_slots, tokens)
+        """Store the new tokens' keys and values [B, S, K, D], without padding [B, K, D]."""
+        new = torch.cat([key, value], -2)
+        new = (new if self._is_token is None else new[self._is_token]).flatten(1)
+        self._cache.storage[layer].view(-1, new.shape[1]).index_copy_(0, self._slots, new)
+        if self._window is not None:
+            self._window.storage[layer].view(-1, new.shape[1]).index_copy_(0, self._window_slots, new)
 
     def read(self, layer: int) -> torch.Tensor:
-        """Keys and values [2, B * K, T, D] of all tokens, until the next read."""
-        if self._window is not None:
-            return self._window.storage[layer, :, : self._num_rows, : self.num_tokens]
+        """Keys and values [2, B, K, T, D] of all tokens, until the next read."""
         cache = self._cache
-        if len(cache.scratch) < len(self._rows):
-            cache.scratch = cache.scratch.new_empty(2 * len(self._rows), cache.scratch.shape[1])
-        found = cache.scratch[: len(self._rows)]
-        torch.index_select(cache.storage[layer].flatten(0, 1), 0, self._rows, out=found)
-        return found.view(2, -1, self.num_tokens, cache.head_dim)
+        if self._window is not None:
+            found = self._window.storage[layer, : self._num_rows, : self.num_tokens]
+        else:
+            if len(cache.scratch) < len(self._pages):
+                cache.scratch = cache.scratch.new_empty(2 * len(self._pages), *cache.scratch.shape[1:])
+            found = cache.scratch[: len(self._pages)]
+            torch.index_select(cache.storage[layer], 0, self._pages, out=found)
+        return found.view(self._num_rows, self.num_tokens, 2, cache.num_heads, cache.head_dim).permute(2, 0, 3, 1, 4)

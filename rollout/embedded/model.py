@@ -24,7 +24,6 @@ class Model:
         cos, sin = rotary_tables(config.rope, config.head_dim, max_tokens)
         dtype = weights.embedding.dtype
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
-        self._scale = config.head_dim**-0.5
 
     def decode(
         self, tokens_B: torch.Tensor, positions_B: torch.Tensor, pages_BG: torch.Tensor, cache: KVCache, placed: list[list[int]]
@@ -37,7 +36,10 @@ class Model:
         for layer, weights in enumerate(self.weights.layers):
             query, key, value = self._project(hidden_BC, weights, rotation)
             view.write(layer, key, value)
-            hidden_BC = self._finish_layer(hidden_BC, self._attend(query, view.read(layer), mask), weights)
+            keys, values = view.read(layer)
+            query_BKQD = query.unflatten(1, (keys.shape[1], -1))  # the queries of one key-value head as if they were tokens of it
+            attended = F.scaled_dot_product_attention(query_BKQD, keys, values, mask)
+            hidden_BC = self._finish_layer(hidden_BC, attended.flatten(1), weights)
         return self.logits(hidden_BC)
 
     def prefill(
@@ -55,8 +57,7 @@ class Model:
         for layer, weights in enumerate(self.weights.layers):
             query, key, value = self._project(hidden, weights, rotation)
             view.write(layer, key, value)
-            own = key.transpose(1, 2), value.transpose(1, 2)
-            keys, values = view.read(layer).unflatten(1, (len(tokens_BP), -1)) if has_before else own
+            keys, values = view.read(layer) if has_before else (key.transpose(1, 2), value.transpose(1, 2))
             attended = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, is_causal=not has_before, enable_gqa=True)
             hidden = self._finish_layer(hidden, attended.transpose(1, 2).flatten(2), weights)
         return hidden
@@ -80,15 +81,9 @@ class Model:
         return rotated[..., : config.num_attention_heads, :], rotated[..., config.num_attention_heads :, :], value
 
     def _decode_mask(self, positions_B: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [B * K, 1, T]: 0 up to and at a row's position, -inf after."""
-        hidden = torch.arange(num_tokens) > positions_B.repeat_interleave(self.config.num_key_value_heads)[:, None]
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).unsqueeze(1)
-
-    def _attend(self, query_BHD: torch.Tensor, cached: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Attention of one query a row over its cached keys and values [2, B * K, T, D]; [B, H * D]."""
-        keys, values = cached
-        scores = torch.baddbmm(mask, query_BHD.reshape(len(keys), -1, keys.shape[-1]), keys.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(scores.softmax(-1), values).view(len(query_BHD), -1)
+        """Additive mask [B, 1, 1, T]: 0 up to and at a row's position, -inf after."""
+        hidden = torch.arange(num_tokens) > positions_B[:, None]
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
 
     def _finish_layer(self, hidden: torch.Tensor, attended: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
         hidden = hidden + F.linear(attended, weights.output, weights.output_bias)

@@ -8,7 +8,7 @@ No chunk of a node's children is a prefix of another, so the one that shares mos
 
 from bisect import bisect_left
 from collections import OrderedDict
-from itertools import takewhile
+from operator import eq
 
 PAGE_TOKENS = 16
 
@@ -35,7 +35,7 @@ class Node:
 
 def _shared(one: Chunk, other: Chunk) -> int:
     """How many tokens both begin with."""
-    return len(one) if one == other else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return [*map(eq, one, other), False].index(False)
 
 
 class PrefixTree:

@@ -26,7 +26,8 @@ def sample(
     uniform_B = torch.rand(len(logits_BV), dtype=torch.float64, generator=generator)
     for row, (seed, position) in seeded.items():
         uniform_B[row] = _seeded_uniform(seed, position)
-    return torch.where(greedy_B, logits_BV.argmax(-1), draw(weights_BV, uniform_B)), logprobs_BV
+    drawn_B = draw(weights_BV, uniform_B)
+    return torch.where(greedy_B, logits_BV.argmax(-1), drawn_B) if greedy_B.any() else drawn_B, logprobs_BV
 
 
 def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
