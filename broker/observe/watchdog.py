@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from broker.state import admission, choice, prompts, wait_reasons
+from broker.state import choice, wait_reasons
 from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent
-from broker.state.features import consumers
 from broker.state.pace import quantile
-from broker.state.records import Client
+from broker.state.wait_reasons import Cause
 from slimebus.bus.messages import NO_VERSION
 
 QUANTILE = 0.9
@@ -34,16 +33,6 @@ MAX_BURST_STEPS = 8
 """Steps committed in one burst count at most so often."""
 KEPT_INTERVALS = 16
 """So many survive a restart of the broker."""
-MAX_NAMES = 4
-
-
-class Cause(msgspec.Struct, frozen=True):
-    """Which role the run waits for, which processes of it, and a sentence."""
-
-    role: str
-    who: list[str]
-    reason: str
-
 
 # --- watching ---
 
@@ -161,7 +150,7 @@ def cause(state: State) -> Cause:
     elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
         text = f"{trainer.title} {_doing(state)}"
     else:
-        return _waits_for_groups(state, trainer)
+        return _with_oldest_lease(state, wait_reasons.batch_cause(state, meta.next_step))
     return Cause("trainer", [trainer.name], text)
 
 
@@ -196,46 +185,9 @@ def _ready(state: State) -> str:
     return f"{choice.so_far(state, len(state.groups.ready))} ready"
 
 
-def _waits_for_groups(state: State, trainer: Client) -> Cause:
-    reason, lacking = wait_reasons.reason_for(state, state.meta.next_step), state.groups.awaiting_fields
-    if lacking and len(state.groups.ready) + len(lacking) >= state.rules.batch_size:
-        names = {who for name in consumers.missing_fields(state) for who in consumers.producers(state, name)}
-        return Cause("consumer", sorted(names)[:MAX_NAMES], reason)
-    if holders := {group.lease.worker for group in state.groups.leased_for_training()}:
-        silent = {name for name in holders if (c := state.clients.get(name)) is None or c.is_gone or is_silent(state, c)}
-        lease, since = min(state.lease_since.items(), key=lambda item: item[1])
-        oldest = f"lease {lease} has been held for {state.now - since:.0f} s"
-        return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], f"{reason}; {oldest}")
-    why_none = prompts.why_none(state)
-    if why_none and not state.groups.first_queued():
-        return Cause("broker", ["source"], reason if why_none in reason else f"{reason}; {why_none}")
-    if choice.can_never_fill(state):
-        return Cause("broker", ["source"], f"{reason}; the prompt source has ended")
-    return _no_leases(state, trainer, reason)
-
-
-def _no_leases(state: State, trainer: Client, reason: str) -> Cause:
-    workers = [c for c in state.clients.values() if c.role == "rollout" and not c.is_fenced]
-    present = [c for c in workers if is_present(c)]
-    waits_for = f"trainer waits for batch {state.meta.next_step}: {_ready(state)}"
-    if not present:
-        names = [c.name for c in workers]
-        return Cause("rollout", names[:MAX_NAMES], f"{reason}{f' ({_names(names)} fell silent)' if names else ''}")
-    refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
-    unready = [c.name for c in present if admission.unready_weights(state, c)]
-    if state.num_held >= admission.capacity(state):
-        return Cause("broker", ["buffer"], f"{waits_for}; {next(iter(refusals.values()))}")
-    if len(unready) == len(present):
-        verb = "still pulls" if len(unready) == 1 else "still pull"
-        return Cause("rollout", unready[:MAX_NAMES], f"{waits_for}; {_names(unready)} {verb} version {state.meta.version}")
-    if state.meta.filtered_in_a_row >= state.rules.max_filtered:
-        return Cause("broker", ["filter"], f"{waits_for}; {admission.all_filtered(state)}")
-    if all(refusals.values()):
-        return Cause("trainer", [trainer.name], f"{reason}; {trainer.title} has published version {state.meta.version}")
-    idle = [name for name, refusal in refusals.items() if not refusal]
-    return Cause("rollout", idle[:MAX_NAMES], f"{waits_for}; {_names(idle)} could work and asks for nothing")
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+def _with_oldest_lease(state: State, cause: Cause) -> Cause:
+    """The same, and where workers are waited for how long the oldest lease has been held."""
+    if cause.role != "rollout" or not state.lease_since:
+        return cause
+    lease, since = min(state.lease_since.items(), key=lambda item: item[1])
+    return msgspec.structs.replace(cause, reason=f"{cause.reason}; lease {lease} has been held for {state.now - since:.0f} s")

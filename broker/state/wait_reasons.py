@@ -2,7 +2,9 @@
 
 from collections import Counter
 
-from broker.state import admission, choice
+import msgspec
+
+from broker.state import admission, choice, prompts
 from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent, is_starting
 from broker.state.features import consumers
@@ -11,37 +13,73 @@ from broker.state.records import Client
 from broker.state.waiting import Kind
 from slimebus.bus.messages import NO_VERSION
 
+MAX_NAMES = 4
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Which role the run waits for, which processes of it, and a sentence."""
+
+    role: str
+    who: list[str]
+    reason: str
+
 
 def reason_for(state: State, step: int) -> str:
     """Who waits for whom, in one line."""
     if step > state.next_unassigned:
         return f"the trainer waits for batch {step}, but step {state.next_unassigned} has not been asked for"
+    return batch_cause(state, step).reason
+
+
+def batch_cause(state: State, step: int) -> Cause:
+    """Whom the next batch to be chosen waits for, while too few groups are ready."""
     parts = [f"trainer waits for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"]
     holders = Counter(group.lease.worker for group in state.groups.leased_for_training())
-    for name, count in holders.most_common(4):
-        client = state.clients.get(name)
-        silence = f", silent for {state.now - client.heard_at:.0f} s" if client and is_silent(state, client) else ""
+    silent = {name: client for name in holders if (client := state.clients.get(name)) is not None and is_silent(state, client)}
+    for name, count in holders.most_common(MAX_NAMES):
+        silence = f", silent for {state.now - silent[name].heard_at:.0f} s" if name in silent else ""
         parts.append(f"{count} leased by {name}{silence}")
     if lacking := consumers.why_fields_are_awaited(state):
         parts.append(lacking)
-    elif not holders:
-        parts.append(_why_no_leases(state))
-    return "; ".join(parts)
+    if lacking and len(state.groups.every_ready()) >= state.rules.batch_size:
+        names = {who for name in consumers.missing_fields(state) for who in consumers.producers(state, name)}
+        return Cause("consumer", sorted(names)[:MAX_NAMES], "; ".join(parts))
+    if holders:
+        return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], "; ".join(parts))
+    found = _no_leases(state)
+    return Cause(found.role, found.who, "; ".join(parts if lacking else [*parts, found.reason]))
 
 
-def _why_no_leases(state: State) -> str:
-    num_workers = sum(c.role == "rollout" and not c.is_gone for c in state.clients.values())
-    if not num_workers:
-        return "no rollout worker is connected"
-    if state.waiting_leases:
-        waiting = next(iter(state.waiting_leases.values()))
-        return f"{waiting.client} waits: {admission.why_waiting(state, waiting)}"
-    if state.meta.version == NO_VERSION:
-        return "no weights are published yet"
-    if scored := sum(group.kind == EVAL for group in state.groups.by_lease.values()):
-        return f"none leased; workers sample {scored} prompts of an evaluation"
-    workers = "1 worker is connected and asks" if num_workers == 1 else f"{num_workers} workers are connected and ask"
-    return f"none leased; {workers} for nothing; the logs of workers and engines say why"
+def _no_leases(state: State) -> Cause:
+    """Whom the run waits for while no group is leased for training."""
+    workers = [c for c in state.clients.values() if c.role == "rollout" and not c.is_fenced]
+    present = [c for c in workers if is_present(c)]
+    if not present:
+        names = [c.name for c in workers]
+        return Cause("rollout", names[:MAX_NAMES], f"no rollout worker is connected{f' ({_named(names)} fell silent)' if names else ''}")
+    if (why_none := prompts.why_none(state)) and not state.groups.first_queued():
+        return Cause("broker", ["source"], why_none)
+    refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
+    first, why = next(iter(refusals.items()))
+    if state.num_held >= admission.capacity(state):
+        return Cause("broker", ["buffer"], why)
+    if state.meta.filtered_in_a_row >= state.rules.max_filtered:
+        return Cause("broker", ["filter"], admission.all_filtered(state))
+    if state.meta.version != NO_VERSION and all(admission.unready_weights(state, c) for c in present):
+        verb = "still pulls" if len(present) == 1 else "still pull"
+        return Cause("rollout", [*refusals][:MAX_NAMES], f"{_named([*refusals])} {verb} version {state.meta.version}")
+    if scored := [group for group in state.groups.by_lease.values() if group.kind == EVAL]:
+        names = sorted({group.lease.worker for group in scored})
+        return Cause("rollout", names[:MAX_NAMES], f"none leased; workers sample {len(scored)} prompts of an evaluation")
+    if all(refusals.values()):
+        return Cause("trainer", [c.name for c in [trainer_of(state)] if c], f"{first} waits: {why}")
+    idle = [name for name, refusal in refusals.items() if not refusal]
+    return Cause("rollout", idle[:MAX_NAMES], f"none leased; {_named(idle)} could work and asks for nothing")
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def why_leases_wait(state: State) -> dict[Kind, str]:
