@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from broker.simulate.simulated_run import simulate
+from broker.simulate.simulated_run import num_warm, simulate
 from broker.simulate.workload import Workload
 from slimebus.bus.errors import DataError
 from slimebus.cli.config.saved import FILE, saved_config
@@ -70,6 +70,14 @@ def calibrate(run_dir: Path, cores: float | None = None) -> Workload:
         worker_cores=active or 1.0,
     )
     return _fitted(rough, statistics.fmean(rates))
+
+
+def measured(run_dir: Path) -> tuple[float, float]:
+    """Steps a second and mean lag of a run, without as many first steps as a simulation leaves out."""
+    steps = report.read(run_dir).steps
+    warm = steps[num_warm(len(steps)) :]
+    seconds, samples = warm[-1]["elapsed_s"] - warm[0]["elapsed_s"], sum(row["num_samples"] for row in warm)
+    return (len(warm) - 1) / (seconds or math.inf), sum(row["lag_mean"] * row["num_samples"] for row in warm) / (samples or 1.0)
 
 
 def _fitted(rough: Workload, measured: float) -> Workload:

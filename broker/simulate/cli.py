@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import textwrap
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from broker.simulate.workload import Workload, lognormal_lengths
+from broker.simulate.workload import LONGEST, Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.cli.config.fields import fields_of
 from slimebus.cli.formatting import columns
@@ -34,7 +35,7 @@ ENOUGH = 0.05
 FEW_STEPS = 30
 """A run of fewer does not tell how fast it goes."""
 MOST_WORKERS = 4096
-MOST_SIGMA = 10.0
+WIDTH = 120
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,11 +51,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="[path] A run's directory to take all values from.",
 )
-@click.option("--mean-length", type=click.FloatRange(min=1), help="[tokens] Of a sample.")
-@click.option(
-    "--length-sigma", type=click.FloatRange(min=0), default=0.6, show_default=True, help="[ratio] Deviation of the logarithm of lengths."
-)
-@click.option("--max-length", type=click.FloatRange(min=1), default=1e9, help="[tokens] Where samples are cut.")
+@click.option("--mean-length", type=float, help="[tokens] Of a sample.")
+@click.option("--length-sigma", default=0.6, show_default=True, help="[ratio] Deviation of the logarithm of lengths.")
+@click.option("--max-length", default=LONGEST, help="[tokens] Where samples are cut.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with the histogram of lags.")
 @click.option("--plot", type=click.Path(path_type=Path), help="[path] Draw throughput, idle time and lag here (PNG).")
 @_options
@@ -70,25 +69,26 @@ def simulate(
     """Play a run on a virtual clock: the broker's real decisions, with workers and trainer as timed models.
 
     Values are given, or measured in a run (--from); an option changes one of them, and with commas (--workers 1,2,4) every combination is
-    played. `formula` is the closed form of the mean lag (docs/simulate.md). The last line says how many workers the trainer could use.
+    played. `formula` is the closed form of the mean lag (docs/simulate.md). Below the table stand how many workers the trainer could use,
+    all values used, and with --from what the run measured beside what is predicted of it.
     """
-    from broker.simulate.calibrate import calibrate
+    from broker.simulate.calibrate import calibrate, measured
     from broker.simulate.closed_form import mean_staleness
     from broker.simulate.simulated_run import simulate as play
 
     given = {name: _values(name, text) for name, text in varied.items() if text is not None}
-    base = dict[str, Any]()
+    base, itself = dict[str, Any](), dict[str, list[float]]()
     if run_dir is not None:
         try:
-            base = msgspec.structs.asdict(calibrate(run_dir, given.get("cores", [0])[0]))
+            calibrated = calibrate(run_dir, given.get("cores", [0])[0])
+            base, of_run = msgspec.structs.asdict(calibrated), play(calibrated)
+            itself = {"measured": [*measured(run_dir)], "predicted": [of_run.steps_per_s, of_run.lag_mean]}
         except (KeyError, TypeError, ValueError) as bad:  # JSON that is cut, rows without what they had to have
             raise DataError(f"{run_dir}: its records are damaged ({type(bad).__name__}: {bad}); take another run") from None
         if base["steps"] < FEW_STEPS:
             note = f"{run_dir} has {base['steps']} steps: too few to tell how fast it goes; take a run of 100 or so"
             click.echo(f"simulate: {note}", err=True)
     if mean_length is not None:
-        if not math.isfinite(mean_length + length_sigma) or math.isnan(max_length) or length_sigma > MOST_SIGMA:
-            raise UsageError(f"--mean-length, --length-sigma and --max-length: expected numbers, and a sigma up to {MOST_SIGMA:g}")
         base["lengths"] = lognormal_lengths(mean_length, length_sigma, max_length)
     elif run_dir is None:
         raise UsageError("give --from RUN_DIR of a run that exists, or at least --mean-length")
@@ -97,12 +97,16 @@ def simulate(
         workload = _workload(base | dict(zip(given, values, strict=True)))
         played.append((workload, play(workload), mean_staleness(workload)))
         if as_json:
-            click.echo(json.dumps(_row(given, *played[-1])))
+            click.echo(json.dumps(_row(given, *played[-1]) | itself))
     shown = [name for name, values in given.items() if len(values) > 1]
     if not as_json:
         rows = [[*(f"{getattr(w, name):g}" for name in shown), *(text(o) for text in SHOWN.values()), f"{f:.2f}"] for w, o, f in played]
         click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in shown), *SHOWN, "formula"])))
         click.echo(advice(played[-1][0], played[-1][1], lambda w: play(w).trainer_idle))
+        click.echo(textwrap.fill(f"values: {_as_flags(played[-1][0], shown)}", WIDTH, break_on_hyphens=False))
+    if itself and not as_json:
+        found = (f"{name} {steps_per_s:.3g} steps/s, mean lag {lag:.2f}" for name, (steps_per_s, lag) in itself.items())
+        click.echo(f"{run_dir} itself: {', '.join(found)}")
     if plot is not None:
         from broker.simulate.plot import draw
 
@@ -118,15 +122,24 @@ def _values(name: str, text: str) -> list[float]:
 
 def _workload(values: dict[str, Any]) -> Workload:
     try:
-        return msgspec.convert(values, Workload)
-    except msgspec.ValidationError as bad:
-        raise ConfigError(f"simulate: {bad}") from None
+        return Workload(**values)
+    except ConfigError as bad:  # it begins with the name of the field
+        name, _, problem = bad.text.partition(" ")
+        raise ConfigError(f"--{name.replace('_', '-')} {problem}") from None
+
+
+def _as_flags(workload: Workload, left_out: list[str]) -> str:
+    """Every value of a workload as on the command line, but those left out; of the lengths the least, the longest and the mean."""
+    flags = (f"--{f.name.replace('_', '-')} {getattr(workload, f.name):g}" for f in VARIED if f.name not in left_out)
+    least, *_, longest = 2 * workload.lengths
+    return f"{' '.join(flags)}; lengths {least:.4g} to {longest:.4g} with a mean of {workload.mean_length:.4g} tokens"
 
 
 def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome", formula: float) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)
-    row = {name: getattr(workload, name) for name in given} | found | {"formula": formula}
-    return {name: None if value == math.inf else value for name, value in row.items()}  # JSON has no infinity
+    values: dict[str, Any] = {name: None if value == math.inf else value for name, value in msgspec.to_builtins(workload).items()}
+    found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)  # JSON has no infinity, nor has the formula of an unbounded run
+    formula_or_none = None if formula == math.inf else formula
+    return {name: values[name] for name in given} | found | {"formula": formula_or_none, "values": values}
 
 
 def advice(workload: Workload, outcome: "Outcome", idle_of: Callable[[Workload], float]) -> str:

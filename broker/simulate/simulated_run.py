@@ -14,9 +14,9 @@ import msgspec
 
 from broker.machine import Machine
 from broker.simulate.engine import SimulatedEngine, SimulatedGroup
-from broker.simulate.numbered_prompts import NumberedPrompts
 from broker.simulate.timeline import Timeline
 from broker.simulate.workload import Workload
+from broker.source.interface import Prompt, PromptSource
 from broker.state.effects import Address, Event, Notify, Reply
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
@@ -30,7 +30,6 @@ AHEAD = 2
 TOGETHER = 1e-3
 """Of a step's time: what happens within it reaches the broker in one burst, as with a real one that is busy."""
 WARM_SHARE, MAX_WARM = 0.1, 20
-"""The first steps, in which the pipeline fills, are left out of all rates."""
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -50,6 +49,19 @@ class Outcome(msgspec.Struct, kw_only=True):
     """Share of all sampled tokens."""
     wasted_groups: dict[str, int]
     seconds: float
+
+
+def num_warm(steps: int) -> int:
+    """The first steps of so many, in which the pipeline fills: they are left out of all rates."""
+    return min(MAX_WARM, int(WARM_SHARE * steps))
+
+
+class EndlessPrompts(PromptSource):
+    """Prompts that are nothing but numbers."""
+
+    def take(self, position: int) -> Prompt:
+        """The prompt of a position."""
+        return Prompt(f"0/{position}", position, b"prompt")
 
 
 class SimulatedWorker:
@@ -75,7 +87,7 @@ class SimulatedRun:
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.timeline, self.random = workload, Timeline(), random.Random(workload.seed)
-        self.machine = Machine(workload.rules(), NumberedPrompts(1 << 62, 1), run=RUN)
+        self.machine = Machine(workload.rules(), EndlessPrompts(), run=RUN)
         self._events: deque[Event] = deque()
         self._done: dict[Address, Callable[[Any], None]] = {}
         self._epochs: dict[str, int] = {}
@@ -94,7 +106,7 @@ class SimulatedRun:
         self.busy_s, self._num_busy, self._counted_at = 0.0, 0, 0.0
         self.lag_tokens: defaultdict[int, float] = defaultdict(float)
         self.lag_samples: defaultdict[int, int] = defaultdict(int)
-        self._warm = min(MAX_WARM, int(WARM_SHARE * workload.steps))
+        self._warm = num_warm(workload.steps)
         self._together_s = TOGETHER * workload.train_seconds(workload.batch * workload.samples * workload.mean_length)
         self._frames: dict[tuple[tuple[int, ...], int], list[bytes]] = {}
         self._warm_at = self._warm_made = 0.0

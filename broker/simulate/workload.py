@@ -6,25 +6,32 @@ from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from broker.state.rules import EvalDataset, Rules
+from broker.state.rules import Checked, EvalDataset, Rules
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config.schema import Natural, NonNegative, Positive
 
-Rate = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Rate = Annotated[float, Meta(ge=1e-6, le=1e12)]
+Cores = Annotated[float, Meta(ge=0, le=1e6)]
 
 NUM_QUANTILES = 101
-UNBOUNDED = ("max_staleness", "trainer_tokens_per_s")
-MOST_SAMPLES, WORKER_SAMPLES = 100_000_000, 100
+LONGEST, MOST_SIGMA = 1e9, 10.0
+"""Tokens of a sample, and deviation of the logarithm of lengths, at most."""
+MOST_SAMPLES, WORKER_SAMPLES = 20_000_000, 100
 """What is played at most, and how many samples a worker, or its failure, costs as much as."""
+MOST_OVER_SAMPLED = 16
+"""Batches that may be started for each step."""
 MOST_LIVES = 4.0
 """Of a worker that a group may take."""
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run as a timed model. Lengths in trained tokens of a sample, times in seconds, staleness in versions."""
+class Workload(Checked, frozen=True):
+    """A run as a timed model. Lengths in trained tokens of a sample, times in seconds, staleness in versions.
+
+    Raises ConfigError for what cannot be simulated; it begins with the name of the field.
+    """
 
     steps: Positive = 200
     """[steps] To simulate."""
@@ -52,57 +59,60 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[tokens] Evenly spaced quantiles of a sample's, the least first; a length is drawn by linear interpolation."""
     worker_tokens_per_s: Rate = 2000.0
     """[tokens/s] Of one worker with many samples."""
-    token_s: NonNegative = 0.0
+    token_s: Seconds = 0.0
     """[seconds] Least time of one token of one sample; 0: a single sample may have the whole worker."""
-    overhead_s: NonNegative = 0.0
+    overhead_s: Seconds = 0.0
     """[seconds] Of a group beside its tokens (prompt, reward, put)."""
-    step_s: NonNegative = 1.0
+    step_s: Seconds = 1.0
     """[seconds] Of a training step, besides its tokens."""
-    trainer_tokens_per_s: Rate = math.inf
+    trainer_tokens_per_s: Annotated[float, Meta(ge=1e-6)] = math.inf
     """[tokens/s] Of the trainer."""
-    publish_s: NonNegative = 0.0
+    publish_s: Seconds = 0.0
     """[seconds] That a version holds the trainer up."""
-    pull_s: NonNegative = 0.0
+    pull_s: Seconds = 0.0
     """[seconds] From a version's publish until workers serve it."""
-    cores: NonNegative = 0
+    cores: Cores = 0
     """[cores] That trainer and workers share, less what others use of them; 0: each has its own."""
-    worker_cores: Rate = 1.0
+    worker_cores: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """[cores] Kept busy by a worker that samples, its share of the broker included; the trainer keeps one busy."""
-    load_s: NonNegative = 0.0
+    load_s: Seconds = 0.0
     """[seconds] That a worker makes no tokens while it loads a version."""
-    life_s: NonNegative = 0.0
+    life_s: Seconds = 0.0
     """[seconds] Mean time between failures of a worker; 0: none."""
-    lease_s: NonNegative = 60.0
+    lease_s: Seconds = 60.0
     """[seconds] After which a failed worker's groups are sampled by others."""
-    restart_s: NonNegative = 10.0
+    restart_s: Seconds = 10.0
     """[seconds] Until a failed worker is back."""
     seed: Natural = 0
     """[number] Of the lengths and failures."""
 
     def __post_init__(self) -> None:
-        if not self.lengths or list(self.lengths) != sorted(self.lengths) or self.lengths[0] < 1:
-            raise ConfigError(f"lengths {self.lengths[:5]}; expected rising quantiles of at least 1 token")
-        given = {field: getattr(self, field) for field in self.__struct_fields__ if field != "lengths"}
-        for name, value in (given | {"the longest length": self.lengths[-1]}).items():
-            if math.isnan(value) or (math.isinf(value) and name not in UNBOUNDED):
-                raise ConfigError(f"{name} is {value:g}; expected a finite number")
+        super().__post_init__()
+        if not self.lengths or list(self.lengths) != sorted(self.lengths) or not 1 <= self.lengths[0] <= self.lengths[-1] <= LONGEST:
+            raise ConfigError(f"lengths {self.lengths[:5]}; expected rising quantiles of 1 to {LONGEST:g} tokens")
+        most = MOST_OVER_SAMPLED * self.batch
+        if self.over_sampling and not self.batch <= self.over_sampling <= most:
+            raise ConfigError(f"over_sampling is {self.over_sampling}; expected 0, or from the batch of {self.batch} groups to {most}")
         self._check_size()
 
     def _check_size(self) -> None:
         """Raises ConfigError for what would not end: too much of it, or workers that fail before they have made a group."""
         sampled = self.samples * max(self.batch, self.over_sampling)
         evaluated = self.eval_samples / self.eval_interval if self.eval_interval else 0.0
-        if max(self.steps * (sampled + evaluated), self.workers * WORKER_SAMPLES) > MOST_SAMPLES:
-            raise ConfigError(f"{self.steps} steps of {sampled} samples by {self.workers} workers are too many to simulate; take fewer")
+        if self.workers * WORKER_SAMPLES > MOST_SAMPLES:
+            raise ConfigError(f"workers is {self.workers}; expected 1 to {MOST_SAMPLES // WORKER_SAMPLES}")
+        if self.steps * (sampled + evaluated) > MOST_SAMPLES:
+            most = int(MOST_SAMPLES / (sampled + evaluated))
+            raise ConfigError(f"steps is {self.steps}; expected 1 to {most}, with {sampled + evaluated:g} samples each")
         if not self.life_s:
             return
         rate, together = self.worker_tokens_per_s, min(self.groups_per_worker, math.ceil(self.batch / self.workers))
         group_s = self.overhead_s + self.mean_length * max(self.token_s, self.samples * together / rate)
         if group_s > MOST_LIVES * self.life_s:
-            raise ConfigError(f"life_s {self.life_s:g}: workers would fail before they have made a group, which takes {group_s:.3g} s")
+            raise ConfigError(f"life_s is {self.life_s:g}: workers would fail before they have made a group, which takes {group_s:.3g} s")
         seconds = self.train_seconds(self.mean_length * sampled) + self.publish_s + self.pull_s + group_s
         if self.workers * self.steps * seconds > MOST_SAMPLES * (self.life_s + self.restart_s) / WORKER_SAMPLES:
-            raise ConfigError(f"life_s {self.life_s:g}: too many failures to simulate; take a longer life, or fewer steps")
+            raise ConfigError(f"life_s is {self.life_s:g}: too many failures to simulate; take a longer life, or fewer steps")
 
     def rules(self) -> Rules:
         """What the broker is told; its waits and deadlines never run out, as the simulation has its own clients."""
@@ -146,7 +156,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def lognormal_lengths(mean: float, sigma: float, longest: float) -> tuple[float, ...]:
-    """Quantiles of a log-normal length of this mean, cut at `longest`. sigma: of its logarithm; 0: all equal."""
+    """Quantiles of a log-normal length of this mean, cut at `longest`. sigma: of its logarithm; 0: all equal. Raises ConfigError."""
+    if not (1 <= mean <= LONGEST and 1 <= longest <= LONGEST and 0 <= sigma <= MOST_SIGMA):
+        tokens = f"--mean-length {mean:g} and --max-length {longest:g}: expected 1 to {LONGEST:g} tokens"
+        raise ConfigError(f"{tokens}; --length-sigma {sigma:g}: expected 0 to {MOST_SIGMA:g}")
     at = [(i + 0.5) / NUM_QUANTILES for i in range(NUM_QUANTILES)]
     mu = math.log(mean) - sigma**2 / 2
     return tuple(max(1.0, min(longest, math.exp(mu + sigma * NormalDist().inv_cdf(q)))) for q in at)

@@ -4,8 +4,8 @@ import random
 from typing import Literal
 
 import msgspec
+from numbered_prompts import NumberedPrompts
 
-from broker.simulate.numbered_prompts import NumberedPrompts
 from broker.state.rules import EvalDataset, Rules
 
 Durability = Literal["fsync", "os"]

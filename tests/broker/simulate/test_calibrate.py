@@ -149,6 +149,11 @@ def test_the_command_shows_each_combination_and_how_many_workers_to_add(run_dir:
     assert lines[0].split("  ")[0] == "max staleness"
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
     assert "more workers like these would make it the bottleneck" in lines[3]
+    values = " ".join(lines[4:])
+    assert "--batch 16 --samples 4 --publish-interval 1 " in values, "without the bound, which stands in the table"
+    assert "--pull-s 0.3 " in values
+    assert "; lengths 50 to 150 with a mean of 100 tokens" in values
+    assert lines[-1].startswith(f"{run_dir} itself: measured 0.364 steps/s, mean lag 1.00, predicted 0.44")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -158,6 +163,9 @@ def test_the_command_as_json_has_the_histogram(run_dir: Path) -> None:
     assert (row["workers"], row["seed"]) == (2, 3)
     assert sum(row["lag_tokens"].values()) > 0
     assert row["formula"] == 2
+    assert (row["values"]["batch"], row["values"]["lengths"], row["values"]["trainer_tokens_per_s"]) == (16, [50, 100, 150], 3200)
+    assert [round(value, 2) for value in row["measured"]] == [0.36, 1.0]
+    assert row["predicted"][0] == pytest.approx(1 / 2.25, rel=0.02)
 
 
 @pytest.mark.parametrize(
