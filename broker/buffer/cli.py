@@ -93,8 +93,16 @@ def export(run: Target, out: Path, states: tuple[str, ...], containing: str) -> 
     from broker.buffer.export import export_groups
 
     with _snapshot(run) as snapshot:
-        done = export_groups(snapshot, _chosen(snapshot, run.names, states, containing, every=True), out)
+        done, num_freed = (
+            export_groups(snapshot, _chosen(snapshot, run.names, states, containing, every=True), out),
+            snapshot.num_freed_steps(),
+        )
     click.echo(f"{done.groups} groups, {done.samples} samples written to {out}")
+    if num_freed and "committed" in states:
+        kept = run.resolved.run_dir / "samples"
+        use = f"the newest are in {kept}" if kept.is_dir() else f"with trainer.dump_samples the trainer keeps the newest in {kept}"
+        why = f"samples of the {num_freed} steps before step {num_freed} are freed, for every checkpoint kept is of a later step"
+        click.echo(f"{why}; {use}, which `slimebus trainer --replay` takes, too", err=True)
     for name, why in done.left_out.items():
         click.echo(f"left out group {name}: {why}", err=True)
     sys.exit(EXIT_FAILURE if done.left_out else 0)

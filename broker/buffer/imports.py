@@ -7,12 +7,10 @@ from typing import Any
 import msgspec
 
 from broker.state.features.edits import IMPORTED
-from slimebus.bus.errors import DataError, ProtocolError, UsageError
-from slimebus.bus.exported_groups import GROUPS_FILE, read_frames
+from slimebus.bus.errors import DataError, ProtocolError
+from slimebus.bus.exported_groups import GROUPS_FILE, ExportedGroup, numbered_rows, read_frames
 from slimebus.bus.messages import Import
-from slimebus.bus.sample_table import SampleTable, check_group, encode_table
-
-MAX_LINE_BYTES = 1 << 30
+from slimebus.bus.sample_table import check_group, encode_table
 
 
 class Incoming(msgspec.Struct):
@@ -22,14 +20,12 @@ class Incoming(msgspec.Struct):
     frames: list[bytes]
 
 
-class Row(msgspec.Struct):
+class Row(ExportedGroup):
     """A line of an export, or of a file of prompts."""
 
-    prompt: Any = None
     group: str = ""
+    prompt: Any = None
     lineage: str = ""
-    table: SampleTable | None = None
-    arrays: str = ""
     label: Any = None
     metadata: dict[str, Any] | None = None
 
@@ -40,24 +36,10 @@ def read_groups(path: Path, *, prompts_only: bool = False) -> Iterator[Incoming]
     prompts_only: leave the samples out.
     """
     file = path / GROUPS_FILE if path.is_dir() else path
-    try:
-        with file.open("rb") as opened:
-            for number, line in enumerate(opened, 1):
-                if line.strip():
-                    yield _incoming(f"{file}:{number}", path, _row(f"{file}:{number}", line), number, prompts_only)
-    except OSError as bad:
-        raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` wrote, or a jsonl file") from None
-
-
-def _row(place: str, line: bytes) -> Row:
-    if len(line) > MAX_LINE_BYTES:
-        raise DataError(f"{place}: a line of {len(line)} bytes; at most {MAX_LINE_BYTES}")
-    try:
-        return msgspec.json.decode(line, type=Row)
-    except msgspec.ValidationError as bad:
-        raise DataError(f"{place}: neither a prompt nor a group as `slimebus buffer export` writes it: {bad}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as bad:
-        raise DataError(f"{place}: not JSON: {bad}") from None
+    for number, row in numbered_rows(file, Row):
+        if isinstance(row, DataError):
+            raise row
+        yield _incoming(f"{file}:{number}", path, row, number, prompts_only)
 
 
 def _incoming(place: str, path: Path, row: Row, number: int, prompts_only: bool) -> Incoming:

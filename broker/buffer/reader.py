@@ -11,6 +11,7 @@ import lmdb
 import msgspec
 
 from broker.state.groups import DEAD, DROPPED, Group, Phase
+from broker.state.records import Meta
 from broker.store import lmdb_store
 from broker.store.interface import TABLES, Damaged
 from broker.store.records import unpack_frames
@@ -77,6 +78,11 @@ class StoreSnapshot:
         """The stored samples of a group; None where it has none. Raises ProtocolError for samples that nobody can read."""
         found = self.get("payloads", name)
         return None if found is None else check_group(unpack_frames(found, "payloads", name))
+
+    def num_freed_steps(self) -> int:
+        """How many steps have no samples any more: every checkpoint that is kept is of a later one."""
+        found = self.get("meta", "meta")
+        return 0 if found is None else msgspec.msgpack.decode(found, type=Meta).floor
 
 
 def store_folder(run_dir: Path) -> Path:

@@ -1,5 +1,6 @@
 """`slimebus view`: the page of a run."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Collection
@@ -10,7 +11,7 @@ import click
 from slimebus.bus.errors import UsageError
 from slimebus.bus.security.exposure import check_bind
 from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import RunCommand, from_context, split_words
+from slimebus.cli.config.flags import RunCommand, Target, of_run
 
 NICENESS = 10
 """Of the process that a broker starts: what it computes must not slow the run."""
@@ -23,18 +24,17 @@ class ViewCommand(RunCommand):
 
 
 @click.command(cls=ViewCommand, short_help="Show a run on a web page.")
-@click.argument("words", nargs=-1, metavar="[RUN.yaml] [RUN_DIR]")
+@of_run("[RUN_DIR]")
 @click.option("--http", default="127.0.0.1:0", show_default=True, help="[address] Where the page is served; port 0 takes any free one.")
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: the one that has the run's store open.")
 @click.option("--listening", type=int, hidden=True, help="[file descriptor] A socket of the broker that starts this, instead of --http.")
-@click.pass_context
-def view(ctx: click.Context, words: tuple[str, ...], http: str, broker: str | None, listening: int | None) -> None:
+def view(run: Target, http: str, broker: str | None, listening: int | None) -> None:
     """Show a run on a web page, while it goes on or when it is over.
 
     RUN_DIR is its run directory; without one, that of RUN.yaml. A broker serves the same page of its run by itself (broker.http).
     Ctrl-C ends it.
     """
-    resolved = _run_of(ctx, words)
+    resolved = _as_it_ran(run)
     import asyncio
 
     from broker.page.server import Page, serve
@@ -48,25 +48,32 @@ def view(ctx: click.Context, words: tuple[str, ...], http: str, broker: str | No
         sock, url = listen(http)
         click.echo(f"page: {url}")
     else:
-        os.nice(NICENESS)
+        give_way()
         sock, url = socket.socket(fileno=listening), page_url(resolved.run_dir)
 
-    async def run() -> None:
+    async def show() -> None:
         await serve(Page(resolved, broker, token_of(url)), sock)
 
-    asyncio.run(run())
+    asyncio.run(show())
 
 
-def _run_of(ctx: click.Context, words: tuple[str, ...]) -> Resolved:
+def _as_it_ran(run: Target) -> Resolved:
     """The run that is meant, with its config as it last ran; the keys that were given are those used."""
     import msgspec
 
     from slimebus.cli.config.saved import saved_config
 
-    file, folders = split_words(words)
-    if len(folders) > 1:
-        raise UsageError(f"view: {len(folders)} run directories given; expected one")
-    given = from_context(ctx, file)
-    found = saved_config(Path(folders[0]) if folders else given.run_dir)
+    if len(run.names) > 1:
+        raise UsageError(f"view: {len(run.names)} run directories given; expected one")
+    given = run.resolved
+    found = saved_config(Path(run.names[0]) if run.names else given.run_dir)
     keys = msgspec.structs.replace(given.config.security, keys=str(given.keys_path.resolve()) if given.keys_path else "")
     return msgspec.structs.replace(found, config=msgspec.structs.replace(found.config, security=keys))
+
+
+def give_way() -> None:
+    """Let the run's other processes go first, of one user and of one session alike: Linux shares cores by sessions before niceness."""
+    os.nice(NICENESS)
+    if os.getsid(0) == os.getpid():  # a group of its own; otherwise it would be that of whoever started this
+        with contextlib.suppress(OSError):  # not every kernel groups by session
+            Path("/proc/self/autogroup").write_text(str(NICENESS))

@@ -11,8 +11,8 @@ from broker.buffer.export import about_of
 from broker.buffer.reader import StoreSnapshot
 from broker.buffer.show import Decode, shortened
 from broker.state.groups import Group
-from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.bus.exported_groups import SAMPLES_FOLDER, ExportedGroup, read_groups, step_folders
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.bus.exported_groups import GROUPS_FILE, SAMPLES_FOLDER, ExportedGroup, numbered_rows, step_folders
 from slimebus.bus.samples import Sample, decode_group
 
 DUMPED = "dumped"
@@ -41,26 +41,33 @@ def whole(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[
 
 def dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
     """The groups whose samples the trainer kept (trainer.dump_samples), as `listed`: the newest step first."""
-    found = (_about(step, group) for step, _, group in _kept(run_dir) if containing in group.group)
+    found = (about for _, about, group in _kept(run_dir) if containing in group.group)
     return list(itertools.islice(found, MAX_GROUPS))
 
 
 def whole_dumped(run_dir: Path, name: str, decode: Decode | None) -> dict[str, Any]:
     """A group that the trainer kept, as `whole`; its prompt is in the tokens. Raises UsageError where there is none."""
-    for step, place, group in _kept(run_dir):
+    for place, about, group in _kept(run_dir):
         if group.group == name:
-            return _about(step, group) | {"worker": "", "prompt": {}} | _shown(group.samples(place), decode)
+            return about | {"worker": "", "prompt": {}} | _shown(group.samples(place), decode)
     raise UsageError(f"the samples of group {name!r} are not kept any more")
 
 
-def _kept(run_dir: Path) -> Iterator[tuple[int, Path, ExportedGroup]]:
+def _kept(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any], ExportedGroup]]:
+    """The folder of each kept group, what is said of it, and the group; damaged lines are left out and counted."""
     for step, place in reversed(step_folders(run_dir / SAMPLES_FOLDER).items()):
-        with contextlib.suppress(SlimebusError):  # a damaged step hides no other
-            yield from ((step, place, group) for group in read_groups(place))
-
-
-def _about(step: int, group: ExportedGroup) -> dict[str, Any]:
-    return {"group": group.group, "state": DUMPED, "step": step, "num_samples": group.num_samples, "reason": ""}
+        rows = list[ExportedGroup | DataError]()
+        with contextlib.suppress(UsageError):  # a step that cannot be read hides no other
+            rows += (row for _, row in numbered_rows(place / GROUPS_FILE, ExportedGroup))
+        num_damaged = sum(isinstance(row, DataError) for row in rows)
+        reason = f"{num_damaged} of the {len(rows)} lines of its step are damaged and left out" if num_damaged else ""
+        for group in rows:
+            if isinstance(group, ExportedGroup) and group.table is not None:
+                yield (
+                    place,
+                    {"group": group.group, "state": DUMPED, "step": step, "num_samples": group.num_samples, "reason": reason},
+                    group,
+                )
 
 
 def _shown(samples: list[Sample], decode: Decode | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from slimebus.weights.files.safetensors_file import READABLE
 
 GROUPS_FILE, BATCHES_FILE = "groups.jsonl", "batches.jsonl"
 SAMPLES_FOLDER, STEP_FOLDER = "samples", re.compile("step_([0-9]+)")
+MAX_LINE_BYTES = 1 << 30
 Row = TypeVar("Row")
 
 
@@ -60,14 +61,35 @@ def read_groups(folder: Path) -> Iterator[ExportedGroup]:
     return (row for row in read_lines(folder / GROUPS_FILE, ExportedGroup) if row.table is not None)
 
 
-def read_lines(file: Path, form: type[Row]) -> list[Row]:
+def read_lines(file: Path, form: type[Row]) -> Iterator[Row]:
     """The rows of a file of an export. Raises UsageError or DataError."""
+    for _, row in numbered_rows(file, form):
+        if isinstance(row, DataError):
+            raise row
+        yield row
+
+
+def numbered_rows(file: Path, form: type[Row]) -> Iterator[tuple[int, Row | DataError]]:
+    """(number of its line, row) of a file of an export; of a line that is no such row the error. Raises UsageError."""
     try:
-        return [msgspec.json.decode(line, type=form) for line in file.read_bytes().splitlines() if line.strip()]
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _row(line, form, f"{file}:{number}")
     except OSError as bad:
-        raise UsageError(f"cannot read {file}: {bad.strerror}; expected what `slimebus buffer export` or a dump wrote") from None
+        what = "expected what `slimebus buffer export` or a dump wrote, or a jsonl file"
+        raise UsageError(f"cannot read {file}: {bad.strerror}; {what}") from None
+
+
+def _row(line: bytes, form: type[Row], place: str) -> Row | DataError:
+    if len(line) > MAX_LINE_BYTES:
+        return DataError(f"{place}: a line of {len(line)} bytes; at most {MAX_LINE_BYTES}")
+    try:
+        return msgspec.json.decode(line, type=form)
+    except msgspec.ValidationError as bad:
+        return DataError(f"{place}: neither a prompt nor a group as `slimebus buffer export` writes it, nor a batch of a dump: {bad}")
     except (msgspec.DecodeError, UnicodeDecodeError) as bad:
-        raise DataError(f"{file}: {bad}") from None
+        return DataError(f"{place}: not JSON: {bad}")
 
 
 def shard_name(number: int) -> str:

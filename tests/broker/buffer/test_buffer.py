@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file
 from slimebus_command import slimebus
 
@@ -23,6 +24,7 @@ from broker.state.records import Meta, StepRecord
 from broker.store import LmdbStore, Write
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.samples import Sample, decode_group, encode_group
+from slimebus.cli.root import root
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,6 +110,18 @@ def test_exported_arrays_are_read_by_the_safetensors_package(run_dir: Path, tmp_
     arrays = load_file(tmp_path / "x" / "arrays-00000.safetensors")
     assert np.array_equal(arrays["0/2/1/tokens"], samples(2)[1].tokens)
     assert np.array_equal(arrays["0/3/0/teacher"], samples(3)[0].extras["teacher"])
+
+
+def test_an_export_of_what_was_trained_says_what_is_freed_and_what_to_use_instead(run_dir: Path, tmp_path: Path) -> None:
+    store = LmdbStore(run_dir / "broker", is_synced=False)
+    store.commit([Write("meta", "meta", msgspec.msgpack.encode(Meta(run="r", next_step=7, floor=7)))])
+    store.close()
+    words = ["buffer", "export", "--run-dir", str(run_dir), "--state", "committed", "--out"]
+    said = CliRunner().invoke(root, [*words, str(tmp_path / "x")]).stderr
+    assert said.startswith("samples of the 7 steps before step 7 are freed")
+    assert f"with trainer.dump_samples the trainer keeps the newest in {run_dir}/samples, which `slimebus trainer --replay` takes" in said
+    (run_dir / "samples").mkdir()
+    assert f"the newest are in {run_dir}/samples" in CliRunner().invoke(root, [*words, str(tmp_path / "y")]).stderr
 
 
 def test_prompts_only(run_dir: Path, tmp_path: Path) -> None:

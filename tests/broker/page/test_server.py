@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,8 @@ def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, t
         folder.mkdir(parents=True)
         group = check_group(frames(made((3, 4), reward=0.5), made((3, 4), reward=1.0)))
         write_arrays(arrays_of(f"0/{step}", group), folder / "arrays-00000.safetensors")
-        (folder / "groups.jsonl").write_bytes(
-            msgspec.json.encode({"group": f"0/{step}", "table": group.table, "arrays": "arrays-00000.safetensors"})
-        )
+        line = msgspec.json.encode({"group": f"0/{step}", "table": group.table, "arrays": "arrays-00000.safetensors"})
+        (folder / "groups.jsonl").write_bytes(b'{"gro\n\n' + line if step == 9 else line)
 
     for name, lines in (("step_notes", b""), ("step_00000010", b'{"gro'), ("step_00000007", b'{"group":"\xff"}'), ("step_00000011", None)):
         folder = tmp_path / "run" / "samples" / name
@@ -178,6 +178,7 @@ def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, t
 
     listed, found, whole, absent = visited(ask)
     assert [(group["group"], group["step"], group["num_samples"]) for group in listed] == [("0/9", 9, 2), ("0/8", 8, 2)]
+    assert [group["reason"] for group in listed] == ["1 of the 2 lines of its step are damaged and left out", ""]
     assert [group["group"] for group in found] == ["0/8"]
     assert [sample["reward"] for sample in whole["samples"]] == [0.5, 1.0]
     assert whole["samples"][0]["num_tokens"] == 4
@@ -199,3 +200,13 @@ def test_a_page_that_a_hung_disk_keeps_is_not_waited_for_for_ever() -> None:
     page._process = Hung()
     page.stop()
     assert waits == [STOP_S]
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not share cores by sessions")
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_the_page_lowers_its_own_session_and_no_other(is_apart: bool) -> None:
+    code = "from pathlib import Path; from broker.page.cli import give_way; give_way(); print(Path('/proc/self/autogroup').read_text())"
+    before = Path("/proc/self/autogroup").read_text()
+    done = subprocess.run([sys.executable, "-c", code], start_new_session=is_apart, capture_output=True, text=True, check=True)
+    assert ("nice 10" in done.stdout) is is_apart, done.stdout
+    assert Path("/proc/self/autogroup").read_text() == before
