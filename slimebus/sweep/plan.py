@@ -6,17 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import xxhash
-from msgspec import Meta
 
 from slimebus.cli.config.convert import Converter, nearest, nearest_of
 from slimebus.cli.config.field_rules import evaluation_problems
 from slimebus.cli.config.file_checks import file_problems
 from slimebus.cli.config.load import raise_all, read, read_map, without
-from slimebus.cli.config.schema import OPEN_MAPS, Natural, NonNegative, Positive, Processes, Section, paths
+from slimebus.cli.config.schema import OPEN_MAPS, Natural, Positive, Processes, Section, paths
 
 OWN = ("seed", "run_dir", "name")
 """Options that the sweep sets for each trial."""
@@ -27,8 +26,6 @@ class EarlyStop(Section, frozen=True):
 
     after: Positive = 1
     """[versions] No trial is stopped before its evaluation of this version."""
-    below: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """[score] Hopeless is also a score surely below this."""
 
 
 class Plan(Section, frozen=True):
@@ -58,8 +55,6 @@ class Plan(Section, frozen=True):
     """[list] Numbers of GPUs, dealt evenly to the trials that run at the same time (CUDA_VISIBLE_DEVICES)."""
     cpus: list[Natural] = []
     """[list] Numbers of CPUs, dealt likewise (affinity, on Linux); empty: trials share all."""
-    trial_timeout_s: NonNegative = 0.0
-    """[seconds] A trial that takes longer is stopped and counts as failed; 0: never."""
     early_stop: EarlyStop | None = None
     """[map] Stop hopeless trials; without it all run to their end."""
 

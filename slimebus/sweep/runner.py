@@ -94,7 +94,7 @@ class Runner:
         self.outcomes = {trial.name: read_outcome(sweep, trial) for trial in sweep.trials}
         self.running: list[Running] = []
 
-    def run(self, *, retry_failed: bool = False) -> None:
+    def run(self) -> None:
         """Until every trial is over. Raises ConfigError before any starts when an option is no option or no trial could run.
 
         Raises UsageError while another process runs this sweep.
@@ -103,8 +103,7 @@ class Runner:
         lock = FileLock(self.sweep.folder / "lock")
         if not lock.acquire():
             raise UsageError(f"{self.sweep.folder}: {lock.owner()} runs this sweep")
-        begun = ("new", "running", *(("failed", "refused") if retry_failed else ()))
-        waiting = [trial for trial in self.sweep.trials if self.outcomes[trial.name].state in begun]
+        waiting = [trial for trial in self.sweep.trials if self.outcomes[trial.name].state in ("new", "running")]
         try:
             waiting = self._without_refused(waiting) if waiting else []
             with Fleet(self.sweep.folder / "logs") as fleet:
@@ -144,13 +143,10 @@ class Runner:
 
     def _look(self, fleet: Fleet, running: Running) -> None:
         """End it, or have it ended, where there is a reason."""
-        code, limit_s = running.child.process.poll(), self.sweep.plan.trial_timeout_s
+        code = running.child.process.poll()
         if code is not None:
             self._take_out(fleet, running)
             self._end(running.trial, "failed" if code else "done", reason_in(running.child.log_file, code) if code else "")
-        elif limit_s and running.seconds > limit_s:
-            self._take_out(fleet, running)
-            self._end(running.trial, "failed", f"took longer than trial_timeout_s {limit_s:g}")
         elif self.sweep.plan.early_stop and time.monotonic() - running.looked_at > LOOK_S:
             running.looked_at = time.monotonic()
             others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
@@ -217,8 +213,6 @@ def hopeless(rows: report.Rows, others: Sequence[report.Rows], rule: EarlyStop) 
     if not rows or rows[-1]["version"] < rule.after:
         return ""
     version, best = rows[-1]["version"], max(row["high"] for row in rows)
-    if best < rule.below:
-        return f"hopeless at version {version}: at best {best:.3f}, below {rule.below:g}"
     reached = [max(scores) for other in others if (scores := [row["mean_reward"] for row in other if row["version"] <= version])]
     if len(reached) >= MIN_OTHERS and best < statistics.median(reached):
         return f"hopeless at version {version}: at best {best:.3f}, median of {len(reached)} others {statistics.median(reached):.3f}"

@@ -9,10 +9,9 @@ import click
 @click.command()
 @click.argument("sweep_yaml", type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Check the config of every trial and list them; start nothing.")
-@click.option("--retry-failed", is_flag=True, help="Run trials again that failed or were refused.")
 @click.option("--report", is_flag=True, help="Compare the trials that are over, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --check: one JSON object, trial to its mistakes.")
-def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, report: bool, as_json: bool) -> None:
+def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
     """Run every trial of SWEEP.yaml that is not over yet, then compare them (docs/sweep.md).
 
     Each trial is a `slimebus up` in a run directory of its own. Started again after whatever ended it, the sweep goes on where it was. A
@@ -35,7 +34,7 @@ def sweep(sweep_yaml: Path, check: bool, retry_failed: bool, report: bool, as_js
     runner = Runner(found, click.echo)
     try:
         if not report:
-            runner.run(retry_failed=retry_failed)
+            runner.run()
     finally:
         if any(outcome.state == "done" for outcome in runner.outcomes.values()):
             results = of_sweep(found, runner.outcomes)

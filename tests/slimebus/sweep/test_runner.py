@@ -118,10 +118,11 @@ def test_a_trial_that_fails_is_a_line_with_its_reason_and_the_sweep_goes_on(tmp_
     assert [state for state, _ in states(sweep)] == ["done", "failed", "done"]
     assert any("max_staleness=1,seed=0: failed after 0 s: it broke: no such thing" in line for line in lines)
     Runner(sweep, print).run()
-    assert states(sweep)[1] == ("failed", 1), "not run again unless it is asked for"
+    assert states(sweep)[1] == ("failed", 1), "not run again by itself"
     monkeypatch.setattr(FakeFleet, "codes", {})
-    Runner(sweep, print).run(retry_failed=True)
-    assert states(sweep)[1] == ("done", 2)
+    (sweep.run_dir(sweep.trials[1]) / "trial.json").unlink()
+    Runner(sweep, print).run()
+    assert states(sweep)[1] == ("done", 1)
 
 
 def test_a_refused_config_is_a_line_and_is_never_started(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +141,6 @@ def test_a_wrong_name_or_a_sweep_of_which_nothing_can_run_is_refused(sweep: Swee
     assert states(sweep) == [("new", 0)] * 3
 
 
-def test_a_trial_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = sweep_of(tmp_path, monkeypatch, codes={"max_staleness=0,seed=0": None}, trial_timeout_s=1e-6)
-    Runner(sweep, print).run()
-    assert runner.read_outcome(sweep, sweep.trials[0]).reason == "took longer than trial_timeout_s 1e-06"
-    assert states(sweep)[0][0] == "failed"
-
-
 def test_parallel_trials_get_their_share_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = sweep_of(tmp_path, monkeypatch, parallel=3, gpus=[0, 1, 2, 3, 4, 5], workers=2)
     Runner(sweep, print).run()
@@ -163,7 +157,6 @@ def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         codes={"max_staleness=3,seed=0": None},
         grid={"broker.max_staleness": [0, 1, 2, 3]},
         early_stop={"after": 1},
-        trial_timeout_s=60.0,
     )
     assert hopeless([evaluation(0, 0.1)], [[evaluation(0, 0.5)]] * 3, EarlyStop()) == "", "not before it may be"
     monkeypatch.setattr(
@@ -205,7 +198,6 @@ def test_hopeless_is_surely_below_the_median_of_what_others_had_reached() -> Non
     assert hopeless([evaluation(5, 0.1)], others, rule) == ""
     assert hopeless([evaluation(10, 0.1)], others[:2], rule) == "", "two are too few"
     assert hopeless([evaluation(10, 0.6), evaluation(20, 0.1)], others, rule) != "", "by then they had 0.9"
-    assert "below 0.3" in hopeless([evaluation(10, 0.2)], [], EarlyStop(after=10, below=0.3))
     assert hopeless([], others, rule) == ""
 
 
