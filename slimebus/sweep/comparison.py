@@ -15,7 +15,7 @@ from slimebus.bus.errors import UsageError
 from slimebus.cli.formatting import columns, duration
 from slimebus.sweep import plots
 from slimebus.sweep.results import ETA, RunResult, by_condition, number
-from slimebus.sweep.statistics import conclusion, estimate, short
+from slimebus.sweep.statistics import conclusion, estimate, score_of, short, speed_of
 
 HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "ESS of samples", "m2", "")
 NOTE = (
@@ -61,9 +61,9 @@ def _cells(of: Sequence[RunResult]) -> list[str]:
         return [f"0 of {len(of)}", *[""] * (len(HEADER) - 2), troubles]
     again = sum(run.starts > 1 for run in ran)
     notes = "; ".join(filter(None, [troubles, f"{again} resumed" if again else ""]))
-    score, last = estimate([run.score for run in ran]).text(), ran[0].points[-1]
+    score, last = score_of(ran).text(), ran[0].points[-1]
     score += f" [{last.low:.3f}–{last.high:.3f}]" if len(ran) == 1 and last.low < last.high else ""
-    speed, lag = estimate([run.samples_per_s for run in ran]).text(0), estimate([run.lag_mean for run in ran]).mean
+    speed, lag = speed_of(ran).text(0), estimate([run.lag_mean for run in ran]).mean
     found = [[run.means[name] for run in ran if name in run.means] for name in ("ess_token", "ess_sequence", "m2")]
     means = [f"{estimate(values).mean:.3g}" if values else "" for values in found]
     steps, seconds = max(run.steps for run in ran), estimate([run.seconds for run in ran]).mean
@@ -111,6 +111,8 @@ def _image(svg: str) -> str:
 def show(results: Sequence[RunResult], wanted: str, out: Path | None, *, title: str, about: str) -> None:
     """Print sentences and tables; with `out` also write report.html, table.md and results.json there."""
     axis = main_axis(results, wanted)
+    if wanted and wanted != axis:
+        click.echo(f"--axis {wanted}: no two of these runs differ in it alone; compared by {axis or 'nothing'}", err=True)
     for name, runs in sections_of(results, axis).items():
         lines = columns(table(runs, axis), (short(axis), *HEADER))
         click.echo("\n".join(filter(None, [f"\n{name}" if name else "", *lines, conclusion(runs, axis) if axis else ""])))

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from slimebus.sweep.results import BUCKETS, RunResult, by_condition, number
-from slimebus.sweep.statistics import estimate, short
+from slimebus.sweep.statistics import Estimate, score_of, short, speed_of
 from slimebus.view.trace_chart import GREY, RULE, STYLE
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def trade_off(sections: Sections, axis: str) -> str:
         front: list[tuple[float, float]] = []
         for i, (title, runs) in enumerate(sections.items()):
             of = {label: [run for run in found if run.counts] for label, found in _lines(runs, axis).items()}
-            speed = {label: estimate([run.samples_per_s for run in found]) for label, found in of.items() if found}
-            score = {label: estimate([run.score for run in of[label]]) for label in speed}
+            speed = {label: speed_of(found) for label, found in of.items() if found}
+            score = {label: score_of(of[label]) for label in speed}
             at: Any = [number(label) for label in speed]
             is_scale = all(value is not None and math.isfinite(value) for value in at)
             look = _look(i) if is_scale else _look(i) | {"linestyle": ""}
@@ -115,8 +115,11 @@ def _label(axes: "Axes", points: Sequence[tuple[tuple[float, float], str, str]])
             text.remove()
 
 
-def _bars(estimates: Sequence[Any]) -> tuple[list[float], list[float]]:
-    return [e.mean for e in estimates], [e.interval[1] - e.mean if e.interval else 0.0 for e in estimates]
+def _bars(estimates: Sequence[Estimate]) -> tuple[list[float], list[list[float]]]:
+    """The means, and how far the intervals go below and above them."""
+    intervals = [e.interval or (e.mean, e.mean) for e in estimates]
+    below, above = ([abs(end[side] - e.mean) for e, end in zip(estimates, intervals, strict=True)] for side in (0, 1))
+    return [e.mean for e in estimates], [below, above]
 
 
 def _lines(runs: Sequence[RunResult], axis: str) -> dict[str, list[RunResult]]:

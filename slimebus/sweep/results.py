@@ -29,7 +29,7 @@ REWARD_STEPS = 10
 
 
 class Point(msgspec.Struct):
-    """An evaluation of a run: its score with the 95% interval of the problems, and what it took until then."""
+    """An evaluation of a run: its score with the 95% interval of the problems, and what it took until then. is_rate: of rewards 0 or 1."""
 
     steps: int
     seconds: float
@@ -37,6 +37,7 @@ class Point(msgspec.Struct):
     score: float
     low: float
     high: float
+    is_rate: bool = False
 
 
 class RunResult(msgspec.Struct):
@@ -150,7 +151,7 @@ def _of(run_dir: Path, name: str, condition: Condition, seed: int, score: str, o
 def _point(row: Mapping[str, Any], interval: int, seconds: Sequence[float], samples: Sequence[float]) -> Point:
     done = min(int(row["version"]) * interval, len(seconds))
     spent = (seconds[done - 1], samples[done - 1]) if done else (0.0, 0.0)
-    return Point(done, *spent, row["mean_reward"], row["low"], row["high"])
+    return Point(done, *spent, row["mean_reward"], row["low"], row["high"], row.get("interval") == "wilson")
 
 
 def _mean(rows: Rows, name: str) -> float | None:

@@ -27,14 +27,25 @@ class Estimate(msgspec.Struct, frozen=True):
         return f"{self.mean:.{digits}f}{between}"
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Of at least one value."""
+def estimate(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Estimate:
+    """Of at least one value. least, most: what such a value can be; the interval goes no further."""
     from scipy import stats
 
     if len(values) < 2:
         return Estimate(fmean(values), None, len(values))
     half = float(stats.t.ppf(0.975, len(values) - 1) * stdev(values)) / math.sqrt(len(values))
-    return Estimate(fmean(values), (fmean(values) - half, fmean(values) + half), len(values))
+    return Estimate(fmean(values), (max(least, fmean(values) - half), min(most, fmean(values) + half)), len(values))
+
+
+def score_of(runs: Sequence[RunResult]) -> Estimate:
+    """The last score of runs of one condition; that of rewards which are all 0 or 1 is a rate."""
+    bounds = {"least": 0.0, "most": 1.0} if all(run.points[-1].is_rate for run in runs) else {}
+    return estimate([run.score for run in runs], **bounds)
+
+
+def speed_of(runs: Sequence[RunResult]) -> Estimate:
+    """Samples a second, once warm."""
+    return estimate([run.samples_per_s for run in runs], least=0.0)
 
 
 def p_worse(values: Sequence[float], reference: Sequence[float]) -> float:
@@ -80,7 +91,7 @@ def conclusion(results: Sequence[RunResult], axis: str) -> str:
         seen = f"{short(axis)} = {fastest} was the fastest and {best} ended highest ({fmean(scores[best]):.3f})"
         return f"Too few seeds to say which {short(axis)} learns better ({fewest}; at least {MIN_SEEDS}): {seen}.{missing}"
     if any(number(label) is None for label in runs):
-        return _best_of(scores, axis, best) + missing
+        return _best_of(scores, best, score_of(runs[best]).text()) + missing
     return _smallest(scores, speed, axis, fastest) + missing
 
 
@@ -88,11 +99,11 @@ def _p(p: float) -> str:
     return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
-def _best_of(scores: dict[str, list[float]], axis: str, best: str) -> str:
+def _best_of(scores: dict[str, list[float]], best: str, shown: str) -> str:
     p = {label: p_worse(values, scores[best]) for label, values in scores.items() if label != best}
     worse = [f"{label} ({_p(p[label])})" for label in p if p[label] < SIGNIFICANT]
     equal = [label for label in p if p[label] >= SIGNIFICANT]
-    text = f"{best} ends highest ({estimate(scores[best]).text()}, {len(scores[best])} seeds)"
+    text = f"{best} ends highest ({shown}, {len(scores[best])} seeds)"
     text += f"; not told apart from it: {', '.join(equal)}" if equal else ""
     return text + (f"; worse: {', '.join(worse)}" if worse else "") + "."
 

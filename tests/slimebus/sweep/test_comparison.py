@@ -11,6 +11,7 @@ from slimebus.cli.commands.compare import compare
 from slimebus.sweep import plots
 from slimebus.sweep.comparison import main_axis, markdown, page, sections_of, table
 from slimebus.sweep.results import Point, RunResult
+from slimebus.sweep.statistics import Estimate
 
 ETA = "broker.max_staleness"
 
@@ -63,6 +64,10 @@ def test_a_failed_trial_is_a_row_with_its_reason() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_error_bars_end_where_their_intervals_do() -> None:
+    assert plots._bars([Estimate(1.0, (0.0, 4.0), 2), Estimate(2.0, None, 1)]) == ([1.0, 2.0], [[1.0, 0.0], [3.0, 0.0]])
+
+
 def test_what_is_nowhere_above_zero_is_drawn_without_a_warning() -> None:
     assert plots.by_lag([result(2, "clip", 0, by_lag={"0": {"m2": 0.0}})], ETA)
 
@@ -115,6 +120,10 @@ def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
     assert "Too few seeds to say which eta learns better (1; at least 3)" in done.output
     assert "| 0 | 1 of 1 |" in (tmp_path / "out" / "table.md").read_text()
     assert [r["condition"] for r in json.loads((tmp_path / "out" / "results.json").read_text())] == [{ETA: "0"}, {ETA: "2"}]
+    assert "--axis" not in done.stderr
+    done = CliRunner().invoke(compare, [str(tmp_path / "eta0"), str(tmp_path / "eta2"), "--axis", "optimizer.lr"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr == f"--axis optimizer.lr: no two of these runs differ in it alone; compared by {ETA}\n"
     images = re.findall(r"base64,([^\"]+)", (tmp_path / "out" / "report.html").read_text())
     assert all(base64.b64decode(image).startswith(b"<?xml") for image in images)
 

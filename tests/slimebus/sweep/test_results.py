@@ -19,7 +19,7 @@ def write_run(run_dir: Path, *, seed: int = 0, eta: float = 1, settings: dict[st
     rows = [usual | {"step": i, "elapsed_s": 1.0 + i, "time": 100.0 + i} | step for i in range(10)]
     (metrics / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evals = [
-        {"evaluation": "k", "dataset": name, "version": v, "step": 0, "mean_reward": v / 20, "low": 0.0, "high": 1.0}
+        {"evaluation": "k", "dataset": name, "version": v, "step": 0, "mean_reward": v / 20, "low": 0.0, "high": 1.0, "interval": "wilson"}
         for v in (0, 5, 10)
         for name in ("easy", "heldout")
     ]
@@ -37,6 +37,7 @@ def test_a_run_is_summed_up_from_its_records(tmp_path: Path) -> None:
         (5, pytest.approx(5.0), 40.0, 0.25),
         (10, pytest.approx(10.0), 80.0, 0.5),
     ]
+    assert all(p.is_rate for p in found.points)
     assert (found.score_name, found.state, found.seed, found.lag_mean) == ("heldout", "done", 0, 1.0)
     assert found.samples_per_s == pytest.approx(8.0)
     assert found.means == {"m2": pytest.approx(0.3)}

@@ -1,7 +1,7 @@
 import pytest
 
 from slimebus.sweep.results import Point, RunResult
-from slimebus.sweep.statistics import conclusion, detectable, estimate, p_worse
+from slimebus.sweep.statistics import conclusion, detectable, estimate, p_worse, score_of, speed_of
 
 ETA = "broker.max_staleness"
 
@@ -26,6 +26,15 @@ def test_an_interval_is_students() -> None:
     )
     assert estimate([0.5]).interval is None
     assert estimate([0.5]).text() == "0.500"
+
+
+def test_an_interval_ends_where_the_quantity_does() -> None:
+    wide = [run("0", seed, score, speed) for seed, (score, speed) in enumerate([(0.0, 1.0), (0.9, 300.0)])]
+    assert speed_of(wide).interval == (0.0, pytest.approx(150.5 + 12.706 * 149.5, rel=1e-3))  # t(1) = 12.706
+    assert score_of(wide).interval == (pytest.approx(0.45 - 12.706 * 0.45, rel=1e-3), pytest.approx(0.45 + 12.706 * 0.45, rel=1e-3))
+    for one in wide:
+        one.points[-1].is_rate = True
+    assert score_of(wide).interval == (0.0, 1.0), "of rewards that are 0 or 1"
 
 
 def test_the_test_is_welchs_and_one_sided() -> None:
