@@ -78,8 +78,9 @@ class ConfigCommand(click.Command):
         try:
             return super().parse_args(ctx, own)
         except click.NoSuchOption as bad:
-            options = self.foreign()
-            near = options.nearest(bad.option_name.removeprefix("--"), args) if options and bad.option_name.startswith("--") else []
+            options, name = self.foreign(), bad.option_name.removeprefix("--")
+            near = [f"--{flag}" for flag, field in _flags(self.fields).items() if field == name.replace("-", "_")]
+            near += options.nearest(name, args) if options and bad.option_name != name and not near else []
             own_near = difflib.get_close_matches(bad.option_name, bad.possibilities or [], cutoff=SIMILAR)
             meant = " or ".join(f"'{flag}'" for flag in dict.fromkeys([*near, *own_near]))
             text = f"No such option '{bad.option_name}'.{f' Did you mean {meant}?' if meant else ''}"
