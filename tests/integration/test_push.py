@@ -1,8 +1,7 @@
-"""Prompts pushed into a real broker: from Python, from files, from a pipe, through kills."""
+"""Prompts pushed into a real broker: from Python, from files, through kills."""
 
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,22 +96,6 @@ def test_a_malformed_line_is_named_and_nothing_is_pushed(broker: LiveBroker, tmp
     skipped = push(broker, file, "--skip-bad-prompts")
     assert f"skipped {file}:2" in skipped.stderr
     assert pushed(broker) == 1
-
-
-def test_a_pipe_is_pushed_as_it_comes(broker: LiveBroker) -> None:
-    command = [sys.executable, "-m", "slimebus", "push", "-", "--broker", broker.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as pushing:
-        assert pushing.stdin is not None
-        for count in (1, 2):
-            pushing.stdin.write(b'{"prompt": "a"}\n')
-            pushing.stdin.flush()
-            wait_until("prompt", lambda count=count: pushed(broker) >= count)
-        said, complaint = pushing.communicate(b'{"prompt": "b"}\noops\n', timeout=30)
-    assert pushing.returncode == 2
-    assert said == b""
-    assert b"3 prompts were pushed" in complaint
-    assert b"stdin:4: not JSON" in complaint
-    assert leased(broker, 4) == ["a", "a", "b"]
 
 
 @pytest.mark.parametrize("command", ["status", "set", "eval", "push"])

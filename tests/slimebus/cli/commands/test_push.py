@@ -1,49 +1,47 @@
 """The lines that are pushed, and what is said of the malformed ones."""
 
-import io
-import json
+import os
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from slimebus.bus.errors import DataError
-from slimebus.cli.commands.push import SHOWN_LINES, Lines, _pieces
+from slimebus.bus.errors import DataError, UsageError
+from slimebus.cli.commands.push import SHOWN_LINES, _checked, push, records_of
 from slimebus.cli.config.schema import DataConfig
 
 
-def test_every_malformed_line_is_named() -> None:
-    lines = Lines("p.jsonl", DataConfig())
-    assert len(list(lines.records([b'{"prompt": "a"}\n', b"oops\n", b"\n", b'{"prompt": 3}\n']))) == 1
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "p.jsonl"
+
+
+def test_every_malformed_line_is_named(file: Path) -> None:
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\noops\n\n{"prompt": 3}\n{"prompt": "b"}')
+    assert len(list(records_of(file, DataConfig(), []))) == 2
     with pytest.raises(DataError) as caught:
-        lines.check()
+        _checked(file, DataConfig())
     first, second = caught.value.text.splitlines()
-    assert first.startswith("p.jsonl:2: not JSON")
-    assert second == "  p.jsonl:4: 'prompt' must be text or a list of chat messages, got a number"
+    assert first.startswith(f"{file}:2: not JSON")
+    assert second == f"  {file}:4: 'prompt' must be text or a list of chat messages, got a number"
 
 
-def test_of_many_malformed_lines_the_first_are_named_and_the_others_counted() -> None:
-    lines = Lines("p.jsonl", DataConfig())
-    assert not list(lines.records([b"oops\n"] * 100))
+def test_of_many_malformed_lines_the_first_are_named_and_the_others_counted(file: Path) -> None:
+    file.write_bytes(b"oops\n" * 100)
     with pytest.raises(DataError) as caught:
-        lines.check()
+        _checked(file, DataConfig())
     said = caught.value.text.splitlines()
-    assert (len(said), said[-1]) == (SHOWN_LINES + 1, "  p.jsonl: 80 more malformed lines")
+    assert (len(said), said[-1]) == (SHOWN_LINES + 1, f"  {file}: 80 more malformed lines")
 
 
-def test_skipped_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines("p.jsonl", DataConfig(skip_bad_prompts=True))
-    assert not list(lines.records([b"oops\n"]))
-    lines.check()
-    assert capsys.readouterr().err.startswith("skipped p.jsonl:1: not JSON")
+def test_skipped_lines_are_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(b"oops\n")
+    _checked(file, DataConfig(skip_bad_prompts=True))
+    assert capsys.readouterr().err.startswith(f"skipped {file}:1: not JSON")
 
 
-def test_line_numbers_go_on_over_the_pieces_of_a_pipe() -> None:
-    class Dripping(io.BytesIO):
-        """Gives seven bytes at a time."""
-
-        def read1(self, size: int | None = -1) -> bytes:
-            return self.read(7)
-
-    content = b"\xef\xbb\xbf" + b"".join(json.dumps({"prompt": f"p{i}"}).encode() + b"\n" for i in range(5)) + b"oops"
-    lines = Lines("stdin", DataConfig())
-    assert sum(len(list(lines.records(piece))) for piece in _pieces(Dripping(content))) == 5
-    assert [problem.partition(" ")[0] for problem in lines.problems] == ["stdin:6:"]
+def test_a_pipe_is_refused_before_it_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = CliRunner().invoke(push, [str(tmp_path / "pipe"), "--broker", "tcp://127.0.0.1:9"])
+    assert isinstance(done.exception, UsageError)
+    assert "is no file that can be read twice" in done.exception.text
