@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 import msgspec
 
@@ -36,10 +36,9 @@ CANCEL_S = 10.0
 POLL_S, READ_BYTES = 0.5, 1 << 20
 
 Verdicts = list[wire.Verdict]
-
-
-class HeldUp(Exception):
-    """Another call ended the process; this one may be made again."""
+Pending = asyncio.Future[Verdicts | None]
+"""What a call will be answered; None: another call ended the process, and this one may be made again."""
+Settled = tuple[Pending, Verdicts | None]
 
 
 class RewardProcess:
@@ -48,7 +47,7 @@ class RewardProcess:
     def __init__(self, spec: RewardSpec, plugin: Plugin) -> None:
         self.spec, self.name = spec, plugin.name
         self.limit_s = spec.timeout_s + (CANCEL_S if plugin.is_async else 0.0)
-        self.calls: dict[int, Future[Verdicts]] = {}
+        self.calls: dict[int, Pending] = {}
         self.is_ready = self.has_ended = False
         self.heard_at = time.monotonic()
         self._lock, self._next, self._unsent = threading.Lock(), 1, queue.SimpleQueue[bytes]()
@@ -60,17 +59,17 @@ class RewardProcess:
         for target in (self._read, self._write):
             threading.Thread(target=target, name=self.name, daemon=True).start()
 
-    def submit(self, responses: list[Response]) -> Future[Verdicts]:
-        """What it will answer. Raises HeldUp when it has ended, and an Exception for responses that cannot be sent."""
+    async def call(self, responses: list[Response]) -> Verdicts | None:
+        """What it answers; None when another call ended it. Raises an Exception for responses that cannot be sent."""
         with self._lock:
             if self.has_ended:
-                raise HeldUp
+                return None
             call, self._next = self._next, self._next + 1
             self._unsent.put(wire.encode((call, responses)))
             if not self.calls:
                 self.heard_at = max(self.heard_at, time.monotonic())
-            self.calls[call] = Future()
-            return self.calls[call]
+            answer = self.calls[call] = asyncio.get_running_loop().create_future()
+        return await answer
 
     def close(self) -> None:
         """End it; it need not be waited for."""
@@ -79,7 +78,12 @@ class RewardProcess:
     def _write(self) -> None:
         try:
             while frame := self._unsent.get():
-                self._socket.sendall(frame)
+                frames = [frame]
+                while frames[-1] and not self._unsent.empty():
+                    frames.append(self._unsent.get())
+                self._socket.sendall(b"".join(frames))
+                if not frames[-1]:
+                    break
             self._socket.shutdown(socket.SHUT_WR)
         except OSError:  # it has ended, which is noticed where it is read from
             return
@@ -105,11 +109,11 @@ class RewardProcess:
                 answers = [wire.typed(value, wire.Answer) for value in unpacker]
             except Exception:  # noqa: BLE001  a hook may write to any file of its process
                 return self._end(running, "gave an answer that cannot be read")
-            for call, running_now, verdicts in answers:
+            for _, running_now, _ in answers:
                 running = running_now or running
-                if verdicts is not None:
-                    with self._lock:
-                        _settle(self.calls.pop(call, Future()), verdicts)
+            with self._lock:
+                settled = [(self.calls.pop(call), verdicts) for call, _, verdicts in answers if verdicts is not None and call in self.calls]
+            _deliver(settled)
 
     def _end(self, running: int, why: str = "") -> None:
         """Kill it. The call that ran, or else the oldest, has failed; where the reward could not be loaded, all of them."""
@@ -120,18 +124,24 @@ class RewardProcess:
         how = "" if why else ending(self._process.wait())
         culprit = running if running in calls else next(iter(calls), 0)
         alike = f"{self.name} {why or ('ended its process' if self.is_ready else 'could not be loaded in its process')}"
-        for call, future in calls.items():
-            _settle(future, [wire.Verdict(failure=(alike, how))] if call == culprit or not self.is_ready else HeldUp())
+        failed = [wire.Verdict(failure=(alike, how))]
+        _deliver([(answer, failed if call == culprit or not self.is_ready else None) for call, answer in calls.items()])
         self._unsent.put(b"")
         self._process.wait()
         self._socket.close()
 
 
-def _settle(future: Future[Verdicts], outcome: Verdicts | HeldUp) -> None:
-    try:
-        future.set_exception(outcome) if isinstance(outcome, HeldUp) else future.set_result(outcome)
-    except InvalidStateError:  # its group was cancelled
-        return
+def _deliver(settled: list[Settled]) -> None:
+    """Hand answers to the event loops that wait for them, from another thread."""
+    for loop in {answer.get_loop() for answer, _ in settled}:
+        with suppress(RuntimeError):  # it has ended
+            loop.call_soon_threadsafe(_settle, [one for one in settled if one[0].get_loop() is loop])
+
+
+def _settle(settled: list[Settled]) -> None:
+    for answer, verdicts in settled:
+        if not answer.done():  # its group was cancelled
+            answer.set_result(verdicts)
 
 
 class RewardPool:
@@ -147,12 +157,11 @@ class RewardPool:
         """Call the reward once, with these; for each what kept it from a reward."""
         while True:
             try:
-                future = self._choose().submit(responses)
-                verdicts = await asyncio.wrap_future(future)
-            except HeldUp:
-                continue
+                verdicts = await self._choose().call(responses)
             except (TypeError, ValueError, OverflowError, RecursionError) as bad:  # what a generate hook put into a response
                 return [PluginError(f"{self.plugin.name} cannot be given a response", text_of(bad))] * len(responses)
+            if verdicts is None:
+                continue
             if len(verdicts) != len(responses):
                 verdicts = verdicts[:1] * len(responses)
             return [verdict.apply(response) for verdict, response in zip(verdicts, responses, strict=True)]

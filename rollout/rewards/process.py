@@ -53,13 +53,16 @@ class RewardLoop:
             await asyncio.sleep(ALIVE_S if self.is_async else 1e9)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        unpacker, tasks = wire.unpacker(), set[Any]()
+        unpacker, tasks = wire.unpacker(), set[asyncio.Task[None]]()
+
+        def begin(calls: list[wire.Call]) -> None:
+            for call in calls:
+                tasks.add(task := loop.create_task(self._answer(*call)))
+                task.add_done_callback(tasks.discard)
+
         while got := self.connection.recv(READ_BYTES):
             unpacker.feed(got)
-            for value in unpacker:
-                call, responses = wire.typed(value, wire.Call)
-                tasks.add(asyncio.run_coroutine_threadsafe(self._answer(call, responses), loop))
-                tasks = {task for task in tasks if not task.done()}
+            loop.call_soon_threadsafe(begin, [wire.typed(value, wire.Call) for value in unpacker])
         os._exit(0)
 
     def send(self, about: int, running: int, verdicts: list[wire.Verdict] | None) -> None:

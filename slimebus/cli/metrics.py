@@ -60,8 +60,12 @@ class JsonLines:
             self.num_dropped, self._is_failing = 0, False
 
     def _append(self, path: Path, lines: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
+        try:
+            file = path.open("ab", buffering=0)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("ab", buffering=0)
+        with file:
             begin = file.tell()
             if file.write(lines) != len(lines):
                 file.truncate(begin)  # half a line would spoil the one after it
