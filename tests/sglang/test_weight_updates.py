@@ -319,7 +319,7 @@ def test_an_update_that_ends_half_way_leaves_the_engine_paused_until_it_has_ever
                 await end()
 
             engine.weights.calls.end = fails_once  # type: ignore[method-assign]
-            running = asyncio.create_task(at.engines.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
+            running = asyncio.create_task(at.dispatch.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
             await asyncio.sleep(0.3)
             version = trainer.step()
             at.sync.announce(LINEAGE, version, [trainer.server.endpoint], trainer.store.newest.digest)
@@ -346,8 +346,8 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
         try:
             at = Worker(engines, sync, trainer)
             await at.follow(0)
-            engine = engines.engines[0]
-            running = asyncio.create_task(Dispatch(engines).sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
+            engine, before = engines.engines[0], engines.engines[0].process
+            running = asyncio.create_task(at.dispatch.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
             receive = engine.weights.calls.receive
 
             async def killed(*args: Any) -> None:
@@ -366,7 +366,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
             assert sync.serving[1] == -1
             while sync.serving != (LINEAGE, version):
                 await asyncio.sleep(0.1)
-            assert engines.engines[0] is not engine
+            assert engine.process is not before
             assert at.weights.sent_tensors == len(trainer.tensors)
             await check_is_same(at, trainer)
         finally:
