@@ -27,18 +27,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"t
 STYLES = dict(zip("abc", TEMPLATES.values(), strict=True))
 """The template of a conversation, by its first letter."""
 TEMPLATE = "".join(f"{{% if messages[0].content[0] == '{letter}' %}}{text}{{% endif %}}" for letter, text in STYLES.items())
-SERVER = """
-from mcp.server import MCPServer
-
-server = MCPServer("numbers")
-
-@server.tool()
-def add(a: int, b: int) -> int:
-    "The sum."
-    return a + b
-
-server.run()
-"""
+SERVER = Path(__file__).parents[1] / "fixtures" / "mcp_server.py"
 HOOKS = f"""
 import sys
 from pathlib import Path
@@ -58,7 +47,7 @@ class Started(Agent):
         return 0.25
 
 class Mcp(McpAgent):
-    servers = [[sys.executable, str(Path(__file__).parent / "server.py")]]
+    servers = [[sys.executable, {str(SERVER)!r}]]
 
     async def generate(self, session):  # a policy of random weights calls no tool
         for turn in range({TURNS}):
@@ -118,7 +107,6 @@ def turns_of(sample: Sample, tokenizer: Tokenizer) -> list[str]:
 
 def test_what_agents_say_is_trained_as_it_was_sampled(tmp_path: Path, task: Path) -> None:
     (tmp_path / "agents.py").write_text(HOOKS)
-    (tmp_path / "server.py").write_text(SERVER)
     changes = {
         "data__prompt_data": [f"{task}/rl.jsonl"],
         "data__rollout_shuffle": False,

@@ -2,14 +2,12 @@
 
 import asyncio
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
+from byte_tokenizer import save_tokenizer
 
 from rollout.response import Response, Task
 from rollout.session import Session
@@ -37,18 +35,10 @@ STRICT = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 UPPER = "{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}"
-SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 
 def tokenizer(folder: Path, template: str, **kwargs: Any) -> Tokenizer:
-    """Bytes, and the two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE(vocab={token: number for number, token in enumerate([*alphabet, *SPECIAL])}, merges=[]))
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    fast.add_special_tokens(SPECIAL)
-    fast.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(folder, template)
     return Tokenizer(folder, apply_chat_template=True, template_kwargs=kwargs)
 
 

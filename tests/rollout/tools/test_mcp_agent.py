@@ -15,22 +15,7 @@ from rollout.tools import McpAgent
 from slimebus.bus.errors import HookError
 
 END = 0
-SERVER = """
-from mcp.server import MCPServer
-
-server = MCPServer("numbers")
-
-@server.tool()
-def add(a: int, b: int) -> int:
-    "The sum."
-    return a + b
-
-@server.tool()
-def fail() -> str:
-    raise ValueError("broken")
-
-server.run()
-"""
+SERVER = Path(__file__).parents[2] / "fixtures" / "mcp_server.py"
 
 
 class Policy:
@@ -68,11 +53,9 @@ def play(policy: Policy, server: list[str], most_turns: int = 8) -> Session:
     return session
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    file = tmp_path_factory.mktemp("mcp") / "server.py"
-    file.write_text(SERVER)
-    return [sys.executable, str(file)]
+@pytest.fixture
+def server() -> list[str]:
+    return [sys.executable, str(SERVER)]
 
 
 def test_the_policy_calls_tools_until_it_replies_without_a_call(server: list[str]) -> None:
