@@ -7,31 +7,12 @@ from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved, RunConfig
 from slimebus.model_folder import read_config
 from trainer.arguments.megatron_checks import megatron_refusal
+from trainer.arguments.option_table import option_table, said_by
 from trainer.arguments.options import MegatronOptions, read_options, shown
-from trainer.model.families import check_features, family_of
+from trainer.model.families import ALWAYS, check_features, family_of
 
-HF_KEYS: Mapping[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim")},
-    **{name: (name,) for name in ("vocab_size", "max_position_embeddings")},
-    "num_layers": ("num_hidden_layers",),
-    "num_query_groups": ("num_key_value_heads",),
-    "ffn_hidden_size": ("intermediate_size",),
-    "kv_channels": ("head_dim",),
-    "layernorm_epsilon": ("rms_norm_eps",),
-    "num_moe_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    "moe_router_topk": ("num_experts_per_tok",),
-    "moe_router_num_groups": ("n_group",),
-    "moe_router_group_topk": ("topk_group",),
-    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
-    "qk_head_dim": ("qk_nope_head_dim",),
-    "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
-    "rotary_base": ("rope_theta",),
-    "rotary_percent": ("partial_rotary_factor",),
-}
-"""Megatron's name -> the keys of a Hugging Face config.json that say the same."""
-ALWAYS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
-"""Of every family that is mapped."""
+OF_SOME_MODELS = ("num_moe", "moe_", "q_lora", "kv_lora", "qk_", "v_head")
+"""Of the names in `config_keys`, those that not every model's config.json says something of."""
 
 
 def megatron_problems(resolved: Resolved) -> list[str]:
@@ -80,8 +61,7 @@ def shape_of(resolved: Resolved) -> dict[str, Any]:
         return {}
     text = tree.get("text_config") or tree
     text = text | {key: value for key, value in (text.get("rope_parameters") or {}).items() if key not in text}
-    found = {name: next((text[key] for key in keys if text.get(key) is not None), None) for name, keys in HF_KEYS.items()}
-    said = {name: value for name, value in found.items() if value is not None} | ALWAYS
+    said = said_by(text) | ALWAYS
     said |= {"position_embedding_type": "rope", "use_rotary_position_embeddings": True}
     if said.get("num_query_groups") and said.get("num_attention_heads"):
         said["group_query_attention"] = said["num_query_groups"] < said["num_attention_heads"]
@@ -101,7 +81,7 @@ def _contradicts_model(options: MegatronOptions, config: RunConfig, shape: dict[
     for name, value in options.model.items():
         if name in shape and shape[name] != value:
             yield name, contradiction_text(value, shape[name])
-        elif shape and name in HF_KEYS and name not in shape and name.startswith(("num_moe", "moe_", "q_lora", "kv_lora", "qk_", "v_head")):
+        elif shape and name not in shape and name in option_table().config_keys and name.startswith(OF_SOME_MODELS):
             yield name, f"{shown(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
 
 

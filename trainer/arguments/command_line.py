@@ -14,9 +14,8 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import SIMILAR, ForeignFlag, is_run_file
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.fields import SOURCES, MegatronField, core_folder, megatron_fields
-from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, fields_of_other_sections
-from trainer.arguments.options import MODEL_OPTIONS, fixed_value, names, shown
-from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OTHER_NAMES, kind_of, spellings
+from trainer.arguments.option_table import fields_of_other_sections, kind_of, option_table, spellings
+from trainer.arguments.options import fixed_value, names, shown
 from trainer.objective.plugin_settings import known_settings, settings_of_file
 
 PLUGIN_FILE = re.compile(r"([\w./-]+\.py):\w+")
@@ -35,10 +34,10 @@ class TrainerFlags:
             return None
         if key == "bf16":
             return PRECISION
-        if key in spellings() or key in MODEL_OPTIONS or key in megatron_fields() or key in INSTEAD:
+        if key in names() or key in megatron_fields():
             return ForeignFlag(f"megatron.{key}", takes=_takes(key))
         positive = key.removeprefix("no_")
-        if positive != key and positive not in INSTEAD and _takes(positive) == "switch":
+        if positive != key and positive not in option_table().instead and _takes(positive) == "switch":
             return ForeignFlag(f"megatron.{positive}", alone="false", takes="nothing")
         return None
 
@@ -46,8 +45,8 @@ class TrainerFlags:
         """As flags: the name that slime's or verl's has here, a setting of an own plug-in that the RUN.yaml or the command line names, or
         options that are spelled like it.
         """
-        if name in OTHER_NAMES:
-            return [OTHER_NAMES[name]]
+        if other := option_table().other_names.get(name):
+            return [other]
         if name.replace("-", "_") in own_settings(words):
             return [f"--algorithm-{name}"]
         known = [*known_settings(), *(names() if is_installed() else ())]
@@ -79,14 +78,13 @@ def is_installed() -> bool:
 
 def _takes(key: str) -> Literal["switch", "word", "words", "any"]:
     spelling = spellings().get(key)
-    if spelling and spelling.value is not AS_GIVEN:
+    if spelling and spelling.value is not None:
         return "switch"
-    field = spelling.field if spelling else key
-    if field in MODEL_OPTIONS:
-        return "switch" if MODEL_OPTIONS[field].is_switch else "word"
-    if field not in megatron_fields() or not megatron_fields()[field].is_option:
+    name = spelling.field if spelling else key
+    field = megatron_fields().get(name)
+    if name not in option_table().model_options and not (field and field.is_option):
         return "any"
-    kind = kind_of(field)
+    kind = kind_of(name)
     return "switch" if kind.is_switch else "words" if kind.is_list else "word"
 
 
@@ -101,10 +99,10 @@ def help_text(width: int = 0) -> str:
             lines += _entry(field, width)
     lines += ["", "Megatron-LM's spellings:"]
     for name, spelling in sorted(spellings().items()):
-        value = "VALUE" if spelling.value is AS_GIVEN else shown(spelling.value)
+        value = "VALUE" if spelling.value is None else shown(spelling.value)
         lines.append(f"  --{name.replace('_', '-')}  =  {spelling.field}: {value}")
     lines += ["", "Decided elsewhere:"]
-    lines += [f"  --{name.replace('_', '-')}: {why}" for name, why in sorted(INSTEAD.items())]
+    lines += [f"  --{name.replace('_', '-')}: {why}" for name, why in sorted(option_table().instead.items())]
     return "\n".join(lines)
 
 
@@ -114,9 +112,9 @@ def _entry(field: MegatronField, width: int) -> Iterator[str]:
     texts = [field.meaning]
     if field.name in fields_of_other_sections():
         texts.append(f"Not here: {fields_of_other_sections()[field.name]}.")
-    elif field.name in ARCHITECTURE:
+    elif field.name in option_table().of_the_model:
         texts.append("The model folder decides; accepted where it says the same.")
-    elif field.name in FIXED:
-        texts.append(f"Always {shown(fixed_value(field.name))}: {FIXED[field.name]}.")
+    elif why := option_table().fixed.get(field.name):
+        texts.append(f"Always {shown(fixed_value(field.name))}: {why}.")
     for text in texts:
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")

@@ -26,16 +26,6 @@ PLAIN: Mapping[str, tuple[Any, str]] = {
     "list": (list, "a list"),
 }
 """What msgspec checks a value against, and the same in words."""
-TEXT_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
-    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
-    "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
-    "optimizer": ("adam", "sgd", "muon", "dist_muon"),
-    "recompute_modules": ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
-    "rope_type": ("rope", "yarn"),
-}
-"""Fields that are typed as text and whose choices only Megatron's docstrings and checks name."""
 
 
 class Kind:

@@ -6,19 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.arguments.fields import megatron_fields
-from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS, NOT_DEFAULT, fields_of_other_sections
 from trainer.arguments.kinds import Kind
-from trainer.arguments.spellings import AS_GIVEN, INSTEAD, Spelling, kind_of, spellings
-
-MODEL_OPTIONS: Mapping[str, Kind] = {
-    "group_query_attention": Kind("bool"),
-    "max_position_embeddings": Kind("int"),
-    "position_embedding_type": Kind("str", ("rope",)),
-    "untie_embeddings_and_output_weights": Kind("bool"),
-    "use_rotary_position_embeddings": Kind("bool"),
-    "vocab_size": Kind("int"),
-}
-"""Options of Megatron-LM about the model that are fields of no config class; the model folder decides them."""
+from trainer.arguments.option_table import Spelling, fields_of_other_sections, kind_of, option_table, spellings
 
 
 @dataclass
@@ -42,7 +31,7 @@ def read_options(given: Mapping[str, Any]) -> MegatronOptions:
             _take(options, key, value)
         except ValueError as bad:
             options.problems[key] = str(bad)
-    for name, needed in NEEDS.items():
+    for name, needed in option_table().needs.items():
         is_at_work = name in options.values and options.values[name] != _default(name)
         is_free = not options.problems.keys() & {options.places.get(name, name), needed}
         if is_at_work and is_free and not options.values.get(needed):
@@ -51,44 +40,43 @@ def read_options(given: Mapping[str, Any]) -> MegatronOptions:
 
 
 def _take(options: MegatronOptions, key: str, value: Any) -> None:
-    name, value = _field_and_value(key, value)
+    (name, value), table = _field_and_value(key, value), option_table()
     if name in options.places and (options.values | options.model)[name] != value:
         other = (options.values | options.model)[name]
         raise ValueError(f"says {shown(value)}, but {options.places[name]} has said {shown(other)}; keep one of them")
     options.places[name] = key
-    (options.model if name in MODEL_OPTIONS or name in ARCHITECTURE else options.values)[name] = value
-    if name in FIXED and value != fixed_value(name):
-        raise ValueError(f"{shown(value)} is not possible: {FIXED[name]}")
+    (options.model if name in table.of_the_model or name in table.model_options else options.values)[name] = value
+    if name in table.fixed and value != fixed_value(name):
+        raise ValueError(f"{shown(value)} is not possible: {table.fixed[name]}")
 
 
 def _field_and_value(key: str, value: Any) -> tuple[str, Any]:
-    name = str(key).lstrip("-").replace("-", "_")
+    name, table = str(key).lstrip("-").replace("-", "_"), option_table()
     if name in fields_of_other_sections():
         raise ValueError(f"not here; {fields_of_other_sections()[name]}")
-    if name in INSTEAD:
-        raise ValueError(f"no option here: {INSTEAD[name]}")
+    if name in table.instead:
+        raise ValueError(f"no option here: {table.instead[name]}")
     spelling = spellings().get(name)
     target = spelling.field if spelling else name
-    if target not in megatron_fields() and target not in MODEL_OPTIONS:
+    if target not in megatron_fields() and target not in table.model_options:
         raise ValueError(f"no field of Megatron's configs{nearest(name)}")
     if target in megatron_fields() and not megatron_fields()[target].is_option:
         raise ValueError("is an object of Python's, which no option can carry")
-    kind = MODEL_OPTIONS.get(target) or kind_of(target)
-    if spelling and spelling.value is not AS_GIVEN:
+    if spelling and spelling.value is not None:
         return target, _alone(spelling, value)
+    return target, _read(kind_of(target), value)
+
+
+def _read(kind: Kind, value: Any) -> Any:
     try:
-        return target, kind.read(value)
+        return kind.read(value)
     except ValueError:
         raise ValueError(f"got {shown(value)}; expected {kind.words}") from None
 
 
 def _alone(spelling: Spelling, value: Any) -> Any:
     """The value of a spelling such as `swiglu`, which is true, or false for the opposite."""
-    try:
-        is_meant = Kind("bool").read(value)
-    except ValueError:
-        raise ValueError(f"got {shown(value)}; expected true or false") from None
-    if is_meant:
+    if _read(Kind("bool"), value):
         return spelling.value
     return (not spelling.value) if isinstance(spelling.value, bool) else None
 
@@ -102,7 +90,7 @@ def nearest(name: str) -> str:
 def names() -> list[str]:
     """Every key that `megatron` may have, and those that are refused with a reason."""
     fields = [name for name, one in megatron_fields().items() if one.is_option]
-    return sorted({*fields, *spellings(), *MODEL_OPTIONS, *INSTEAD})
+    return sorted({*fields, *spellings(), *option_table().model_options, *option_table().instead})
 
 
 def shown(value: Any) -> str:
@@ -123,4 +111,5 @@ def _default(name: str) -> Any:
 
 def fixed_value(name: str) -> Any:
     """The value in force of a field that cannot be chosen."""
-    return NOT_DEFAULT[name] if name in NOT_DEFAULT else _default(name)
+    in_force = option_table().in_force
+    return in_force[name] if name in in_force else _default(name)

@@ -25,6 +25,8 @@ WRONG = {
 }
 """Types that look like a verified family and were measured wrong."""
 
+ALWAYS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+"""What of TransformerConfig is the same in every family that is mapped."""
 WITH_ATTENTION_BIAS = ("glm4", "glm4_moe")
 """attention_bias may be true; it then means a bias on queries, keys and values. Qwen2 always has one, the others none."""
 ROPE_TYPES = {"llama": ("default", "llama3"), "deepseek_v3": ("default", "yarn")}

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 
 from slimebus.model_folder import read_config
-from trainer.model.families import VERIFIED, check_features, family_of
+from trainer.arguments.option_table import said_by
+from trainer.model.families import ALWAYS, VERIFIED, check_features, family_of
 from trainer.model.hf_map import HfMap
 
 log = logging.getLogger("trainer")
@@ -58,34 +59,23 @@ def hf_map(family: str, config: Any) -> HfMap:
 
 def transformer_fields(family: str, config: Any) -> dict[str, Any]:
     """TransformerConfig's fields that follow from the model."""
+    said = said_by(config.to_dict())
     return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
+        **{name: value for name, value in said.items() if name not in NOT_OF_LAYERS},
         "kv_channels": head_dim(config),
-        "layernorm_epsilon": config.rms_norm_eps,
         "attention_dropout": 0.0,  # see read_hf_config
         "hidden_dropout": 0.0,
         "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
+        **ALWAYS,
         "add_qkv_bias": bool(getattr(config, "attention_bias", False)),
+        **(EXPERTS if "num_moe_experts" in said else {}),
         **FAMILIES[family](config),
     }
 
 
 def qwen3_moe_fields(config: Any) -> dict[str, Any]:
     """Softmax over the chosen experts, or over all of them before they are chosen, which does not normalise."""
-    return {
-        "qk_layernorm": True,
-        "num_moe_experts": config.num_experts,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        **expert_fields(config),
-    }
+    return {"qk_layernorm": True, "moe_router_score_function": "softmax", "moe_router_pre_softmax": not config.norm_topk_prob}
 
 
 def glm4_moe_fields(config: Any) -> dict[str, Any]:
@@ -98,23 +88,13 @@ def deepseek_v3_fields(config: Any) -> dict[str, Any]:
     rope = config.rope_parameters
     scaling: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     if rope["rope_type"] == "yarn":
-        scaling = {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": rope["factor"],
-            "original_max_position_embeddings": rope["original_max_position_embeddings"],
-            "beta_fast": rope.get("beta_fast") or 32,
-            "beta_slow": rope.get("beta_slow") or 1,
-            "mscale": rope["mscale"],
-            "mscale_all_dim": rope["mscale_all_dim"],
-        }
+        same = ("original_max_position_embeddings", "mscale", "mscale_all_dim")
+        scaling = {"rope_type": "yarn", "rotary_scaling_factor": rope["factor"], **{name: rope[name] for name in same}}
+        scaling |= {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": config.q_lora_rank,
-        "kv_lora_rank": config.kv_lora_rank,
-        "qk_head_dim": config.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
+        "q_lora_rank": config.q_lora_rank,  # none: megatron's default is another
         "rotary_base": rope["rope_theta"],
         "apply_rope_fusion": False,  # its kernel is for yarn alone
         **scaling,
@@ -127,32 +107,23 @@ def sigmoid_routed_fields(config: Any) -> dict[str, Any]:
     moe_router_bias_update_rate says so.
     """
     dense = min(config.first_k_dense_replace, config.num_hidden_layers)
-    grouped = {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group} if (config.n_group or 1) > 1 else {}
+    ungrouped = {} if (config.n_group or 1) > 1 else {"moe_router_num_groups": None, "moe_router_group_topk": None}
     return {
-        "num_moe_experts": config.n_routed_experts,
         "moe_layer_freq": [0] * dense + [1] * (config.num_hidden_layers - dense),
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts or None,
-        **grouped,
-        **expert_fields(config),
+        **ungrouped,
     }
 
 
-def expert_fields(config: Any) -> dict[str, Any]:
-    """Of every mixture of experts. Reinforcement learning keeps the routing: no balancing loss."""
-    return {
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": True,
-    }
-
-
+NOT_OF_LAYERS = ("vocab_size", "max_position_embeddings", "rotary_base", "rotary_percent")
+"""What a config says that make_gpt takes beside TransformerConfig."""
+EXPERTS = {"moe_router_load_balancing_type": "none", "moe_grouped_gemm": True}
+"""Of every mixture of experts. Reinforcement learning keeps the routing: no balancing loss."""
 FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "qwen2": lambda config: {"add_qkv_bias": True},
     "qwen3": lambda config: {"qk_layernorm": True},

@@ -17,9 +17,8 @@ from slimebus.cli.config.schema import paths
 from slimebus.cli.root import root
 from trainer.arguments.command_line import TrainerFlags, help_text
 from trainer.arguments.fields import class_of, megatron_fields
-from trainer.arguments.fixed_fields import ARCHITECTURE, FIXED, NEEDS
+from trainer.arguments.option_table import kind_of, option_table, spellings
 from trainer.arguments.options import read_options
-from trainer.arguments.spellings import AS_GIVEN, INSTEAD, OTHER_NAMES, OWN_NAMES, kind_of, spellings
 from trainer.model.megatron_fields import split_megatron_options
 
 ROOT = Path(__file__).parents[3]
@@ -148,12 +147,16 @@ def _reads(name: str, default: object) -> bool:
 
 def test_the_tables_name_fields_of_the_installed_version() -> None:
     known = megatron_fields().keys()
-    assert not ARCHITECTURE - known
-    assert not FIXED.keys() - known
-    assert not {*NEEDS, *NEEDS.values()} - known
-    assert not {spelling.field for spelling in OWN_NAMES.values()} - known
-    assert not INSTEAD.keys() & (known | spellings().keys())
-    assert not ARCHITECTURE & FIXED.keys()
+    table = option_table()
+    assert not table.of_the_model - known
+    assert not table.fixed.keys() - known
+    assert not table.in_force.keys() - table.fixed.keys()
+    assert not {*table.needs, *table.needs.values()} - known
+    assert not table.choices.keys() - known - table.model_options.keys()
+    assert not {spelling.field for spelling in table.spellings.values()} - known
+    assert not table.instead.keys() & (known | spellings().keys())
+    assert not table.of_the_model & table.fixed.keys()
+    assert not table.model_options.keys() & known
     assert len(known) > 300, "the config classes of megatron-core"
     assert class_of("TransformerConfig").name == "TransformerConfig"
 
@@ -211,18 +214,18 @@ def test_a_wrong_flag_is_told_with_the_nearest(words: str, text: str) -> None:
 def test_a_flag_of_slime_or_verl_is_told_with_its_name_here(words: str) -> None:
     with pytest.raises(click.NoSuchOption) as bad:
         flags(*words.split())
-    assert bad.value.format_message().endswith(f"Did you mean '{OTHER_NAMES[words.split()[0][2:]]}'?")
+    assert bad.value.format_message().endswith(f"Did you mean '{option_table().other_names[words.split()[0][2:]]}'?")
 
 
 def test_what_is_suggested_for_other_names_exists_and_the_document_has_it() -> None:
     fields = {name.rpartition(".")[2].replace("_", "-") for name in paths()}
-    for other, ours in OTHER_NAMES.items():
+    for other, ours in option_table().other_names.items():
         flag = ours.split()[0].removeprefix("--")
         assert flag in fields or TrainerFlags().flag(flag) is not None
         assert other not in fields
         assert TrainerFlags().flag(other) is None
     page = (ROOT / "docs" / "algorithms.md").read_text()
-    assert dict(re.findall(r"^\| `--([\w-]+)` \| `(--[\w -]+)` \|$", page, re.MULTILINE)) == dict(OTHER_NAMES)
+    assert dict(re.findall(r"^\| `--([\w-]+)` \| `(--[\w -]+)` \|$", page, re.MULTILINE)) == option_table().other_names
 
 
 def test_a_setting_of_an_own_plug_in_is_told_with_its_prefix(tmp_path: Path) -> None:
@@ -266,9 +269,9 @@ def test_megatrons_help_needs_no_torch_and_less_than_a_second() -> None:
 def test_the_spellings_table_of_the_document_is_the_codes() -> None:
     page = (ROOT / "docs" / "megatron.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `--")]
-    for name, spelling in OWN_NAMES.items():
-        value = "" if spelling.value is AS_GIVEN else f": {str(spelling.value).lower()}"
+    for name, spelling in option_table().spellings.items():
+        value = "" if spelling.value is None else f": {str(spelling.value).lower()}"
         assert f"| `--{name.replace('_', '-')}` | `{spelling.field}{value}` |" in rows
-    for name, instead in INSTEAD.items():
+    for name, instead in option_table().instead.items():
         assert f"| `--{name.replace('_', '-')}` | {instead} |" in rows
-    assert len(rows) == len(OWN_NAMES) + len(INSTEAD)
+    assert len(rows) == len(option_table().spellings) + len(option_table().instead)
