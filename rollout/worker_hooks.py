@@ -1,5 +1,7 @@
 """The class of `rollout.hooks_path`: what a user adds around the groups of a worker (docs/hooks.md)."""
 
+import difflib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from slimebus.cli.hooks import check_takes, text_of
 
 METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept dataset", "log": "", "evaluate": "session"}
 """The methods that it may have, and what each is called with."""
+SIMILAR = 0.75
+"""From 0 to 1, of difflib: what is so near to one of these names, or to setup and teardown, is taken for it misspelt."""
 MAX_NUMBERS, MAX_NAME = 32, 64
 """Of `log`: the broker keeps 64 numbers of a heartbeat, the worker's own among them."""
 
@@ -28,7 +32,9 @@ class WorkerHooks:
         found = {method: method_of(name, instance, method) for method in METHODS}
         self._plugins = {method: Plugin(f"{name}.{method}", function) for method, function in found.items() if function is not None}
         if not self._plugins:
-            raise HookError(f"{name}: the class has none of {', '.join(METHODS)}")
+            raise HookError(f"{name}: the class has none of {', '.join(METHODS)}{_misspelt(instance)}")
+        if said := _misspelt(instance):
+            raise HookError(f"{name}: the class has a method that is never called{said}; begin the name of one of your own with _")
         for method, plugin in self._plugins.items():
             check_takes(plugin.name, plugin.function, METHODS[method].split())
         self.numbers: dict[str, float] = {}
@@ -58,6 +64,17 @@ class WorkerHooks:
         if plugin := self._plugins.get(method):
             return await plugin(*arguments, timeout_s=self._timeout_s)
         return None
+
+
+def _misspelt(instance: Any) -> str:
+    """Of a method whose name is nearly one that is called: `; its x: did you mean 'y'?`, else nothing."""
+    called = [*METHODS, "setup", "teardown"]
+    for method in dir(type(instance)):
+        if method.startswith("_") or method in called or not callable(inspect.getattr_static(type(instance), method)):
+            continue
+        if near := difflib.get_close_matches(method, called, 1, SIMILAR):
+            return f"; its {method}: did you mean {near[0]!r}?"
+    return ""
 
 
 def _numbers(given: dict[Any, Any]) -> dict[str, float]:

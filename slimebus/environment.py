@@ -21,6 +21,7 @@ VERSION = "0.4.0"
 """The release that rollout/environment.py was written for; its interface changes with each minor one."""
 FILE = "environment"
 """What names the tasks among the files of prompts."""
+NEEDED = "an environment is a package, installed or beside the run.yaml, that exports its one Taskset subclass in __all__ (docs/agents.md)"
 TASK = "task"
 """The key of the metadata that names a prompt's task."""
 
@@ -45,6 +46,9 @@ def load(name: str, base: Path) -> tuple[Any, Any]:
         verifiers = importlib.import_module("verifiers.v1")
         tree = tomllib.loads((base / name).read_text()) if name.endswith(".toml") else {"env": {"taskset": {"id": name}}}
         return verifiers, verifiers.resolve_env_config(tree["env"])
+    except ModuleNotFoundError as bad:  # verifiers' own text says that the package must be installed, and names none that it imports
+        missing = getattr(bad.__cause__ or bad, "name", name)
+        raise ConfigError(f"environment {name} cannot be loaded: there is no module {missing}; {NEEDED}") from bad
     except (Exception, SystemExit) as bad:  # an environment's module may fail in any way
         raise ConfigError(f"environment {name} cannot be loaded: {type(bad).__name__}: {text_of(bad)}") from bad
 

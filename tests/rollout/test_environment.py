@@ -134,11 +134,16 @@ def test_a_prompt_of_another_source_is_refused(base: Path) -> None:
     ("name", "installed", "said"),
     [
         ("sums", "0.1.9", r"needs verifiers 0.4.0, and here is 0.1.9; pip install 'slimebus\[verifiers\]'"),
-        ("no_such", "", "no_such cannot be loaded: .*no_such"),
+        ("no_such", "", "no_such cannot be loaded: there is no module no_such; .*, installed or beside the run.yaml, .*__all__"),
+        ("needy", "", "needy cannot be loaded: there is no module no_such_library; "),
+        ("bare", "", "bare cannot be loaded: .* must export its Taskset subclass via `__all__`"),
         ("none.toml", "", "none.toml cannot be loaded: FileNotFoundError"),
     ],
 )
 def test_what_is_missing_is_told_with_its_remedy(base: Path, name: str, installed: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base / "needy.py").write_text("import no_such_library\n")
+    (base / "bare.py").write_text("tasks = []\n")
+    monkeypatch.syspath_prepend(str(base))
     if installed:
         monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [SimpleNamespace(version=installed)])
     with pytest.raises(ConfigError, match=said):

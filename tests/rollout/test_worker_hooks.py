@@ -38,6 +38,12 @@ def make(folder: Path, hooks: str, **fields: str) -> tuple[GroupMaker, list[Samp
     [
         ("class Mine:\n    pass\n", "the class has none of after_generate, is_trained, on_group, log, evaluate"),
         (
+            "class Mine:\n    def log(self):\n        pass\n    async def on_groups(self, samples):\n        pass\n",
+            r"a method that is never called; its on_groups: did you mean 'on_group'\?; begin the name of one of your own with _",
+        ),
+        ("class Mine:\n    def after_generation(self, response):\n        pass\n", "none of .*; its after_generation: .*'after_generate'"),
+        ("class Mine:\n    def log(self):\n        pass\n    def set_up(self):\n        pass\n", r"its set_up: did you mean 'setup'\?"),
+        (
             "class Mine:\n    def on_group(self, samples):\n        pass\n",
             r"on_group: too many .*called with \(samples, is_kept, dataset\)",
         ),
@@ -55,6 +61,12 @@ def test_a_class_that_cannot_be_used_is_found_at_the_start(tmp_path: Path, hooks
     (tmp_path / "mine.py").write_text(hooks)
     with pytest.raises(HookError, match=said):
         WorkerHooks("mine.py:Mine", tmp_path, 1.0)
+
+
+def test_methods_of_its_own_are_the_users_affair(tmp_path: Path) -> None:
+    own = "    def write(self):\n        pass\n    def _on_groups(self):\n        pass\n    logs = []\n"
+    (tmp_path / "mine.py").write_text(f"class Mine:\n    def log(self):\n        pass\n{own}")
+    WorkerHooks("mine.py:Mine", tmp_path, 1.0)
 
 
 def test_what_it_changes_in_a_response_is_checked_and_rewarded(tmp_path: Path) -> None:
