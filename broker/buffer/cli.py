@@ -93,10 +93,8 @@ def export(run: Target, out: Path, states: tuple[str, ...], containing: str) -> 
     from broker.buffer.export import export_groups
 
     with _snapshot(run) as snapshot:
-        done, num_freed = (
-            export_groups(snapshot, _chosen(snapshot, run.names, states, containing, every=True), out),
-            snapshot.num_freed_steps(),
-        )
+        done = export_groups(snapshot, _chosen(snapshot, run.names, states, containing, every=True), out)
+        num_freed = snapshot.num_freed_steps()
     click.echo(f"{done.groups} groups, {done.samples} samples written to {out}")
     if num_freed and "committed" in states:
         kept = run.resolved.run_dir / "samples"

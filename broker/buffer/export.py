@@ -14,7 +14,6 @@ from broker.state.groups import Group
 from broker.store.interface import Damaged
 from slimebus.bus.errors import ProtocolError, UsageError
 from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, write_arrays
-from slimebus.bus.sample_table import CheckedGroup
 
 SHARD_BYTES = 256 * 1024 * 1024
 """Arrays are written when so many are in memory."""
@@ -48,7 +47,14 @@ def export_groups(snapshot: StoreSnapshot, groups: Iterator[Group], out: Path, *
 def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard_bytes: int) -> Exported:
     done, shard, arrays = Exported(), 0, dict[str, np.ndarray]()
     with (folder / GROUPS_FILE).open("wb") as file:
-        for group, prompt, samples, own_arrays in _whole(snapshot, groups, done):
+        for group in groups:
+            try:
+                prompt, samples = snapshot.prompt(group.id), snapshot.samples(group.id)
+                own_arrays = {} if samples is None else arrays_of(group.id, samples)
+            except (Damaged, ProtocolError, msgspec.DecodeError) as bad:
+                done.left_out[group.id] = str(bad)
+                continue
+            done.groups += 1
             if arrays and sum(a.nbytes for a in (*arrays.values(), *own_arrays.values())) > shard_bytes:
                 write_arrays(arrays, folder / shard_name(shard))
                 shard, arrays = shard + 1, {}
@@ -61,22 +67,6 @@ def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard
     if arrays:
         write_arrays(arrays, folder / shard_name(shard))
     return done
-
-
-Whole = tuple[Group, Any, CheckedGroup | None, dict[str, np.ndarray]]
-
-
-def _whole(snapshot: StoreSnapshot, groups: Iterator[Group], done: Exported) -> Iterator[Whole]:
-    """Each group with its prompt, samples and named arrays; one whose records are damaged is left out and counted."""
-    for group in groups:
-        try:
-            prompt, samples = snapshot.prompt(group.id), snapshot.samples(group.id)
-            arrays = {} if samples is None else arrays_of(group.id, samples)
-        except (Damaged, ProtocolError, msgspec.DecodeError) as bad:
-            done.left_out[group.id] = str(bad)
-            continue
-        done.groups += 1
-        yield group, prompt, samples, arrays
 
 
 ABOUT = (

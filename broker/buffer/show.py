@@ -11,7 +11,6 @@ import msgspec
 from broker.buffer.export import about_of
 from broker.buffer.reader import StoreSnapshot
 from broker.state.groups import Group
-from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample, SampleRow, decode_group
 from slimebus.cli.config import Resolved
 
@@ -25,15 +24,9 @@ def text_of(resolved: Resolved) -> Decode | None:
     try:
         file = resolved.model_dir / "tokenizer.json"
         tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
-    except (SlimebusError, ImportError):
-        return None
     except Exception:  # noqa: BLE001 - the package raises bare Exception for a file that it cannot use; ids are shown then
         return None
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-    return decode
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def as_object(snapshot: StoreSnapshot, group: Group) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Every record read, every index compared with what it speaks of; in a process of its own, which damage may end."""
 
+import functools
 import logging
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -67,37 +68,38 @@ def verify(snapshot: StoreSnapshot) -> Report:
     with_samples = {name for name, g in groups.items() if g.phase in WITH_SAMPLES}
     to_sample = {name for name, g in groups.items() if g.phase in (QUEUED, LEASED)}
     late = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
-    for check in (
-        _Values("prompts", lambda key, value: msgspec.msgpack.decode(value), needed=with_prompt),
-        _Values("payloads", check_samples, needed=with_samples, allowed=with_samples),
-        _Values("partials", lambda key, value: check_group(unpack_frames(value, "partials", key)), allowed=to_sample),
-        _Values("fields", lambda key, value: None, needed=late, allowed=late),
-        _Values("source", lambda key, value: None),  # its form is the source's own
-    ):
-        _check_values(snapshot, check, report)
+    check = functools.partial(_check_values, snapshot, report)
+    check("prompts", lambda key, value: msgspec.msgpack.decode(value), needed=with_prompt)
+    check("payloads", check_samples, needed=with_samples, allowed=with_samples)
+    check("partials", lambda key, value: check_group(unpack_frames(value, "partials", key)), allowed=to_sample)
+    check("fields", lambda key, value: None, needed=late, allowed=late)
+    check("source", lambda key, value: None)  # its form is the source's own
     return report
 
 
-class _Values(NamedTuple):
-    """What is expected of a table that is read record by record. needed: keys that it must have, allowed: that it may have; None: any."""
-
-    table: str
-    read: Callable[[str, bytes], object]
-    needed: Collection[str] = ()
-    allowed: Collection[str] | None = None
+Keys = Collection[str]
 
 
-def _check_values(snapshot: StoreSnapshot, check: _Values, report: Report) -> None:
-    for key, value in _records(snapshot, check.table, report):
-        if check.allowed is not None and key not in check.allowed:
-            report.problems.append(f"{check.table} {key}: no group needs it")
+def _check_values(
+    snapshot: StoreSnapshot,
+    report: Report,
+    table: str,
+    read: Callable[[str, bytes], object],
+    *,
+    needed: Keys = (),
+    allowed: Keys | None = None,
+) -> None:
+    """Read a table record by record. needed: keys that it must have, allowed: that it may have; None: any."""
+    for key, value in _records(snapshot, table, report):
+        if allowed is not None and key not in allowed:
+            report.problems.append(f"{table} {key}: no group needs it")
             continue
         try:
-            check.read(key, value)
+            read(key, value)
         except (msgspec.DecodeError, UnicodeDecodeError, SlimebusError, ValueError) as bad:
-            report.problems.append(f"{check.table} {key}: {bad}")
-    missing = set(check.needed).difference(_keys(snapshot, check.table, report) if check.needed else ())
-    report.problems += [f"{check.table} {key}: it is missing, and its group needs it" for key in sorted(missing)]
+            report.problems.append(f"{table} {key}: {bad}")
+    missing = set(needed).difference(_keys(snapshot, table, report) if needed else ())
+    report.problems += [f"{table} {key}: it is missing, and its group needs it" for key in sorted(missing)]
 
 
 def _rows(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tuple[str, Any]]:

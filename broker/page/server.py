@@ -56,7 +56,7 @@ class Page:
         self.decode = functools.cache(lambda: text_of(resolved))
         self._reader, self._one_asks = ThreadPoolExecutor(1, "read"), asyncio.Lock()
         self._frames: dict[str, bytes] = {}
-        self._changed, self._wanted, self._viewers = asyncio.Condition(), asyncio.Event(), 0
+        self._wanted, self._viewers = asyncio.Event(), set[asyncio.Event]()
         self._shown = -1
 
     # --- looking ---
@@ -77,13 +77,13 @@ class Page:
     async def _show_records(self) -> None:
         if self._shown != self.history.serial:
             self._shown = self.history.serial
-            await self._send("history", await self._read(self.history.shown))
+            self._send("history", await self._read(self.history.shown))
 
     async def _follow_status(self) -> None:
         while True:
             await self._wanted.wait()
             await self.look()
-            await self._send("status", self.live.shown() | await self._read(lambda: self.history.remarks(self.live.status)))
+            self._send("status", self.live.shown() | await self._read(lambda: self.history.remarks(self.live.status)))
             await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
             if not self._viewers:
                 self._wanted.clear()
@@ -98,10 +98,10 @@ class Page:
         """Done by the one thread that reads records and store."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
-    async def _send(self, kind: str, what: dict[str, Any]) -> None:
-        async with self._changed:
-            self._frames[kind] = b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(what))
-            self._changed.notify_all()
+    def _send(self, kind: str, what: dict[str, Any]) -> None:
+        self._frames[kind] = b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(what))
+        for is_newer in self._viewers:
+            is_newer.set()
 
     # --- answering ---
 
@@ -117,28 +117,25 @@ class Page:
         """The newest status and records whenever there are newer ones; a slow viewer skips some."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
         await response.prepare(request)
-        self._viewers += 1
+        seen, is_newer = dict[str, bytes](), asyncio.Event()
+        self._viewers.add(is_newer)
         self._wanted.set()
-        seen: dict[str, bytes] = {}
         try:
             await self._show_records()
             while True:
+                is_newer.clear()
                 for kind, frame in list(self._frames.items()):
                     if seen.get(kind) is not frame:
                         seen[kind] = frame
                         await response.write(frame)
                 try:
-                    await asyncio.wait_for(self._newer_than(seen), ALIVE_S)
+                    await asyncio.wait_for(is_newer.wait(), ALIVE_S)
                 except TimeoutError:
                     await response.write(b": alive\n\n")
         except ConnectionError:
             return response
         finally:
-            self._viewers -= 1
-
-    async def _newer_than(self, seen: dict[str, bytes]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: any(seen.get(kind) is not frame for kind, frame in self._frames.items()))
+            self._viewers.discard(is_newer)
 
     async def groups(self, request: web.Request) -> web.Response:
         """A list of groups."""

@@ -56,11 +56,9 @@ class FileRows:
 
     def _open(self, spec: FileSpec) -> RowFile:
         path = spec.path
-        if is_tasks(path, self._keys.environment):
-            return RowFile(spec, self._keys, self._on_bad, spill_dir=self._spill_dir)
-        if not path.exists():
-            raise DataError(f"prompt data {path} does not exist (looked in {Path.cwd()}); check prompt_data")
-        if not path.is_file():
+        if not is_tasks(path, self._keys.environment) and not path.is_file():
+            if not path.exists():
+                raise DataError(f"prompt data {path} does not exist (looked in {Path.cwd()}); check prompt_data")
             what = "a directory; name the files in it" if path.is_dir() else "not a regular file"
             raise DataError(f"prompt data {path} is {what}")
         return RowFile(spec, self._keys, self._on_bad, spill_dir=self._spill_dir)

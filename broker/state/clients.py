@@ -280,21 +280,19 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     if beat.leases is not None:
         _compare(state, leases, beat.leases, reply)
-    elif _are(len(leases.groups), leases.lease_sum, beat):
+    elif _are(leases.groups, beat):
         _confirm(state, leases, list(leases.unconfirmed))
     else:
-        num_confirmed = len(leases.groups) - len(leases.unconfirmed)
-        confirmed_sum = leases.lease_sum - sum(leases.unconfirmed) if num_confirmed else 0
-        reply.list_leases = not _are(num_confirmed, confirmed_sum, beat)
+        reply.list_leases = not _are(leases.groups.keys() - leases.unconfirmed, beat)
     reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
     if not reply.list_leases:
         _extend(state, client, leases)
     state.reply(event.to, reply)
 
 
-def _are(num_leases: int, lease_sum: int, beat: m.Heartbeat) -> bool:
-    """True when a worker works on leases of this number and sum."""
-    return num_leases == beat.num_leases and lease_sum % LEASE_SUM_MODULUS == beat.lease_sum
+def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
+    """True when these are as many leases as the worker works on, and of the same sum."""
+    return len(leases) == beat.num_leases and sum(leases) % LEASE_SUM_MODULUS == beat.lease_sum
 
 
 def set_serving(state: State, client: Client, lineage: str, version: int) -> None:

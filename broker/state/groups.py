@@ -126,11 +126,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class WorkerLeases(msgspec.Struct):
-    """The leases of one worker, and their sum. `unconfirmed`: those that no heartbeat of it has named yet, each with its own deadline."""
+    """The leases of one worker. `unconfirmed`: those that no heartbeat of it has named yet, each with its own deadline."""
 
     groups: dict[int, Group] = {}
     by_request: dict[int, dict[int, Group]] = {}
-    lease_sum: int = 0
     unconfirmed: set[int] = set()
 
 
@@ -252,7 +251,6 @@ class Groups:
             self.by_lease[group.lease.id] = group
             leases = self.by_worker.setdefault(group.lease.worker, WorkerLeases())
             leases.groups[group.lease.id] = leases.by_request.setdefault(group.lease.request, {})[group.lease.id] = group
-            leases.lease_sum += group.lease.id
         elif group.phase == READY and self._lacks_field(group):
             self.awaiting_fields[group.id] = group
         elif group.phase == READY:
@@ -269,7 +267,6 @@ class Groups:
             if not granted:
                 del leases.by_request[group.lease.request]
             leases.unconfirmed.discard(group.lease.id)
-            leases.lease_sum -= group.lease.id
             if not leases.groups:
                 del self.by_worker[group.lease.worker]
         elif group.phase == READY and self.awaiting_fields.pop(group.id, None) is None:

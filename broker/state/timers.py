@@ -11,20 +11,21 @@ SLACK = 1024
 
 
 class Timers:
-    """Deadlines that may move; moving one later costs a dictionary write, and so does one that is cancelled before anyone looks."""
+    """Deadlines that may move; moving one later costs a dictionary write."""
 
     def __init__(self) -> None:
         self._deadline: dict[Key, float] = {}
         self._queued: dict[Key, float] = {}
         self._heap: list[tuple[float, int, Key]] = []
-        self._unqueued: list[Key] = []
         self._serial = 0
 
     def set(self, key: Key, deadline: float) -> None:
         """Have `key` fall due at `deadline`, whatever was set before."""
         self._deadline[key] = deadline
         if deadline < self._queued.get(key, math.inf):
-            self._unqueued.append(key)
+            self._serial += 1
+            self._queued[key] = deadline
+            heapq.heappush(self._heap, (deadline, self._serial, key))
 
     def cancel(self, key: Key) -> None:
         """Forget `key`; unknown keys are fine."""
@@ -41,7 +42,6 @@ class Timers:
 
     def due(self, now: float) -> Iterator[Key]:
         """The keys whose deadline has come; each is forgotten as it is given."""
-        self._queue()
         while self._heap and self._heap[0][0] <= now:
             queued, _, key = heapq.heappop(self._heap)
             if self._queued.get(key) == queued:
@@ -57,21 +57,10 @@ class Timers:
 
     def next(self) -> float | None:
         """When to look again, at the latest; may be early, never late."""
-        self._queue()
         return self._heap[0][0] if self._heap else None
 
     def __len__(self) -> int:
         return len(self._deadline)
-
-    def _queue(self) -> None:
-        """Take into the heap what was set since the last look and not cancelled."""
-        for key in self._unqueued:
-            deadline = self._deadline.get(key, math.inf)
-            if deadline < self._queued.get(key, math.inf):
-                self._serial += 1
-                self._queued[key] = deadline
-                heapq.heappush(self._heap, (deadline, self._serial, key))
-        self._unqueued.clear()
 
     def _compact(self) -> None:
         """Throw out what was cancelled or moved, so that memory follows the deadlines that are set and not those that ever were."""

@@ -57,7 +57,6 @@ class LmdbStore:
         try:
             check_readable(path)
             self._open()
-            self._take_format()
         except UsageError:
             if self._is_open:
                 self._env.close()
@@ -70,18 +69,13 @@ class LmdbStore:
         try:
             self._env = open_environment(self.path, map_bytes=self._map_bytes, is_synced=self.durability == "fsync")
             self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
-        except lmdb.Error as bad:
-            raise cannot_open(self.path, bad) from None
-        self._is_open = True
-
-    def _take_format(self) -> None:
-        try:
             with self._env.begin(write=True) as txn:
                 found = txn.get(FORMAT_KEY)
                 if found is None:
                     txn.put(FORMAT_KEY, str(FORMAT).encode())
         except lmdb.Error as bad:
             raise cannot_open(self.path, bad) from None
+        self._is_open = True
         check_format(self.path, found)
 
     def announce(self, endpoint: str, hints: str) -> None:

@@ -38,9 +38,7 @@ def read(state: State, event: Event, ask: Read) -> None:
     if ask.shard >= ask.shards:
         raise ProtocolError(f"read: shard {ask.shard} of {ask.shards}; expected 0 <= shard < shards")
     consumer, name = consumer_of(state, event.sender), event.sender
-    _acknowledge(state, consumer, ask.after)
-    if ask.back and ask.after < consumer.position:
-        _go_back(state, consumer, ask.after)
+    _acknowledge(state, consumer, ask)
     older = state.waiting_reads.get(name)
     if older is not None and older.to != event.to:
         state.answer(state.waiting_reads, name, ReadReply(position=consumer.position, reason="a newer read took its place"))
@@ -75,22 +73,19 @@ def _forget_one(state: State) -> None:
     state.note(f"consumer {last.name} is forgotten: {MAX_CONSUMERS} others came after it", is_warning=True)
 
 
-def _acknowledge(state: State, consumer: Consumer, after: int) -> None:
+def _acknowledge(state: State, consumer: Consumer, ask: Read) -> None:
+    """All before this position is read; or it is read again from there on."""
+    after = ask.after
     if after >= state.meta.next_arrival:
         text = f"read after position {after}, but the newest is {state.meta.next_arrival - 1}; the broker lost its folder: begin at 0"
         raise SlimebusError(text, code="position")
-    if after <= consumer.position:
+    if after == consumer.position or (after < consumer.position and not ask.back):
         return
     last, num_read, num_skipped = state.last_reads.pop(consumer.name, (0, 0, 0))
-    consumer.num_read += num_read if last == after else after - consumer.position
-    consumer.num_skipped += num_skipped if last == after else 0
+    if after > consumer.position:
+        consumer.num_read += num_read if last == after else after - consumer.position
+        consumer.num_skipped += num_skipped if last == after else 0
     consumer.position = after
-    state.changed("consumers", consumer.name)
-
-
-def _go_back(state: State, consumer: Consumer, position: int) -> None:
-    state.last_reads.pop(consumer.name, None)
-    consumer.position = position
     state.changed("consumers", consumer.name)
 
 

@@ -191,13 +191,10 @@ def cancel_running(state: State, reason: str) -> None:
 
 def results(evaluation: Evaluation) -> list[dict[str, Any]]:
     """One row for each held-out set: mean reward and pass@k, with 95% intervals."""
-    return [_result(evaluation, name, tally) for name, tally in evaluation.tallies.items()]
-
-
-def _result(evaluation: Evaluation, name: str, tally: Tally) -> dict[str, Any]:
-    about = {field: getattr(evaluation, field) for field in ("version", "lineage", "step")}
-    of_set = {field: getattr(tally, field) for field in ("num_prompts", "oldest_version", "newest_version")}
-    return {"dataset": name, **about, **tally.row(), **of_set, "reason": evaluation.reason}
+    about = {field: getattr(evaluation, field) for field in ("version", "lineage", "step", "reason")}
+    of_set = ("num_prompts", "oldest_version", "newest_version")
+    rows = ((name, tally.row() | {field: getattr(tally, field) for field in of_set}) for name, tally in evaluation.tallies.items())
+    return [{"dataset": name, **about, **row} for name, row in rows]
 
 
 def _answer(state: State, to: Address, evaluation: Evaluation) -> None:
