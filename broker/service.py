@@ -29,7 +29,6 @@ from broker.state.rules import Rules
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import damaged_store
 from broker.suspend_tolerant_clock import SuspendTolerantClock
-from broker.uncommitted_burst import RETRY_S, SAY_AGAIN_S, UncommittedBurst
 from slimebus.bus.clock import Clock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
@@ -45,7 +44,25 @@ MAX_IDLE_S = 0.5
 """How often a stop request is looked for; two wake-ups a second cost nothing."""
 COLLECT_S, COLLECT_FROM = 0.004, 1024
 """With so many members a burst collects requests for this long: each costs half as much then (10,000 idle workers), none is so urgent."""
+RETRY_S = 1.0
+"""Between two attempts to write what the store could not take."""
+SAY_AGAIN_S = 60.0
+"""How often the log repeats that the store still cannot be written."""
 RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
+
+
+class UncommittedBurst(msgspec.Struct, kw_only=True):
+    """One burst that is decided and that the store could not take: kept and tried again, while nobody is told what rests on it.
+
+    `since`, `retry_at`, `said_at`: seconds of the broker's clock.
+    """
+
+    writes: Writes
+    effects: Sequence[Effect]
+    problem: StoreError
+    since: float
+    retry_at: float
+    said_at: float
 
 
 class Broker:
@@ -162,7 +179,8 @@ class Broker:
             else:
                 said.append(effect)
         if self._uncommitted is not None:  # found while the burst before is said, and that found damage and a full disk at once
-            self._uncommitted = self._uncommitted.with_more(writes, said)
+            burst = self._uncommitted
+            burst.writes, burst.effects = {**burst.writes, **writes}, [*burst.effects, *said]
             return
         if writes:
             try:
@@ -289,9 +307,11 @@ class Broker:
 
     def _with_own(self, status: dict[str, Any]) -> dict[str, Any]:
         """A status with what this process alone knows: its store and its sockets."""
-        burst = self._uncommitted
+        store, burst = self._last_report or self.store.report(), self._uncommitted
+        if burst is not None:
+            store = store | {"problem": burst.problem.text, "unwritten_s": round(self.clock.monotonic() - burst.since, 3)}
         return status | {
-            "store": (self._last_report or self.store.report()) | (burst.report(self.clock.monotonic()) if burst is not None else {}),
+            "store": store,
             "security": security(self.endpoint, self.keys.keyring if self.keys else None),
             "bounds": status["bounds"] | self.server.bounds(),
             "refused": dict(self.server.refused),

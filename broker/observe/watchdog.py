@@ -171,7 +171,7 @@ def _doing(state: State) -> str:
     """What the trainer does with the next step to commit, as far as the broker saw it."""
     pace, step = state.pace, state.meta.next_step
     if step not in state.steps:
-        return f"has not asked for batch {step}: {_ready(state)}"
+        return f"has not asked for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"
     if step not in state.fetched_steps:
         return f"was given batch {step} {state.now - pace.assigned_at:.0f} s ago and has not fetched it"
     begun = max(state.fetched_steps[step], pace.since if pace.has_stepped else 0.0)
@@ -179,10 +179,6 @@ def _doing(state: State) -> str:
     if state.meta.version == state.version_of(step + 1) > state.version_of(step):
         return f"{text}; version {state.meta.version} is published, the step is not committed"
     return text
-
-
-def _ready(state: State) -> str:
-    return f"{choice.so_far(state, len(state.groups.ready))} ready"
 
 
 def _with_oldest_lease(state: State, cause: Cause) -> Cause:

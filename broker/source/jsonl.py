@@ -1,5 +1,6 @@
 """The rows of one file of JSON lines: each is checked once at the start, and read by its offset when its turn comes."""
 
+import contextlib
 import os
 import weakref
 from array import array
@@ -82,16 +83,12 @@ class RowFile:
         now = self._state()
         if now == self._seen:
             return
-        if now == self._refused or not self._is_same():
-            self._refused = now
-            raise DataError(f"prompt data {self.path} changed while the run goes on; put back what it was, or start in a new run directory")
-        self._seen = now
-
-    def _is_same(self) -> bool:
-        try:
-            return self._hashed() == self.digest
-        except DataError:
-            return False
+        with contextlib.suppress(DataError):
+            if now != self._refused and self._hashed() == self.digest:
+                self._seen = now
+                return
+        self._refused = now
+        raise DataError(f"prompt data {self.path} changed while the run goes on; put back what it was, or start in a new run directory")
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

@@ -6,12 +6,11 @@
                          |        |                    DROPPED(reason), DEAD(reason): ended, listed, counted
 """
 
-import bisect
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
+from sortedcontainers import SortedKeyList
 
 from slimebus.bus.messages import NO_VERSION
 
@@ -133,29 +132,6 @@ class WorkerLeases(msgspec.Struct):
     unconfirmed: set[int] = set()
 
 
-class Sorted(list[Group]):
-    """Groups in the order of a key that is theirs alone and stays as it is meanwhile."""
-
-    def __init__(self, key: Callable[[Group], Any]) -> None:
-        super().__init__()
-        self._key = key
-
-    def add(self, group: Group) -> None:
-        """Put a group in its place; mostly the last."""
-        if self and self._key(self[-1]) > self._key(group):
-            bisect.insort(self, group, key=self._key)
-        else:
-            self.append(group)
-
-    def discard(self, group: Group) -> None:
-        """Take a group out that is in here."""
-        del self[bisect.bisect_left(self, self._key(group), key=self._key)]
-
-    def after(self, key: Any) -> list[Group]:
-        """The groups behind this key."""
-        return self[bisect.bisect_right(self, key, key=self._key) :]
-
-
 class Groups:
     """Every group in play, found by id, lease, or state. Changes of state go through `move` alone.
 
@@ -168,11 +144,11 @@ class Groups:
         self.by_lease: dict[int, Group] = {}
         self.by_worker: dict[str, WorkerLeases] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
-        self.ready, self.arrivals = Sorted(lambda group: group.lease.id), Sorted(lambda group: group.arrival)
+        self.ready, self.arrivals = SortedKeyList(key=lambda group: group.lease.id), SortedKeyList(key=lambda group: group.arrival)
         self.arrival_changes = 0
         self.required: frozenset[str] = frozenset()
         self.awaiting_fields: dict[str, Group] = {}
-        self._queues = {kind: Sorted(lambda group: (group.position, group.id)) for kind in (TRAIN, EVAL)}
+        self._queues = {kind: SortedKeyList(key=lambda group: (group.position, group.id)) for kind in (TRAIN, EVAL)}
 
     def add(self, group: Group) -> None:
         """Take in a group in the state it is in."""
@@ -213,12 +189,15 @@ class Groups:
 
     def first_queued(self, kind: str = TRAIN) -> Group | None:
         """The queued group of the earliest prompt."""
-        queue = self._queues[kind]
-        return queue[0] if queue else None
+        return next(iter(self._queues[kind]), None)
 
     def every_ready(self) -> list[Group]:
         """The ready groups, those that lack a required field too."""
         return [*self.ready, *self.awaiting_fields.values()]
+
+    def arrived_after(self, position: int) -> list[Group]:
+        """The groups with samples behind the position of a consumer."""
+        return list(self.arrivals.irange_key(position, inclusive=(False, False)))
 
     def arrive(self, group: Group, position: int) -> None:
         """Samples of a group were accepted: consumers find it at this position."""
@@ -229,7 +208,7 @@ class Groups:
     def depart(self, group: Group) -> None:
         """The samples of a group are gone."""
         if group.arrival:
-            self.arrivals.discard(group)
+            self.arrivals.remove(group)
             self.arrival_changes += 1
             group.arrival = 0
 
@@ -259,7 +238,7 @@ class Groups:
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
         if group.phase == QUEUED:
-            self._queues[group.kind].discard(group)
+            self._queues[group.kind].remove(group)
         elif group.phase == LEASED:
             leases = self.by_worker[group.lease.worker]
             granted = leases.by_request[group.lease.request]
@@ -270,4 +249,4 @@ class Groups:
             if not leases.groups:
                 del self.by_worker[group.lease.worker]
         elif group.phase == READY and self.awaiting_fields.pop(group.id, None) is None:
-            self.ready.discard(group)
+            self.ready.remove(group)

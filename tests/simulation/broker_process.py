@@ -12,11 +12,10 @@ from simulation.clock import MachineClock
 from simulation.disk import Disk
 
 from broker.machine import Machine
-from broker.service import RESTORED_TABLES
+from broker.service import RESTORED_TABLES, RETRY_S, UncommittedBurst
 from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPayload, StoredPrompt, Write
 from broker.store import Damaged, StoreError
 from broker.suspend_tolerant_clock import SuspendTolerantClock
-from broker.uncommitted_burst import RETRY_S, UncommittedBurst
 from slimebus.bus import messages as m
 
 if TYPE_CHECKING:

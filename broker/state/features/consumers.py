@@ -113,7 +113,7 @@ def _serve(state: State, name: str) -> None:
 
 def _next(state: State, consumer: Consumer, ask: Read) -> list[Group]:
     """In order, and no further than the first that still lacks a needed field."""
-    behind = state.groups.arrivals.after(consumer.position)
+    behind = state.groups.arrived_after(consumer.position)
     of_shard = (group for group in behind if group.arrival % ask.shards == ask.shard)
     whole = itertools.takewhile(lambda group: has_fields(group, ask.needs), of_shard)
     return within_one_answer(itertools.islice(whole, min(ask.count, MAX_READ_GROUPS)))
@@ -172,7 +172,7 @@ def why_waiting(state: State, name: str) -> str:
     needs, consumer = state.waiting_reads[name].message.needs, state.consumers[name]
     if state.is_finished:
         return "the run is finished"
-    behind = state.groups.arrivals.after(consumer.position)
+    behind = state.groups.arrived_after(consumer.position)
     lacking = next((n for group in behind for n in needs if not has_fields(group, [n])), "")
     return f"{len(behind)} groups lie ahead, the first lacks field {lacking!r}" if lacking else "no group behind its position yet"
 
@@ -296,7 +296,7 @@ def rows(state: State) -> list[dict[str, Any]]:
         {
             "name": one.name,
             "position": one.position,
-            "behind": len(state.groups.arrivals.after(one.position)),
+            "behind": len(state.groups.arrived_after(one.position)),
             "read": one.num_read,
             "skipped": one.num_skipped,
             "silent_s": round(state.now - state.clients[one.name].heard_at, 3) if one.name in state.clients else None,
