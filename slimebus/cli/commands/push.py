@@ -9,9 +9,9 @@ import msgspec
 import xxhash
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
-from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
+from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader
+from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ConfigCommand, Target, asks_broker, of_run
-from slimebus.cli.config.schema import DataConfig
 from slimebus.client.connect import broker_address
 from slimebus.client.prompts import PromptClient, Pushed, batches_of, in_all
 
@@ -31,19 +31,19 @@ def push(run: Target, broker: str | None, front: bool, key: str, as_json: bool, 
     """
     if not run.names:
         raise UsageError("push: no file given; name jsonl files of prompts")
-    address, keys, data = broker_address(run.resolved, broker), run.resolved.keys_path or "", run.resolved.config.data
+    address, keys = broker_address(run.resolved, broker), run.resolved.keys_path or ""
     with PromptClient(address, timeout_s=timeout_s, keys=keys, run=run.resolved.expected_run) as client:
         for number, file in enumerate(run.names):
-            done = _push_file(client, data, Path(file), f"{key}/{number}" if key else "", front)
+            done = _push_file(client, run.resolved, Path(file), f"{key}/{number}" if key else "", front)
             click.echo(json.dumps({"file": file, **msgspec.structs.asdict(done)}) if as_json else _sentence(file, done))
 
 
-def _push_file(client: PromptClient, data: DataConfig, file: Path, key: str, front: bool) -> Pushed:
+def _push_file(client: PromptClient, resolved: Resolved, file: Path, key: str, front: bool) -> Pushed:
     if file.exists() and not file.is_file():
         raise UsageError(f"push: {file} is no file that can be read twice; slimebus.client.prompts takes prompts as they come")
-    digest, done = _checked(file, data), list[Pushed]()
+    digest, done = _checked(file, resolved), list[Pushed]()
     try:
-        for number, batch in enumerate(batches_of(records_of(file, data, []))):
+        for number, batch in enumerate(batches_of(records_of(file, resolved, []))):
             done.append(client.push_batch(batch, key=f"{key or digest}/{number}", front=front))
     except SlimebusError:
         if accepted := in_all(done).accepted:
@@ -52,23 +52,23 @@ def _push_file(client: PromptClient, data: DataConfig, file: Path, key: str, fro
     return in_all(done)
 
 
-def _checked(file: Path, data: DataConfig) -> str:
+def _checked(file: Path, resolved: Resolved) -> str:
     """A hash of the file's records. Raises DataError that names the malformed lines, or where they are skipped prints them."""
     problems, digest = list[str](), xxhash.xxh3_128()
-    for record in records_of(file, data, problems):
+    for record in records_of(file, resolved, problems):
         digest.update(record)
     more = len(problems) - SHOWN_LINES
     shown = [*problems[:SHOWN_LINES], *([f"{file}: {more} more malformed lines"] if more > 0 else [])]
-    if shown and not data.skip_bad_prompts:
+    if shown and not resolved.config.data.skip_bad_prompts:
         raise DataError("\n  ".join(shown))
     for problem in shown:
         click.echo(f"skipped {problem}", err=True)
     return digest.hexdigest()
 
 
-def records_of(file: Path, data: DataConfig, problems: list[str]) -> Iterator[bytes]:
+def records_of(file: Path, resolved: Resolved, problems: list[str]) -> Iterator[bytes]:
     """The records of a file's lines; blank and malformed ones have none. What is wrong with these is added to `problems`."""
-    reader = LineReader(PromptKeys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key))
+    reader = LineReader(resolved.prompt_keys)
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
