@@ -43,11 +43,9 @@ class Spans:
     had the CPU; what is left it waited for something. For a process whose spans do not await.
     """
 
-    def __init__(
-        self, directory: Path | None = None, process: str = "", *, run: str = "", counts_cpu: bool = False, max_bytes: int = MAX_BYTES
-    ) -> None:
+    def __init__(self, directory: Path | None = None, process: str = "", *, run: str = "", counts_cpu: bool = False) -> None:
         self.process, self.counts_cpu = process, counts_cpu
-        self._rows = JsonLines(directory / f"spans-{process}.jsonl" if directory else None, max_bytes=max_bytes)
+        self._rows = JsonLines(directory / f"spans-{process}.jsonl" if directory else None, max_bytes=MAX_BYTES)
         self._clocks: deque[tuple[float, float]] = deque(maxlen=NUM_CLOCKS)
         self._collector = otel.collector_of(run, process) if directory else None
 

@@ -17,23 +17,21 @@ MAX_PEERS = 4096
 class RefusalLimiter:
     """Refusals of each peer in the present window of time. A bounded table: when it is full the window ends early."""
 
-    def __init__(
-        self, *, limit: int = LIMIT, window_s: float = WINDOW_S, max_peers: int = MAX_PEERS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.limit, self.window_s, self.max_peers, self.clock = limit, window_s, max_peers, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._refusals: dict[bytes, int] = {}
         self._window_ends = 0.0
 
     def refused(self, peer: bytes) -> bool:
         """Count a refusal; True when this one reaches the limit."""
-        if self.clock() >= self._window_ends or len(self._refusals) >= self.max_peers:
+        if self.clock() >= self._window_ends or len(self._refusals) >= MAX_PEERS:
             self._refusals.clear()
-            self._window_ends = self.clock() + self.window_s
+            self._window_ends = self.clock() + WINDOW_S
         count = self._refusals[peer] = self._refusals.get(peer, 0) + 1
-        return count == self.limit
+        return count == LIMIT
 
     def is_silenced(self, peer: bytes) -> bool:
         """True while a peer is not listened to."""
-        if not self._refusals or self._refusals.get(peer, 0) < self.limit:
+        if not self._refusals or self._refusals.get(peer, 0) < LIMIT:
             return False
         return self.clock() < self._window_ends

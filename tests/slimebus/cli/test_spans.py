@@ -46,8 +46,9 @@ def test_without_a_directory_it_only_measures() -> None:
     assert span.seconds >= 0.01
 
 
-def test_a_process_keeps_its_last_spans_and_no_more_than_two_files(tmp_path: Path) -> None:
-    spans = Spans(tmp_path, "w", max_bytes=1000)
+def test_a_process_keeps_its_last_spans_and_no_more_than_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slimebus.cli.spans.MAX_BYTES", 1000)
+    spans = Spans(tmp_path, "w")
     for step in range(100):
         with spans("train", step=step):
             pass
