@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slimebus.bus.errors import EXIT_FAILURE, UsageError
+from slimebus.cli import logs
+from slimebus.cli.config import Resolved
 from slimebus.cli.config.file_checks import worker_problems
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context, split_words
 from slimebus.cli.config.load import raise_all
@@ -32,8 +34,7 @@ def try_(ctx: click.Context, words: tuple[str, ...], label: str, samples: int, a
     file, rest = split_words(words)
     if len(rest) != 1:
         raise UsageError(f"got {len(rest)} prompts; expected one, in quotes")
-    resolved = from_context(ctx, file)
-    raise_all(worker_problems(resolved))
+    resolved = _checked(ctx, file)
     from rollout.local import sample_prompt
 
     made, texts = sample_prompt(resolved, {"prompt": _prompt(rest[0]), "label": label, "metadata": {}}, samples)
@@ -43,6 +44,14 @@ def try_(ctx: click.Context, words: tuple[str, ...], label: str, samples: int, a
     else:
         for number, row in enumerate(rows, 1):
             _show(row, f"sample {number} of {len(rows)}")
+
+
+def _checked(ctx: click.Context, file: Path | None) -> Resolved:
+    """The config, with what a worker needs; from now on what is waited for is told on stderr."""
+    resolved = from_context(ctx, file)
+    raise_all(worker_problems(resolved))
+    logs.set_up("rollout")
+    return resolved
 
 
 def _prompt(text: str) -> Any:
@@ -88,8 +97,7 @@ def sample(ctx: click.Context, run_yaml: Path | None, groups: int, out: Path) ->
 
     The engine is started here with the initial model, or that of --engine-url. `slimebus trainer RUN.yaml --replay FOLDER` trains on them.
     """
-    resolved = from_context(ctx, run_yaml)
-    raise_all(worker_problems(resolved))
+    resolved = _checked(ctx, run_yaml)
     from rollout.local import sample_prompts
 
     made = sample_prompts(resolved, groups, out)

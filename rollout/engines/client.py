@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -14,11 +15,14 @@ import numpy.typing as npt
 from rollout.response import plain
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, UsageError
 
+log = logging.getLogger("rollout")
 T = TypeVar("T")
 Sampling = dict[str, Any]
 
 GENERATE_TIMEOUT_S = 3600.0
 """The longest that one call may take."""
+WAIT_NOTE_S = 15.0
+"""How often a wait for an engine that starts is told."""
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 2.0
 # SGLang aborts every request whose id begins with the given one: a closing mark keeps "w-1" from ending "w-10".
@@ -241,7 +245,7 @@ class EngineClient:
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
         """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or once `is_dead()`. UsageError for a router."""
-        deadline_s = time.monotonic() + timeout_s
+        begun_s = noted_s = time.monotonic()
         while 200 not in (found := [await self.status(path, 2.0) for path in ("/ready", "/ping")]):
             if found == [404, 404]:
                 what = f"what answers at {self.url} knows neither /ready nor /ping and is no engine"
@@ -250,8 +254,11 @@ class EngineClient:
                 raise UsageError(f"engine {self.url} asks for a key that is not the one given; set engine.engine_api_key to its --api-key")
             if is_dead is not None and is_dead():
                 raise Unreachable(f"engine {self.url}: its process ended before it was ready")
-            if time.monotonic() > deadline_s:
+            if (now := time.monotonic()) > begun_s + timeout_s:
                 raise Unreachable(f"engine {self.url} was not ready within {timeout_s:.0f} s")
+            if now > noted_s + WAIT_NOTE_S:
+                log.info("waiting for the engine at %s to be ready (%.0f of %.0f s)", self.url, now - begun_s, timeout_s)
+                noted_s = now
             await asyncio.sleep(0.1)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------

@@ -93,8 +93,7 @@ def test_the_first_prompts_are_sampled_without_a_trainer_into_a_folder_of_groups
     groups = {group.group: group.samples(out) for group in read_groups(out)}
     assert list(groups) == ["sample/0", "sample/2", "sample/3"]
     for sample in (one for samples in groups.values() for one in samples):
-        assert sample.versions == [(0, len(sample.tokens))]
-        assert sample.loss_mask.sum() > 0
+        assert sample.versions[-1] == (0, sample.loss_mask.sum())
     steps = [json.loads(line) for line in (out / "batches.jsonl").read_text().splitlines()]
     assert steps == [{"step": 0, "version": 0, "groups": ["sample/0", "sample/2"]}, {"step": 1, "version": 0, "groups": ["sample/3"]}]
     assert "name a folder that does not exist yet" in slimebus("sample", run, "--out", out).stderr

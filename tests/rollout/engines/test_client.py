@@ -170,6 +170,17 @@ def test_wait_ready_ends_as_soon_as_the_process_is_dead():
         asyncio.run(talk())
 
 
+def test_a_wait_for_an_engine_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    async def talk() -> None:
+        async with EngineClient("http://127.0.0.1:9") as client:
+            await client.wait_ready(0.4)
+
+    monkeypatch.setattr("rollout.engines.client.WAIT_NOTE_S", 0.1)
+    with caplog.at_level("INFO", "rollout"), pytest.raises(Unreachable, match="was not ready within 0 s"):
+        asyncio.run(talk())
+    assert "waiting for the engine at http://127.0.0.1:9 to be ready (0 of 0 s)" in caplog.text
+
+
 def test_a_router_is_not_waited_for():
     engine = ScriptedEngine(ready=[(503, {}), (404, {})], ping=[(404, {})])
     with pytest.raises(UsageError, match=r"knows neither /ready nor /ping and is no engine; a router does not pass weights on"):
