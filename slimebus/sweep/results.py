@@ -112,10 +112,13 @@ def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Conditi
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """What a run recorded of its own settings as text: those of the trainer, and the broker's bound by its name in the config."""
+    """What a run recorded of its own settings as text: those of the trainer, and the broker's bound by its config name."""
     trainer, status = folder / "trainer-settings.json", folder / "status.json"
     found: dict[str, str] = json.loads(trainer.read_text()) if trainer.is_file() else {}
-    eta = json.loads(status.read_text()).get("settings", {}).get("max_staleness") if status.is_file() else None
+    known: dict[str, Any] = json.loads(status.read_text()) if status.is_file() else {}
+    eta = known.get("settings", {}).get("max_staleness")
+    if any(change["by"].startswith("autopilot") for change in known.get("changes", [])):
+        eta = "auto"  # the last of its bounds says little of the run
     return {name: text.strip('"') for name, text in found.items()} | ({ETA: label_of(eta)} if eta is not None else {})
 
 
