@@ -9,20 +9,22 @@ The sizes of all tensors are known before the first of them comes.
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.model_folder import CONFIG, read_config
 from slimebus.weights.codec.rounding import host_bytes
-from slimebus.weights.files.safetensors_file import INDEX_FILE, WEIGHTS_FILE, copy_config
+from slimebus.weights.files.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.tensors import DTYPE_BYTES, safetensors_header, tensor_bytes
 
 SHARD_BYTES = 5_000_000_000
 """Most that one file has, as transformers wrote them for long."""
+FILE_PATTERN = "model{suffix}.safetensors"
 MTP_LAYERS = "num_nextn_predict_layers"
 
 
@@ -79,34 +81,24 @@ def exported_config(source: Path, dtype: str) -> dict[str, Any]:
 
 
 def write_shards(folder: Path, plan: Sequence[HfTensor], tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
-    """Write the safetensors files of a model, and their index where there are several. Raises SlimebusError when a tensor did not come."""
-    shards = list(shards_of(plan, shard_bytes))
+    """Write the safetensors files of a model, each of at most `shard_bytes` or one tensor, and their index where there are several. Raises
+    SlimebusError when a tensor did not come."""
+    planned = {tensor.name: tensor for tensor in plan}
+    split = split_state_dict_into_shards_factory(
+        planned, get_storage_size=lambda tensor: tensor.size_bytes, filename_pattern=FILE_PATTERN, max_shard_size=shard_bytes
+    )
     spans: dict[str, FileSpan] = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        spans |= begin_file(folder / file, shard)
+    for file, names in split.filename_to_tensors.items():
+        spans |= begin_file(folder / file, [planned[name] for name in names])
     missing = set(spans)
     for name, tensor in tensors:
         write_tensor(folder, spans[name], tensor)
         missing.remove(name)
     if missing:
         raise SlimebusError(f"{folder}: {len(missing)} tensors of the model were not exported, such as {min(missing)}")
-    if len(shards) > 1:
-        total = sum(span.size_bytes for span in spans.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: span.file for name, span in spans.items()}}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-
-def shards_of(plan: Sequence[HfTensor], shard_bytes: int) -> Iterator[list[HfTensor]]:
-    """The plan cut into files of at most `shard_bytes`; a larger tensor has one of its own."""
-    shard, size = list[HfTensor](), 0
-    for planned in plan:
-        if shard and size + planned.size_bytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(planned)
-        size += planned.size_bytes
-    yield shard
 
 
 def begin_file(path: Path, shard: Sequence[HfTensor]) -> dict[str, FileSpan]:
