@@ -77,17 +77,15 @@ class BrokerSession:
         log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
 
     def take(self, step: int, wait_s: float) -> StepBatch | None:
-        """The batch of `step`, or None when it is not here after wait_s seconds. Raises Fenced when another trainer took over.
-
-        It is on record (metrics/batches.jsonl) before it is trained: of rows with one step, the last is what the weights learned from.
-        """
+        """The batch of `step`, or None when it is not here after wait_s seconds. Raises Fenced when another trainer took over."""
         if self.lost is not None:
             raise self.lost
         assert self.batch_client is not None  # begin() came first
-        batch = self.batch_client.take(step, wait_s)
-        if batch is not None:
-            self.batches.write(step, {"lineage": self.publication.lineage, **batch.record()})
-        return batch
+        return self.batch_client.take(step, wait_s)
+
+    def record(self, batch: StepBatch) -> None:
+        """Into metrics/batches.jsonl, before it is trained: of rows with one step, the last is what the weights learned from."""
+        self.batches.write(batch.step, {"lineage": self.publication.lineage, **batch.record()})
 
     def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
         """Tell the broker and the records that `step` is trained."""

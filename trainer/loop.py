@@ -8,6 +8,7 @@ trainer/publish/publication.py.
 
 import logging
 import time
+from collections.abc import Sequence
 
 from slimebus.cli.config import RunConfig
 from slimebus.cli.spans import Spans
@@ -52,7 +53,7 @@ def train(
     with stop.deferred():
         for step in range(start.step, config.rollout.num_rollout):
             with spans("wait", step=step) as wait:
-                batch, plan = next_batch(source, step, config.rollout.num_steps_per_rollout, stop)
+                batch, plan = next_batch(source, step, policy.learning_rates(config.rollout.num_steps_per_rollout), stop)
             if plan.stops:
                 checkpoints.save_and_stop(policy, step, version)
                 return
@@ -61,7 +62,7 @@ def train(
                 with spans("mismatch", step=step):
                     measured = engine_mismatch(policy, publication, batch.groups if batch else None, version)
             with spans("train", step=step) as work:
-                metrics = watch.train(step, batch, num_steps=plan.num_steps, version=version)
+                metrics = watch.train(step, batch, plan, version=version)
                 policy.refresh_reference(step + 1)
             with spans("publish", step=step) as copy:
                 if plan.publishes:
@@ -81,8 +82,11 @@ def train(
     publication.finish()
 
 
-def next_batch(source: BatchSource | None, step: int, max_steps: int, stop: StopRequest) -> tuple[StepBatch | None, StepPlan]:
-    """Rank 0's batch of `step`, None elsewhere, and on every rank how it is trained; however long samples take to come."""
+def next_batch(source: BatchSource | None, step: int, schedule: Sequence[float], stop: StopRequest) -> tuple[StepBatch | None, StepPlan]:
+    """Rank 0's batch of `step`, None elsewhere, and on every rank how it is trained; however long samples take to come.
+
+    schedule: the learning rates of as many optimizer steps as there are at most.
+    """
     while True:
         batch, until = None, time.monotonic() + TURN_S
         has_ended = False
@@ -91,7 +95,9 @@ def next_batch(source: BatchSource | None, step: int, max_steps: int, stop: Stop
                 batch = source.take(step, LOOK_S)
         except EndOfBatches:
             has_ended = True
-        mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(max_steps) if batch else NOT_YET
+        mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(schedule) if batch else NOT_YET
         plan = parallel.share(mine if source else None, StepPlan)
+        if source and batch and not plan.stops:
+            source.record(batch)
         if plan != NOT_YET:
             return batch, plan

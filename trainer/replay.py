@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
+OF_THE_RATE = frozenset(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters"))
+"""One of them as a flag of the replay, and the recorded learning rates do not count."""
+
 
 class BatchRow(msgspec.Struct):
     """A line of batches.jsonl."""
@@ -37,6 +40,7 @@ class BatchRow(msgspec.Struct):
     step: int
     version: int
     groups: list[str]
+    learning_rates: tuple[float, ...] = ()
 
 
 class ReplaySource:
@@ -53,6 +57,7 @@ class ReplaySource:
         if not self.rows:
             raise UsageError(f"--from-step {from_step}: {folder} has the groups of steps {min(rows)} to {max(rows)}")
         self.first_step = min(self.rows)
+        self.has_own_rates = any(name in OF_THE_RATE and place.startswith("--") for name, place in resolved.origin.items())
         self.metrics = resolved.run_dir / "replay"
         keep_as_older(self.metrics / "trainer.jsonl")
         self.writer = MetricsWriter(self.metrics, "trainer")
@@ -86,6 +91,11 @@ class ReplaySource:
         steps = f"step {last}" if last == self.first_step else f"steps {self.first_step} to {last}"
         what = f"{steps} of {self.folder}"
         log.info("replays %s, metrics in %s", what, self.metrics)
+        if self.has_own_rates:
+            log.info("the learning rates are those of the options given, not the recorded ones")
+        elif lacking := [step for step, row in self.rows.items() if not row.learning_rates]:
+            text = "no learning rate is recorded of step %d%s: it is that of the schedule, counted from the checkpoint it begins with"
+            log.warning(text, lacking[0], f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
 
     def take(self, step: int, wait_s: float) -> StepBatch:
         """The batch of `step`. Raises EndOfBatches after the last one, DataError when its groups cannot be trained."""
@@ -94,7 +104,11 @@ class ReplaySource:
         row, following = self.rows[step], self.rows.get(step + 1)
         groups = [Group(name, self._samples(name)) for name in row.groups]
         lags = [lag_of(sample, row.version) for group in groups for sample in group.samples]
-        return StepBatch(step, row.version, row.version if following is None else following.version, groups, lags)
+        next_version = row.version if following is None else following.version
+        return StepBatch(step, row.version, next_version, groups, lags, learning_rates=() if self.has_own_rates else row.learning_rates)
+
+    def record(self, batch: StepBatch) -> None:
+        """It is on record already."""
 
     def _samples(self, name: str) -> list[Sample]:
         folder, row = self.groups[name]

@@ -24,8 +24,11 @@ class Session:
         self.looks += 1
         return self if self.looks >= self.ready_at else None
 
-    def plan(self, max_steps: int) -> StepPlan:
-        return StepPlan(num_steps=max_steps, publishes=True)
+    def plan(self, schedule: list[float]) -> StepPlan:
+        return StepPlan(len(schedule), tuple(schedule), publishes=True)
+
+    def record(self, batch: Any) -> None:
+        self.recorded = batch
 
 
 class Stop:
@@ -46,15 +49,16 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
 def test_other_ranks_hear_every_turn_that_the_batch_is_still_waited_for(shared: list[StepPlan]) -> None:
     session = Session(ready_at=200)
-    batch, plan = next_batch(session, 3, 2, Stop())  # type: ignore[arg-type]
-    assert (batch, plan) == (session, StepPlan(num_steps=2, publishes=True))
+    batch, plan = next_batch(session, 3, [0.2, 0.1], Stop())  # type: ignore[arg-type]
+    assert (batch, plan) == (session, StepPlan(2, (0.2, 0.1), publishes=True))
+    assert session.recorded is session
     assert shared == [NOT_YET] * 3 + [plan]
 
 
 def test_a_stop_ends_the_wait_on_every_rank(shared: list[StepPlan]) -> None:
     stop = Stop()
     stop.is_made = True
-    assert next_batch(Session(ready_at=10**9), 3, 2, stop) == (None, StepPlan(stops=True))  # type: ignore[arg-type]
+    assert next_batch(Session(ready_at=10**9), 3, [0.2, 0.1], stop) == (None, StepPlan(stops=True))  # type: ignore[arg-type]
     assert shared == [StepPlan(stops=True)]
 
 

@@ -16,7 +16,7 @@ from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, wri
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.samples import encode_group
 from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import RolloutConfig
+from slimebus.cli.config.schema import OptimizerConfig, RolloutConfig
 from slimebus.cli.spans import Spans
 from trainer.loop import train
 from trainer.model.determinism import make_deterministic
@@ -45,12 +45,12 @@ def run(tmp_path: Path, make_batch):
     """Eight groups in a folder, and a run of two groups a step."""
     groups = {f"0/{i}": group for i, group in enumerate(make_batch(0, 8))}
     config = RunConfig(rollout=RolloutConfig(rollout_batch_size=2))
-    return SimpleNamespace(run_dir=tmp_path, base=tmp_path, config=config, folder=export(tmp_path / "groups", groups))
+    return SimpleNamespace(run_dir=tmp_path, base=tmp_path, config=config, origin={}, folder=export(tmp_path / "groups", groups))
 
 
-def record(run, rows: list[tuple[int, int, list[str]]]) -> None:
+def record(run, rows: list[tuple[int, int, list[str]]], **more: object) -> None:
     (run.run_dir / "metrics").mkdir(exist_ok=True)
-    text = "".join(json.dumps({"time": 0, "step": s, "lineage": "L", "version": v, "groups": g}) + "\n" for s, v, g in rows)
+    text = "".join(json.dumps({"time": 0, "step": s, "lineage": "L", "version": v, "groups": g, **more}) + "\n" for s, v, g in rows)
     (run.run_dir / "metrics" / "batches.jsonl").write_text(text)
 
 
@@ -68,7 +68,7 @@ def test_batches_are_those_that_the_run_had_at_last(run) -> None:
     record(run, rows)
     source = ReplaySource(run.folder, run)
     assert steps(source) == {4: ["0/7", "0/3"], 5: ["0/2"], 6: ["0/1"]}, "step 3 lacks a group, and after 6 there is a gap"
-    assert [source.take(step, 0).plan(1).publishes for step in (4, 5, 6)] == [True, False, False]
+    assert [source.take(step, 0).plan([0.1]).publishes for step in (4, 5, 6)] == [True, False, False]
 
 
 def test_a_replay_begins_where_it_is_told_and_keeps_what_the_one_before_it_wrote(run) -> None:
@@ -141,3 +141,25 @@ def test_two_replays_are_equal_bit_by_bit_and_begin_with_the_newest_checkpoint_b
     rows, _ = replay(run, build_policy(tied_model), caplog)
     assert [row["step"] for row in rows] == [2, 3]
     assert "step 2 is replayed with the weights of the checkpoint of step 1: the batches between are not here" in caplog.text
+
+
+def test_a_step_is_replayed_at_the_learning_rate_that_it_had(run, tied_model, build_policy, caplog):
+    """Its weights are those of a checkpoint from long before it, as a dump's are: the schedule would begin anew there."""
+    run.config = RunConfig(rollout=RolloutConfig(rollout_batch_size=2, num_rollout=10))
+    policy = build_policy(tied_model, optimizer=OptimizerConfig(lr=1e-3, lr_decay_style="linear", lr_decay_iters=10, min_lr=0.0))
+    policy.num_updates = 8
+    assert policy.learning_rates(2) == pytest.approx([2e-4, 1e-4])
+    record(run, [(8, 8, ["0/0"]), (9, 9, ["0/1"])], learning_rates=policy.learning_rates(1))
+    policy.num_updates = 0
+    rows, _ = replay(run, policy, caplog)
+    assert [row["lr"] for row in rows] == pytest.approx([2e-4, 2e-4])
+    assert "learning rate" not in caplog.text
+
+    run.origin = {"optimizer.lr": "--lr"}
+    assert [row["lr"] for row in replay(run, policy, caplog)[0]] == pytest.approx([8e-4, 7e-4]), "asked for: the schedule goes on"
+    assert "those of the options given" in caplog.text
+
+    run.origin = {}
+    record(run, [(8, 8, ["0/0"]), (9, 9, ["0/1"])])
+    replay(run, policy, caplog)
+    assert "no learning rate is recorded of step 8 and 1 more" in caplog.text

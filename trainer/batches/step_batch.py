@@ -3,6 +3,7 @@
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,9 +20,11 @@ NUM_QUANTILES = 21
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """How a batch is trained: in so many optimizer steps, and whether a version is published after it. stops: not at all, the run stops."""
+    """How a batch is trained: in so many optimizer steps at these learning rates, and whether a version is published after it. stops: not
+    at all, the run stops."""
 
     num_steps: int = 0
+    learning_rates: tuple[float, ...] = ()
     publishes: bool = False
     stops: bool = False
 
@@ -39,7 +42,8 @@ def lag_of(sample: Sample, version: int) -> int:
 class StepBatch(msgspec.Struct):
     """A step's groups; version is the one being trained, next_version that of the step after, lags the staleness of each sample.
 
-    num_rejected: groups that were handed back before this batch was whole.
+    num_rejected: groups that were handed back before this batch was whole. learning_rates: of its optimizer steps, by the schedule of the
+    run that it is (or, in a replay, was) trained in.
     """
 
     step: int
@@ -48,15 +52,20 @@ class StepBatch(msgspec.Struct):
     groups: list[Group]
     lags: list[int]
     num_rejected: int = 0
+    learning_rates: tuple[float, ...] = ()
 
     @property
     def samples(self) -> list[Sample]:
         """Those of all groups."""
         return [sample for group in self.groups for sample in group.samples]
 
-    def plan(self, max_steps: int) -> StepPlan:
-        """How this batch is trained, in at most so many optimizer steps; one of fewer groups has fewer of them."""
-        return StepPlan(num_steps=min(max_steps, len(self.groups)), publishes=self.next_version > self.version)
+    def plan(self, schedule: Sequence[float]) -> StepPlan:
+        """How this batch is trained: in an optimizer step for each learning rate of the schedule, fewer where it has fewer groups. Rates
+        that are recorded of as many steps go before those of the schedule."""
+        num_steps = min(len(schedule), len(self.groups))
+        if len(self.learning_rates) != num_steps:
+            self.learning_rates = tuple(schedule[:num_steps])
+        return StepPlan(num_steps, self.learning_rates, publishes=self.next_version > self.version)
 
     def record(self) -> dict[str, Any]:
         """What this step is given: its groups by id, how many trained tokens have which staleness (demonstrations have none), and
@@ -69,7 +78,13 @@ class StepBatch(msgspec.Struct):
         lags = {str(lag): count for lag, count in sorted(tokens.items())}
         made = [int((sample.loss_mask > 0).sum()) for sample in self.samples]
         quantiles = np.quantile(made, np.linspace(0, 1, NUM_QUANTILES)).round(1).tolist() if made else []
-        return {"version": self.version, "groups": [group.id for group in self.groups], "lag_tokens": lags, "lengths": quantiles}
+        return {
+            "version": self.version,
+            "groups": [group.id for group in self.groups],
+            "lag_tokens": lags,
+            "lengths": quantiles,
+            "learning_rates": self.learning_rates,
+        }
 
     def without_gradient(self) -> dict[str, str]:
         """Groups that trained nothing, by the reason: the advantages of all their tokens were zero. Known once the batch is trained."""
@@ -99,6 +114,9 @@ class BatchSource(Protocol):
 
     def take(self, step: int, wait_s: float) -> StepBatch | None:
         """The batch of `step`, or None when it is not here after wait_s seconds. Raises EndOfBatches."""
+
+    def record(self, batch: StepBatch) -> None:
+        """It is trained next, and as it was planned."""
 
     def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
         """`step` is trained. checkpoint: the first step whose batch may be needed again."""

@@ -57,7 +57,7 @@ class Critic(Learner):
 
     def _train_part(self, part: Batch) -> dict[str, float]:
         """One optimizer step on all of `part`, or none where nothing in it is trained."""
-        lr, trained = self._learning_rate(), float(np.count_nonzero(part["loss_mask"]))
+        (lr,), trained = self.learning_rates(1), float(np.count_nonzero(part["loss_mask"]))
         counts = {"samples": float(part.num_samples), "tokens": float(part.num_tokens), "tokens_trained": trained}
         found = update.NO_STEP | {"lr": lr}
         if trained:

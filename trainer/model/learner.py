@@ -63,10 +63,10 @@ class Learner:
         """Leave the other ranks."""
         parallel.stop()
 
-    def _learning_rate(self) -> float:
-        """Of the next optimizer step."""
-        rollout = self.config.rollout
-        return learning_rate(self.config.optimizer, self.num_updates, num_updates=rollout.num_rollout * rollout.num_steps_per_rollout)
+    def learning_rates(self, num_steps: int) -> list[float]:
+        """Of the next optimizer steps, by the schedule."""
+        last = self.config.rollout.num_rollout * self.config.rollout.num_steps_per_rollout
+        return [learning_rate(self.config.optimizer, self.num_updates + i, num_updates=last) for i in range(num_steps)]
 
     def _gradient(self, part: Batch, loss_of_rows: Callable[[int, int], Any]) -> dict[str, float]:
         return update.compute_gradient(self.model, self.optimizer, part, self.config.trainer.max_tokens_per_gpu, loss_of_rows)

@@ -29,9 +29,12 @@ class Policy(Learner):
         self.reference = reference
         self.cosine = GradientCosine() if config.trainer.mismatch_interval else None
 
-    def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None) -> dict[str, float]:
+    def train(
+        self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None, learning_rates: Sequence[float] = ()
+    ) -> dict[str, float]:
         """Train on a batch of groups, in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on every rank
-        (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch.
+        (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch. learning_rates: of
+        each optimizer step; none: those of the schedule.
 
             share the batch -> forward passes, each a column -> advantages -> for each part: prepare, packed rows, loss, optimizer step
 
@@ -41,9 +44,10 @@ class Policy(Learner):
         batch = self._add_logprob_columns(self._shared(groups, version), num_steps)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
-        for groups_of_step in batch.cut_groups(num_steps):
+        rates = learning_rates or self.learning_rates(num_steps)
+        for groups_of_step, lr in zip(batch.cut_groups(num_steps), rates, strict=True):
             samples, counts = update.choose_samples(batch, groups_of_step, self.objective)
-            metrics, logprobs = self._train_part(batch.select(samples), is_first=not made)
+            metrics, logprobs = self._train_part(batch.select(samples), lr, is_first=not made)
             trained.append(samples)
             made.append(counts | metrics)
             new_logprobs.append(logprobs)
@@ -73,9 +77,8 @@ class Policy(Learner):
             columns |= dict.fromkeys(wanted, self._forward(batch))
         return batch.with_columns(columns)
 
-    def _train_part(self, part: Batch, *, is_first: bool) -> tuple[dict[str, float], np.ndarray]:
+    def _train_part(self, part: Batch, lr: float, *, is_first: bool) -> tuple[dict[str, float], np.ndarray]:
         """One optimizer step on all of `part`, or none where nothing in it has a gradient; metrics, and new_logprobs of its tokens, [N]."""
-        lr = self._learning_rate()
         metrics, logprobs = {"lr": lr} | update.NO_STEP, np.zeros(0, np.float32)
         if part.num_samples:
             if not is_first and self.objective.needs_pass("current_logprobs"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import Resolved
-from trainer.batches.step_batch import StepBatch
+from trainer.batches.step_batch import StepBatch, StepPlan
 from trainer.checkpoint.trained_state import random_state
 from trainer.model import parallel
 from trainer.model.policy import Policy
@@ -26,13 +26,14 @@ class StepWatch:
         self.profile = StepProfile(resolved.run_dir / "profile", profile, rank) if profile else None
         self.speed = Speed(policy)
 
-    def train(self, step: int, batch: StepBatch | None, *, num_steps: int, version: int) -> dict[str, float]:
+    def train(self, step: int, batch: StepBatch | None, plan: StepPlan, *, version: int) -> dict[str, float]:
         """policy.train on rank 0's batch, and its metrics."""
         random, started = random_state(), time.perf_counter()
         if self.profile:
             self.profile.before(step)
         try:
-            metrics = self.policy.train(batch.groups if batch else None, num_steps=num_steps, version=version)
+            groups = batch.groups if batch else None
+            metrics = self.policy.train(groups, num_steps=plan.num_steps, version=version, learning_rates=plan.learning_rates)
         except SlimebusError as bad:
             if bad.code == "nonfinite" and self.dumps:
                 self.dumps.write("nonfinite", step, batch, {}, random)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -27,12 +28,18 @@ def batch(sizes: list[int], next_version: int = 4) -> StepBatch:
 
 
 def test_a_batch_of_fewer_groups_than_optimizer_steps_has_fewer_steps() -> None:
-    assert batch([2, 2]).plan(max_steps=4) == StepPlan(num_steps=2, publishes=True)
+    assert batch([2, 2]).plan([0.4, 0.3, 0.2, 0.1]) == StepPlan(2, (0.4, 0.3), publishes=True)
+
+
+def test_recorded_learning_rates_go_before_the_schedule_where_there_is_one_for_each_step() -> None:
+    step = msgspec.structs.replace(batch([2, 2]), learning_rates=(0.04, 0.03))
+    assert step.plan([0.4, 0.3]).learning_rates == step.record()["learning_rates"] == (0.04, 0.03)
+    assert step.plan([0.4]).learning_rates == step.record()["learning_rates"] == (0.4,)
 
 
 def test_a_version_is_published_when_the_broker_says_that_the_next_step_trains_it() -> None:
-    assert batch([2], next_version=4).plan(1).publishes
-    assert not batch([2], next_version=3).plan(1).publishes
+    assert batch([2], next_version=4).plan([0.1]).publishes
+    assert not batch([2], next_version=3).plan([0.1]).publishes
 
 
 def test_batches_of_changing_numbers_of_groups_and_samples_are_trained_by_one_policy(
@@ -41,7 +48,7 @@ def test_batches_of_changing_numbers_of_groups_and_samples_are_trained_by_one_po
     policy = build_policy(tied_model)
     for sizes in ([4, 4, 4, 4], [2] * 5, [8], [2, 3, 5, 2, 2, 2]):
         step = batch(sizes)
-        num_steps = step.plan(2).num_steps
+        num_steps = step.plan([0.1, 0.1]).num_steps
         metrics = policy.train(step.groups, num_steps=num_steps)
         assert (metrics["samples"], metrics["updated"]) == (sum(sizes), num_steps)
         assert np.isfinite(metrics["loss"])

@@ -10,7 +10,7 @@ import torch
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import RunConfig
-from trainer.batches.step_batch import StepBatch
+from trainer.batches.step_batch import StepBatch, StepPlan
 from trainer.replay import ReplaySource, random_file
 from trainer.watch.dumps import MAX_DUMPS, MIN_STEPS, Dumps, SpikeDetector
 from trainer.watch.step_watch import StepWatch
@@ -18,7 +18,7 @@ from trainer.watch.step_watch import StepWatch
 
 @pytest.fixture
 def resolved(tmp_path: Path):
-    return SimpleNamespace(run_dir=tmp_path, base=tmp_path, config=RunConfig())
+    return SimpleNamespace(run_dir=tmp_path, base=tmp_path, config=RunConfig(), origin={})
 
 
 def test_a_spike_is_ten_times_the_median_and_not_counted_in_it() -> None:
@@ -63,12 +63,12 @@ def test_a_step_that_is_not_finite_is_dumped_also_when_it_ends_the_run(resolved,
     policy = build_policy(tied_model, on_nonfinite="stop")
     watch = StepWatch(resolved, None, policy, profile=range(0, 1))
     groups = make_batch(0)
-    metrics = watch.train(0, StepBatch(0, 0, 1, groups, [0]), num_steps=1, version=0)
+    metrics = watch.train(0, StepBatch(0, 0, 1, groups, [0]), StepPlan(1), version=0)
     assert metrics["tokens_per_s"] > 0
     assert "mfu" not in metrics, "of a CPU no peak is known"
     assert (resolved.run_dir / "profile" / "trace-rank0.json.gz").stat().st_size > 1000
     with torch.no_grad():
         next(policy.model.gpt.parameters()).fill_(float("nan"))
     with pytest.raises(SlimebusError, match="was not finite"):
-        watch.train(1, StepBatch(1, 1, 2, make_batch(1), [0]), num_steps=1, version=1)
+        watch.train(1, StepBatch(1, 1, 2, make_batch(1), [0]), StepPlan(1), version=1)
     assert random_file(resolved.run_dir / "dumps" / "step_00000001-nonfinite", 0).exists()

@@ -62,7 +62,7 @@ def test_what_is_kept_is_replayed_step_by_step(tmp_path: Path, batch_of) -> None
     batches = [batch_of(step) for step in (5, 6)]
     for batch in batches:
         dump.add(batch)
-    resolved = SimpleNamespace(run_dir=tmp_path / "run", base=tmp_path, config=RunConfig())
+    resolved = SimpleNamespace(run_dir=tmp_path / "run", base=tmp_path, config=RunConfig(), origin={})
     source = ReplaySource(tmp_path / "samples", resolved)
     source.begin(SimpleNamespace(step=5), None, 38)
     for want in batches:
