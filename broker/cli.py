@@ -7,7 +7,7 @@ import click
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
 
 
-@click.command(cls=ConfigCommand, short_help="Run the broker of a run.")
+@click.command(cls=ConfigCommand)
 @config_argument
 @click.pass_context
 def broker(ctx: click.Context, run_yaml: Path | None) -> None:

@@ -7,7 +7,7 @@ import click
 from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
 
 
-@click.command(cls=ConfigCommand, short_help="Run a rollout worker.")
+@click.command(cls=ConfigCommand)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--worker-name", help="[name] Of this worker; default: made from host and process id.")

@@ -20,7 +20,7 @@ COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"))
 """Of a token by its logprob: above the first one it was nearly certain; below the last it is red."""
 
 
-@click.command("try", cls=ConfigCommand, short_help="One prompt through template, session, engine and reward.")
+@click.command("try", cls=ConfigCommand)
 @click.argument("words", nargs=-1, required=True, metavar="[RUN.yaml] PROMPT")
 @click.option("--label", default="", help="[text] What the reward compares with.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="[samples] Of the prompt.")
@@ -87,7 +87,7 @@ def _show(row: dict[str, Any], title: str) -> None:
     console.print(table, whole, Text(f"reward {row['reward']}, {row['status']} {about}".rstrip(), style="bold"), sep="\n", soft_wrap=True)
 
 
-@click.command("sample", cls=ConfigCommand, short_help="Rollout alone: the samples of the first prompts, as a folder.")
+@click.command("sample", cls=ConfigCommand)
 @config_argument
 @click.option("--groups", type=click.IntRange(min=1), default=32, show_default=True, help="[groups] Of the first so many prompts.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write; it must not exist.")
@@ -111,7 +111,7 @@ def sample(ctx: click.Context, run_yaml: Path | None, groups: int, out: Path) ->
         ctx.exit(EXIT_FAILURE)
 
 
-@click.command("check-hooks", cls=ConfigCommand, short_help="Run each hook of a worker on one example.")
+@click.command("check-hooks", cls=ConfigCommand)
 @config_argument
 @click.pass_context
 def check_hooks(ctx: click.Context, run_yaml: Path | None) -> None:

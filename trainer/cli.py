@@ -61,7 +61,7 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
     return algorithm_problems(resolved)
 
 
-@click.command(cls=ConfigCommand, foreign=foreign_flags, problems=algorithm_problems, short_help="Run the trainer of a run.")
+@click.command(cls=ConfigCommand, foreign=foreign_flags, problems=algorithm_problems)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--role", type=click.Choice(["policy", "critic"]), default="policy", show_default=True, help="[choice] What it trains.")
@@ -119,7 +119,7 @@ def steps_of(text: str) -> range:
     return steps
 
 
-@click.command(cls=ConfigCommand, foreign=foreign_flags, short_help="Write a checkpoint in Hugging Face layout.")
+@click.command(cls=ConfigCommand, foreign=foreign_flags)
 @config_argument
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="[path] Directory to write.")
 @click.option("--step", type=click.IntRange(min=0), help="[step] Of the checkpoint: how many steps it has trained; default: the newest.")

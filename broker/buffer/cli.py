@@ -23,7 +23,7 @@ REASON = click.option("--reason", "containing", default="", help="[text] Groups 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group(short_help="Look into a run's buffer, export it, change it.")
+@click.group()
 def buffer() -> None:
     """Look into what a run holds: groups, samples, dead letters; export and import it, change it.
 

@@ -23,7 +23,7 @@ class ViewCommand(RunCommand):
     fields: Collection[str] = (*RunCommand.fields, "security.insecure")
 
 
-@click.command(cls=ViewCommand, short_help="Show a run on a web page.")
+@click.command(cls=ViewCommand)
 @of_run("[RUN_DIR]")
 @click.option("--http", default="127.0.0.1:0", show_default=True, help="[address] Where the page is served; port 0 takes any free one.")
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: the one that has the run's store open.")

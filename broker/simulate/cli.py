@@ -44,7 +44,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(short_help="Predict throughput, idle time and staleness of a run.")
+@click.command()
 @click.option(
     "--from",
     "run_dir",

@@ -1,7 +1,6 @@
 """The `slimebus` command: a root that loads each subcommand only when it is used, so that --help is instant."""
 
 import importlib
-import importlib.metadata
 import signal
 import sys
 import threading
@@ -10,18 +9,34 @@ import click
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, HookError, ProtocolError, SlimebusError, Unreachable, UsageError
 
-COMMANDS = {"drain": "engines:drain", "eval": "evaluate:evaluate", "set": "set:set_"} | {
-    name: f"{name}:{name}"
-    for name in ("compare", "config", "engines", "init", "keys", "push", "status", "sweep", "top", "trace", "up", "weights")
+COMMANDS = {
+    "broker": ("broker.cli:broker", "Run the broker of a run."),
+    "buffer": ("broker.buffer.cli:buffer", "Look into a run's buffer, export it, change it."),
+    "check-hooks": ("rollout.local_cli:check_hooks", "Run each hook of a worker on one example."),
+    "compare": ("slimebus.cli.commands.compare:compare", "Compare runs by what their settings differ in."),
+    "config": ("slimebus.cli.commands.config:config", "Look at the config of a run."),
+    "drain": ("slimebus.cli.commands.engines:drain", "Have a worker hand over its samples and leave."),
+    "engines": ("slimebus.cli.commands.engines:engines", "Show, attach and detach the engines of a run."),
+    "eval": ("slimebus.cli.commands.evaluate:evaluate", "Evaluate the newest version on the run's workers."),
+    "export": ("trainer.cli:export", "Write a checkpoint in Hugging Face layout."),
+    "init": ("slimebus.cli.commands.init:init", "Write a commented run.yaml."),
+    "keys": ("slimebus.cli.commands.keys:keys", "Make, list, revoke and rotate the keys of a run."),
+    "push": ("slimebus.cli.commands.push:push", "Push prompts into a run while it goes on."),
+    "rollout": ("rollout.cli:rollout", "Run a rollout worker."),
+    "sample": ("rollout.local_cli:sample", "Rollout alone: the samples of the first prompts, as a folder."),
+    "set": ("slimebus.cli.commands.set:set_", "Change settings of a run while it goes on."),
+    "simulate": ("broker.simulate.cli:simulate", "Predict throughput, idle time and staleness of a run."),
+    "status": ("slimebus.cli.commands.status:status", "Show the step, the reward, every worker and who waits for whom."),
+    "sweep": ("slimebus.cli.commands.sweep:sweep", "Run the trials of a sweep.yaml, then compare them."),
+    "top": ("slimebus.cli.commands.top:top", "Show a run in this terminal while it goes on."),
+    "trace": ("slimebus.cli.commands.trace:trace", "Write what trainer and workers did as a timeline."),
+    "trainer": ("trainer.cli:trainer", "Run the trainer of a run."),
+    "try": ("rollout.local_cli:try_", "One prompt through template, session, engine and reward."),
+    "up": ("slimebus.cli.commands.up:up", "Start a whole run on this machine."),
+    "view": ("broker.page.cli:view", "Show a run on a web page."),
+    "weights": ("slimebus.cli.commands.weights:weights", "Compare, apply and verify weights as files."),
 }
-"""Command -> module of slimebus.cli.commands, and the command in it."""
-OF_ROLES = {
-    "view": "broker.page.cli:view",
-    "try": "rollout.local_cli:try_",
-    "sample": "rollout.local_cli:sample",
-    "check-hooks": "rollout.local_cli:check_hooks",
-}
-"""The same of a role's package, beside those that are registered as entry points."""
+"""Command -> its module and name there, and what `slimebus --help` says of it, for which nothing is imported."""
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
 MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook", "wrong_run")
 
@@ -30,22 +45,21 @@ WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryE
 
 
 class Root(click.Group):
-    """Finds subcommands by name: slimebus's own, and those that roles register as entry points."""
+    """Finds subcommands by name, those of slimebus and of the roles, and imports the one that is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*COMMANDS, *_registered()])
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        target = f"slimebus.cli.commands.{COMMANDS[name]}" if name in COMMANDS else _registered().get(name)
-        if target is None:
+        if name not in COMMANDS:
             return None
-        module, _, attribute = target.partition(":")
+        module, _, attribute = COMMANDS[name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
-
-def _registered() -> dict[str, str]:
-    return OF_ROLES | {entry.name: entry.value for entry in importlib.metadata.entry_points(group="slimebus.commands")}
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
 @click.command(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})

@@ -25,7 +25,7 @@ HEADS = ("worker", "engine", "model", "state", "version", "running", "")
 worker_option = click.option("--worker", default="", help="[name] The worker that does it; not needed where there is only one.")
 
 
-@click.group(short_help="Show, attach and detach the engines of a run.")
+@click.group()
 def engines() -> None:
     """Show, attach and detach the engines of a run while it goes on."""
 
@@ -66,7 +66,7 @@ def detach(run: Target, broker: str | None, timeout_s: float, worker: str) -> No
     _command(run, "detach", broker, timeout_s, worker)
 
 
-@click.command(cls=RunCommand, short_help="Have a worker hand over its samples and leave.")
+@click.command(cls=RunCommand)
 @of_run("WORKER", 1)
 @asks_broker(TIMEOUT_S)
 def drain(run: Target, broker: str | None, timeout_s: float) -> None:

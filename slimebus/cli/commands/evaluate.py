@@ -31,7 +31,7 @@ WAIT_S = 10.0
 CHECKPOINT = re.compile(r"step_[0-9]+")
 
 
-@click.command("eval", cls=ConfigCommand, short_help="Evaluate the newest version on the run's workers.")
+@click.command("eval", cls=ConfigCommand)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--dataset", "datasets", multiple=True, help="[name] Of eval.datasets, may be repeated; default: all.")

@@ -11,7 +11,7 @@ FIRST = ("data.prompt_data", "model.hf_checkpoint", "rollout.num_rollout", "roll
 VALUES = {"data.prompt_data": "[prompts.jsonl]", "model.hf_checkpoint": "model"}
 
 
-@click.command(short_help="Write a commented run.yaml.")
+@click.command()
 @click.argument("path", type=click.Path(path_type=Path), default=Path("run.yaml"))
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(path: Path, force: bool) -> None:

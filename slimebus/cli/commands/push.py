@@ -18,7 +18,7 @@ from slimebus.client.prompts import PromptClient, Pushed, batches_of, in_all
 SHOWN_LINES = 20
 
 
-@click.command(cls=ConfigCommand, short_help="Push prompts into a run while it goes on.")
+@click.command(cls=ConfigCommand)
 @of_run("FILE...")
 @asks_broker(60.0)
 @click.option("--front", is_flag=True, help="Before the prompts that were pushed without it.")

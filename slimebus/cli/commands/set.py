@@ -15,9 +15,7 @@ from slimebus.client.connect import RESTART_S, visit
 INFINITE = ("inf", ".inf", "unbounded")
 
 
-@click.command(
-    "set", cls=RunCommand, context_settings={"ignore_unknown_options": True}, short_help="Change settings of a run while it goes on."
-)
+@click.command("set", cls=RunCommand, context_settings={"ignore_unknown_options": True})
 @of_run("[NAME VALUE]...")
 @asks_broker(10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")

@@ -10,7 +10,7 @@ from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from
 from slimebus.cli.config.schema import OPEN_MAPS, flag_of
 
 
-@click.command(cls=ConfigCommand, foreign=trainer_flags, short_help="Start a whole run on this machine.")
+@click.command(cls=ConfigCommand, foreign=trainer_flags)
 @config_argument
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
 @click.option("--critic", is_flag=True, help="Also start a critic, for advantage_estimator ppo.")

@@ -26,7 +26,7 @@ class Group(click.Group):
             raise UsageError(bad.text, code=bad.code) from None
 
 
-@click.group(cls=Group, short_help="Compare, apply and verify weights as files.")
+@click.group(cls=Group)
 def weights() -> None:
     """Compare, apply and verify weights as files.
 
