@@ -52,6 +52,7 @@ class Attempt:
 
     leased: LeasedGroup
     task: "asyncio.Task[None]"
+    is_sampled: bool = False
     is_being_put: bool = False
     recall: "asyncio.Task[None] | None" = None
 
@@ -75,15 +76,17 @@ class Attempts:
         self.max_group_bytes, self.spans, self.give_up, maker.spans = max_group_bytes, spans, give_up, spans
         self.running: dict[int, Attempt] = {}
         self.ended = asyncio.Event()
-        """Set whenever one ends."""
+        """Set whenever one is sampled or ends."""
         self.counts = Counts()
         self.busy = BusyMeter()
         self._failed_alike = ("", 0)
 
     @property
     def num_samples(self) -> int:
-        """Being made now."""
-        return sum(attempt.leased.num_samples for attempt in self.running.values())
+        """Being sampled now, and those of which more wait for their rewards than are sampled at once."""
+        waiting = sum(attempt.leased.num_samples for attempt in self.running.values() if attempt.is_sampled)
+        sampling = sum(attempt.leased.num_samples for attempt in self.running.values() if not attempt.is_sampled)
+        return sampling + max(0, waiting - self.config.max_running_groups * self.config.n_samples_per_prompt)
 
     def begin(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         """Sample this group and tell the broker, in a task. partial: frames of samples that another worker began."""
@@ -97,6 +100,10 @@ class Attempts:
             self.give_up(fault)
         del self.running[lease]
         self.busy.leave()
+        self.ended.set()
+
+    def _sampled(self, lease: int) -> None:
+        self.running[lease].is_sampled = True
         self.ended.set()
 
     def abort(self, lease: int, level: int, why: str) -> None:
@@ -143,7 +150,7 @@ class Attempts:
         try:
             try:
                 with self.spans("sample", group=leased.group, kind=leased.kind):
-                    samples = await self.maker.make(leased, record, partial)
+                    samples = await self.maker.make(leased, record, partial, lambda: self._sampled(leased.lease))
             finally:
                 self.engines.forget(leased.group)  # before anyone can lease it again
             frames = encode_group(samples)

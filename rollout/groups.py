@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,10 @@ class GroupMaker:
             except (PluginError, TimeoutError) as bad:
                 log.warning("%s", getattr(bad, "text", f"the teardown of {hook.plugin.name} took longer than {TEARDOWN_S:g} s"))
 
-    async def make(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = ()) -> list[Sample]:
-        """The group's samples, continuing the frames of `partial`.
+    async def make(
+        self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = (), on_sampled: Callable[[], None] = lambda: None
+    ) -> list[Sample]:
+        """The group's samples, continuing the frames of `partial`; on_sampled is called when engines have no more to do for it.
 
         Raises Dropped when the filter refuses them; Unfinished when the worker leaves, the group is recalled, or sampling takes longer
         than generate_timeout_s; TimeoutError instead of the last where samples cannot be continued; SlimebusError when it cannot be
@@ -114,6 +116,7 @@ class GroupMaker:
             made = await self._generate(sessions, begun, is_eval=leased.kind == "eval")
             if self.hook is not None:
                 span.about["turns"] = [[(round(at - span.begin, 6), round(s, 6)) for at, s in session.turns] for session in sessions]
+        on_sampled()
         if begun and self.config.rollout.mask_offpolicy_in_partial_rollout:
             for responses in made:
                 partials.mask_older(responses[-1], leased.version)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from parrot import maker
+from parrot import Parrot, maker
 
 from rollout import partials
 from rollout.attempts import Attempts
@@ -51,6 +51,15 @@ class Endless:
     def is_waiting(self, group: str) -> bool:
         self.queued -= 1
         return self.queued >= 0
+
+    def forget(self, group: str) -> None:
+        pass
+
+
+class Answering(Parrot):
+    """An engine that answers at once."""
+
+    lineage = "L"
 
     def forget(self, group: str) -> None:
         pass
@@ -205,3 +214,29 @@ def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: P
     versions = [(-1, 2), (5, 3), (6, 1)]
     assert asyncio.run(run("true")) == [([0, 0, 0, 0, 0, 1], versions)] * 2
     assert asyncio.run(run("false")) == [([0, 0, 1, 1, 1, 1], versions)] * 2
+
+
+def test_while_rewards_are_computed_others_are_sampled_up_to_as_many_again(tmp_path: Path) -> None:
+    plug = f"""import pathlib, time
+def reward(response):
+    while not pathlib.Path({str(tmp_path / "scored")!r}).exists():
+        time.sleep(0.01)
+    return 1.0
+"""
+
+    async def run() -> list[int]:
+        flags = {"custom_rm_path": "plug.py:reward", "max_running_groups": "1", "n_samples_per_prompt": "2"}
+        of, broker = attempts(tmp_path, Answering(), plug, **flags)
+        taken = []
+        for number in (1, 2):
+            of.ended.clear()
+            of.begin(*lease(number))
+            taken.append(of.num_samples)
+            await asyncio.wait_for(of.ended.wait(), 10)  # it is sampled; its rewards wait
+            taken.append(of.num_samples)
+        (tmp_path / "scored").touch()
+        await done(of)
+        assert [type(message) for message, _ in broker.told] == [Put, Put]
+        return [*taken, of.num_samples]
+
+    assert asyncio.run(run()) == [2, 0, 2, 2, 0]

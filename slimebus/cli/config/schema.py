@@ -197,7 +197,7 @@ class RolloutConfig(Section, frozen=True):
     drain_timeout_s: Seconds = 2.0
     """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
     max_running_groups: Processes = 64
-    """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once."""
+    """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once, while at most as many wait for their rewards."""
 
     @property
     def sampling(self) -> dict[str, Any]:
