@@ -53,15 +53,18 @@ class ReplaySource:
         if not self.groups:
             raise DataError(f"{self.folders[0] / GROUPS_FILE}: no group has samples; export those that were trained (--state committed)")
         rows = self._recorded(resolved.run_dir / "metrics") or self._in_order()
-        self.rows = {step: row for step, row in rows.items() if step >= from_step}
+        end = self.config.rollout.num_rollout
+        self.rows = {step: row for step, row in rows.items() if from_step <= step < end}
         if not self.rows:
-            raise UsageError(f"--from-step {from_step}: {folder} has the groups of steps {min(rows)} to {max(rows)}")
-        self.first_step = min(self.rows)
+            has = f"{folder} has the groups of steps {min(rows)} to {max(rows)}"
+            raise UsageError(f"--from-step {from_step}: {has}, and rollout.num_rollout is {end}")
+        self.first_step, self.num_left_out = min(self.rows), sum(step >= end for step in rows)
         self.has_own_rates = any(name in OF_THE_RATE and place.startswith("--") for name, place in resolved.origin.items())
         self.metrics = resolved.run_dir / "replay"
         keep_as_older(self.metrics / "trainer.jsonl")
         self.writer = MetricsWriter(self.metrics, "trainer")
-        self._vocab_size = 0
+        self._vocab_size, self._base = 0, resolved.base
+        self._fields: set[str] = set()
 
     def _recorded(self, metrics: Path) -> dict[int, BatchRow]:
         """The steps, without a gap, whose groups are all here: as the last row of each says."""
@@ -86,15 +89,19 @@ class ReplaySource:
 
     def begin(self, start: Progress, publication: Any, vocab_size: int) -> None:
         """Token ids are below vocab_size."""
-        self._vocab_size = vocab_size
-        last = max(self.rows)
+        from trainer.objective.build_objective import build_objective
+
+        self._vocab_size, self._fields = vocab_size, build_objective(self.config, self._base).fields
+        last, num_steps = max(self.rows), self.config.rollout.num_steps_per_rollout
         steps = f"step {last}" if last == self.first_step else f"steps {self.first_step} to {last}"
         what = f"{steps} of {self.folder}"
         log.info("replays %s, metrics in %s", what, self.metrics)
+        if self.num_left_out:
+            log.warning("%d later steps are there and not replayed: rollout.num_rollout is %d", self.num_left_out, last + 1)
         if self.has_own_rates:
             log.info("the learning rates are those of the options given, not the recorded ones")
-        elif lacking := [step for step, row in self.rows.items() if not row.learning_rates]:
-            text = "no learning rate is recorded of step %d%s: it is that of the schedule, counted from the checkpoint it begins with"
+        elif lacking := [s for s, row in self.rows.items() if len(row.learning_rates) != min(num_steps, len(row.groups))]:
+            text = "no learning rate is recorded of step %d%s for each optimizer step: it is the schedule's, counted from its checkpoint"
             log.warning(text, lacking[0], f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
 
     def take(self, step: int, wait_s: float) -> StepBatch:
@@ -104,6 +111,8 @@ class ReplaySource:
         row, following = self.rows[step], self.rows.get(step + 1)
         groups = [Group(name, self._samples(name)) for name in row.groups]
         lags = [lag_of(sample, row.version) for group in groups for sample in group.samples]
+        if not lags:
+            raise DataError(f"{self.folder}: step {step} has no sample that can be trained: those of its {len(groups)} groups all failed")
         next_version = row.version if following is None else following.version
         return StepBatch(step, row.version, next_version, groups, lags, learning_rates=() if self.has_own_rates else row.learning_rates)
 
@@ -115,7 +124,7 @@ class ReplaySource:
         samples = row.samples(folder)
         kept = [sample for sample in samples if not is_failed(sample)]
         for i, sample in enumerate(kept):
-            check_sample(sample, f"group {name}: sample {i}", self._vocab_size, reads_logprobs=False)
+            check_sample(sample, f"group {name}: sample {i}", self._vocab_size, reads_logprobs=False, fields=self._fields)
         return kept
 
     def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, shard_name, wri
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.samples import encode_group
 from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import OptimizerConfig, RolloutConfig
+from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, RolloutConfig
 from slimebus.cli.spans import Spans
 from trainer.loop import train
 from trainer.model.determinism import make_deterministic
@@ -163,3 +163,31 @@ def test_a_step_is_replayed_at_the_learning_rate_that_it_had(run, tied_model, bu
     record(run, [(8, 8, ["0/0"]), (9, 9, ["0/1"])])
     replay(run, policy, caplog)
     assert "no learning rate is recorded of step 8 and 1 more" in caplog.text
+
+
+def test_rates_of_another_number_of_optimizer_steps_are_said_not_to_count(run, caplog):
+    run.config = RunConfig(rollout=RolloutConfig(rollout_batch_size=2, num_steps_per_rollout=2))
+    record(run, [(0, 0, ["0/0", "0/1"]), (1, 1, ["0/2"])], learning_rates=[1e-3])
+    with caplog.at_level(logging.WARNING):
+        steps(ReplaySource(run.folder, run))
+    assert "no learning rate is recorded of step 0 for each optimizer step" in caplog.text, "step 1 has one group, and so one"
+
+
+def test_steps_beyond_those_of_the_config_are_said_to_be_left_out(run, caplog):
+    run.config = RunConfig(rollout=RolloutConfig(rollout_batch_size=2, num_rollout=3))
+    with caplog.at_level(logging.INFO):
+        assert list(steps(ReplaySource(run.folder, run))) == [0, 1, 2]
+    assert "replays steps 0 to 2 of" in caplog.text
+    assert "1 later steps are there and not replayed: rollout.num_rollout is 3" in caplog.text
+    with pytest.raises(UsageError, match=r"--from-step 3: .* has the groups of steps 0 to 3, and rollout.num_rollout is 3"):
+        ReplaySource(run.folder, run, 3)
+
+
+def test_a_step_without_a_sample_to_train_or_a_field_that_is_read_is_said(run):
+    record(run, [(0, 0, [])])
+    with pytest.raises(DataError, match=r"step 0 has no sample that can be trained"):
+        steps(ReplaySource(run.folder, run))
+    record(run, [(0, 0, ["0/0"])])
+    run.config = RunConfig(rollout=RolloutConfig(rollout_batch_size=2), algorithm=AlgorithmConfig(advantage_estimator="precomputed"))
+    with pytest.raises(DataError, match=r"group 0/0: sample 0: no field 'advantages', which the algorithm reads"):
+        steps(ReplaySource(run.folder, run))
