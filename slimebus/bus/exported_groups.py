@@ -5,6 +5,7 @@ groups.jsonl               one group a line: what became of it, its prompt, and 
 arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
 """
 
+import errno
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -118,9 +119,13 @@ def write_groups(folder: Path, groups: Iterable[tuple[str, Sequence[Sample]]], *
 
 def write_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     """Write a file of arrays. Raises OSError."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    save_file(dict(arrays), path)
+    try:
+        save_file(dict(arrays), path)
+    except SafetensorError as bad:  # a full disk, say
+        raise OSError(errno.EIO, str(bad), str(path)) from None
     path.chmod(READABLE)
 
 

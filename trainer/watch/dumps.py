@@ -15,10 +15,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.exported_groups import BATCHES_FILE, write_groups
+from slimebus.bus.exported_groups import BATCHES_FILE, write_arrays, write_groups
 from slimebus.cli.config import Resolved
 from trainer.batches.step_batch import StepBatch
 from trainer.checkpoint.folder import saved_step
@@ -82,7 +81,7 @@ class Dumps:
         target = self.folder / f"step_{step:08d}-{reason}"
         try:
             target.mkdir(parents=True, exist_ok=True)
-            save_file(random, random_file(target, self.rank))
+            write_arrays({name: state.numpy() for name, state in random.items()}, random_file(target, self.rank))
             if batch is not None:
                 write_batch(target, batch)
                 self._write_about(target, reason, step, metrics)

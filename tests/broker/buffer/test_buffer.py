@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 from slimebus_command import slimebus
+from small_disk import fill as fill_disk
+from small_disk import small_disk
 
 from broker.buffer.export import export_groups
 from broker.buffer.imports import read_groups
@@ -157,6 +159,10 @@ def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path) -> N
             export_groups(snapshot, snapshot.groups(), tmp_path / "x")
         with pytest.raises(UsageError, match="cannot write"):
             export_groups(snapshot, snapshot.groups(), run_dir / "broker" / "data.mdb" / "x")
+        with small_disk(tmp_path / "full", 1) as disk:
+            fill_disk(disk)
+            with pytest.raises(UsageError, match=r"cannot write .*No space left on device.* on a disk with room"):
+                export_groups(snapshot, snapshot.groups(["ready"]), disk / "x")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Steps that went wrong, on disk."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from small_disk import fill, small_disk
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.config import RunConfig
@@ -42,6 +44,14 @@ def test_a_run_dumps_a_few_steps_and_says_how_to_train_them_again(resolved, make
     assert sum("is not dumped" in line for line in said) == 2
     Dumps(resolved, None, 0).write("nonfinite", 99, None, {}, {})
     assert len(list((resolved.run_dir / "dumps").iterdir())) == MAX_DUMPS, "a run that goes on counts those before"
+
+
+def test_a_dump_on_a_full_disk_ends_nothing(resolved, make_batch, caplog):
+    with small_disk(resolved.run_dir / "dumps", 1) as disk:
+        dumps = Dumps(resolved, None, 0)
+        fill(disk)
+        dumps.write("nonfinite", 0, StepBatch(0, 0, 0, make_batch(0), [0]), {}, {"torch": torch.zeros(5000, dtype=torch.uint8)})
+        assert re.search(r"step 0 \(nonfinite\) cannot be dumped: .*No space left on device", caplog.text)
 
 
 def test_a_dump_is_replayed_as_it_was(resolved, make_batch):

@@ -1,10 +1,12 @@
 """The newest trained samples, on disk."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_disk import fill, small_disk
 
 from slimebus.bus.exported_groups import read_groups, step_folders
 from slimebus.cli.config import RunConfig
@@ -81,6 +83,10 @@ def test_one_that_a_power_cut_left_unreadable_goes_first_and_a_full_disk_ends_no
     (tmp_path / "file").write_text("")
     SampleDump(tmp_path / "file", 1000).add(batch_of(2))
     assert "the samples of step 2 cannot be kept" in caplog.text
+    with small_disk(tmp_path / "small", 1) as disk:
+        fill(disk)
+        SampleDump(disk, 1000).add(batch_of(3))
+        assert re.search("the samples of step 3 cannot be kept: .*No space left on device", caplog.text)
 
 
 @pytest.mark.parametrize("name", ["step_notes", "step_", "step_00000001.bak", "step_-1"])
