@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import shutil
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,13 +26,15 @@ from rollout.groups import Dropped, GroupMaker
 from rollout.plugins import PluginError, contain_exits
 from rollout.response import Response, Task
 from rollout.tokenizer import Tokenizer
+from slimebus.atomic_file import replacing
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.bus.exported_groups import BATCHES_FILE, write_groups
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
 from slimebus.bus.prompt_files import parse
 from slimebus.bus.prompt_lines import open_lines
 from slimebus.bus.prompt_record import LineReader
-from slimebus.bus.samples import Sample
+from slimebus.bus.sample_table import check_group
+from slimebus.bus.samples import Sample, encode_group
 from slimebus.cli.config import Resolved
 from slimebus.model_folder import context_length
 from slimebus.scores import Scores, of_attempts
@@ -130,6 +134,7 @@ def evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
 
 async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
     rows, room = [], asyncio.Semaphore(resolved.config.rollout.max_running_groups)
+    prompts = {name: list(records(resolved, resolved.config.eval.datasets[name].path)) for name in names}
     async with local_maker(resolved) as maker:
 
         async def score(lease: LeasedGroup, record: bytes, scores: Scores) -> None:
@@ -145,8 +150,7 @@ async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, 
         for name in names:
             dataset, scores = resolved.config.eval.datasets[name], Scores()
             number, sampling = dataset.n_samples_per_eval_prompt, resolved.config.rollout.sampling | dataset.own_sampling
-            prompts = enumerate(records(resolved, dataset.path))
-            await asyncio.gather(*(score(leased(name, row, number, sampling), record, scores) for row, record in prompts))
+            await asyncio.gather(*(score(leased(name, row, number, sampling), record, scores) for row, record in enumerate(prompts[name])))
             rows.append({"dataset": name, "model": str(resolved.model_dir), **scores.row()})
     return rows
 
@@ -170,51 +174,71 @@ def sample_prompt(resolved: Resolved, record: dict[str, Any], num_samples: int) 
 
 
 class Sampled(msgspec.Struct):
-    """What `sample_prompts` made. left_out: why, of each group that is not written."""
+    """What `sample_prompts` made. left_out: why, of each group that is not written; num_prompts: that there were, of those asked for."""
 
     groups: dict[str, list[Sample]] = {}
     left_out: dict[str, str] = {}
+    num_prompts: int = 0
+    is_interrupted: bool = False
 
 
 def sample_prompts(resolved: Resolved, count: int, out: Path) -> Sampled:
-    """Write the groups of the first `count` prompts into the folder `out`, as `buffer export` does, their tokens of version 0.
+    """Write the groups of the first `count` prompts into the folder `out`, as `buffer export` does, their tokens of version 0; where
+    Ctrl-C or SIGTERM ends it those that are done.
 
-    Raises UsageError for a folder that is there or cannot be written, SlimebusError as a worker does.
+    Raises UsageError for a folder that is not empty or cannot be written, SlimebusError as a worker does.
     """
     try:
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
+        is_taken = any(out.iterdir())
     except OSError as bad:
         raise UsageError(f"cannot make {out}: {bad.strerror}; name a folder that does not exist yet") from None
+    if is_taken:
+        raise UsageError(f"{out} is not empty; name a folder that does not exist yet")
     try:
         made = asyncio.run(_sample_prompts(resolved, count))
-    except BaseException:
-        out.rmdir()
-        raise
-    size, names = resolved.config.rollout.rollout_batch_size, list(made.groups)
-    steps = enumerate(names[i : i + size] for i in range(0, len(names), size))
+        if made.groups:
+            _write(made.groups, out, resolved.config.rollout.rollout_batch_size)
+        return made
+    finally:
+        if not (out / BATCHES_FILE).exists():
+            shutil.rmtree(out, ignore_errors=True)
+
+
+def _write(groups: dict[str, list[Sample]], out: Path, batch_size: int) -> None:
+    names = list(groups)
+    steps = enumerate(names[i : i + batch_size] for i in range(0, len(names), batch_size))
+    rows = [{"step": i, "version": 0, "groups": of_step} for i, of_step in steps]
     try:
-        write_groups(out, made.groups.items())
-        rows = [{"step": i, "version": 0, "groups": group} for i, group in steps]
-        (out / BATCHES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
+        write_groups(out, groups.items())
+        with replacing(out / BATCHES_FILE) as file:
+            file.write(msgspec.json.Encoder().encode_lines(rows))
     except OSError as bad:
-        raise UsageError(f"cannot write {out}: {bad}") from None
-    return made
+        raise UsageError(f"cannot write {out}: {bad}; name a folder on a disk with room") from None
 
 
 async def _sample_prompts(resolved: Resolved, count: int) -> Sampled:
-    made, room, config = Sampled(), asyncio.Semaphore(resolved.config.rollout.max_running_groups), resolved.config
-    prompts = itertools.chain.from_iterable(records(resolved, entry) for entry in config.data.prompt_data)
+    room, config = asyncio.Semaphore(resolved.config.rollout.max_running_groups), resolved.config
+    prompts = list(itertools.islice(itertools.chain.from_iterable(records(resolved, entry) for entry in config.data.prompt_data), count))
+    made, task = Sampled(num_prompts=len(prompts)), asyncio.current_task()
+    assert task is not None
     async with local_maker(resolved, version=0) as maker:
 
         async def sample(number: int, record: bytes) -> None:
             lease = leased("sample", number, config.rollout.n_samples_per_prompt, config.rollout.sampling, "train")
             async with room:
                 try:
-                    made.groups[lease.group] = await maker.make(lease, record)
-                except (PluginError, TimeoutError, Dropped) as bad:
+                    samples = await maker.make(lease, record)
+                    check_group(encode_group(samples), num_samples=lease.num_samples)
+                    made.groups[lease.group] = samples
+                except (SlimebusError, TimeoutError, Dropped, partials.Unfinished) as bad:
                     made.left_out[lease.group] = str(bad)
 
-        await asyncio.gather(*(sample(i, record) for i, record in enumerate(itertools.islice(prompts, count))))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            await asyncio.gather(*(sample(i, record) for i, record in enumerate(prompts)))
+        except asyncio.CancelledError:
+            made.is_interrupted = True
     made.groups = dict(sorted(made.groups.items(), key=lambda item: int(item[0].rpartition("/")[2])))
     return made
 

@@ -90,7 +90,7 @@ def _show(row: dict[str, Any], title: str) -> None:
 @click.command("sample", cls=ConfigCommand)
 @config_argument
 @click.option("--groups", type=click.IntRange(min=1), default=32, show_default=True, help="[groups] Of the first so many prompts.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write; it must not exist.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write; it must be new or empty.")
 @click.pass_context
 def sample(ctx: click.Context, run_yaml: Path | None, groups: int, out: Path) -> None:
     """Sample and reward the first prompts of RUN.yaml without trainer and broker, and write the groups as `buffer export` does.
@@ -101,13 +101,17 @@ def sample(ctx: click.Context, run_yaml: Path | None, groups: int, out: Path) ->
     from rollout.local import sample_prompts
 
     made = sample_prompts(resolved, groups, out)
+    if made.num_prompts < groups:
+        click.echo(f"data.prompt_data has {made.num_prompts} prompts; --groups {groups} asks for more", err=True)
+    if made.is_interrupted:
+        click.echo(f"interrupted: {made.num_prompts - len(made.groups) - len(made.left_out)} prompts are not sampled", err=True)
     for group, why in made.left_out.items():
         click.echo(f"{group} is left out: {why}", err=True)
     samples = [one for group in made.groups.values() for one in group]
     rewards = [one.reward for one in samples if one.reward is not None]
     mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
     click.echo(f"{out}: {len(made.groups)} groups, {len(samples)} samples{mean}; {len(made.left_out)} groups left out")
-    if not made.groups:
+    if made.is_interrupted or not made.groups:
         ctx.exit(EXIT_FAILURE)
 
 

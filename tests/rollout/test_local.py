@@ -1,5 +1,6 @@
 """A worker's path without a run: held-out sets of a model, one prompt, every hook on an example."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 from slimebus_command import slimebus
 from tiny_model import save_served
 
+from rollout import local
 from rollout.local import records
 from slimebus.bus.errors import DataError
 from slimebus.bus.exported_groups import read_groups
@@ -97,6 +99,49 @@ def test_the_first_prompts_are_sampled_without_a_trainer_into_a_folder_of_groups
     steps = [json.loads(line) for line in (out / "batches.jsonl").read_text().splitlines()]
     assert steps == [{"step": 0, "version": 0, "groups": ["sample/0", "sample/2"]}, {"step": 1, "version": 0, "groups": ["sample/3"]}]
     assert "name a folder that does not exist yet" in slimebus("sample", run, "--out", out).stderr
+
+
+@pytest.fixture
+def sampled(tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `slimebus sample` says, with demonstrations in place of an engine's samples."""
+    monkeypatch.setattr(local, "local_maker", functools.partial(local.local_maker, has_engine=False))
+
+    def run(hook: str, *words: str) -> Result:
+        fields = {"custom_generate_function_path": "hooks.py:g", "rm_type": "random", "max_running_groups": 1}
+        return CliRunner().invoke(root, ["sample", str(run_yaml(tmp_path, model, hook, **fields)), *words, "--out", str(tmp_path / "out")])
+
+    return run
+
+
+def test_a_group_that_cannot_be_put_is_left_out_of_those_that_are_sampled(sampled: Any, tmp_path: Path) -> None:
+    hook = (
+        "def g(session):\n    session.observe('a', is_trained=True)\n"
+        "    if session.task.label == '2' and session.task.index: session.extras['x'] = 1\n"
+    )
+    done = sampled(hook, "--groups", "9")
+    assert (done.exit_code, done.exception) == (0, None)
+    assert "sample/1 is left out: field 'x' is missing from a sample" in done.output
+    assert "data.prompt_data has 4 prompts; --groups 9 asks for more" in done.output
+    assert [group.group for group in read_groups(tmp_path / "out")] == ["sample/0", "sample/2", "sample/3"]
+
+
+def test_an_interrupted_sampling_keeps_the_groups_that_are_done(sampled: Any, tmp_path: Path) -> None:
+    hook = (
+        "import asyncio, os, signal\nasync def g(session):\n    session.observe('a', is_trained=True)\n"
+        "    if session.task.label == '3':\n        os.kill(os.getpid(), signal.SIGTERM)\n        await asyncio.sleep(60)\n"
+    )
+    (tmp_path / "out").mkdir()  # left by one that was killed
+    done = sampled(hook)
+    assert done.exit_code == 1, done.exception
+    assert "interrupted: 2 prompts are not sampled" in done.output
+    assert [group.group for group in read_groups(tmp_path / "out")] == ["sample/0", "sample/1"]
+
+
+def test_a_sampling_that_makes_nothing_leaves_nothing(sampled: Any, tmp_path: Path, data: Path) -> None:
+    assert sampled("def g(session):\n    1 / 0\n").exit_code == 1
+    data.write_text('{"prompt": 3}\n')
+    assert "data.jsonl:1: 'prompt' must be text" in str(sampled("def g(session):\n    1 / 0\n").exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_check_hooks_runs_each_on_one_example(check: Any) -> None:
