@@ -21,6 +21,7 @@ from broker.source.interface import PromptSource
 from broker.state.features import settings
 from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
+from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, UsageError
 from slimebus.bus.security.exposure import check_bind, insecure_note
 from slimebus.bus.security.keyring import FolderKeyring
@@ -109,7 +110,8 @@ def _write_status(path: Path, broker: Broker) -> None:
         for sentence in status["advice"]:
             log.info("%s", sentence)
     try:
-        path.write_text(json.dumps(status, indent=1))
+        with replacing(path) as file:
+            file.write(json.dumps(status, indent=1).encode())
     except OSError as bad:
         log.error("the last status cannot be written to %s: %s", path, bad)
 

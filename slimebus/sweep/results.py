@@ -1,6 +1,5 @@
 """What runs say together: each summed up from its records, those of one condition taken together."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -113,9 +112,7 @@ def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Conditi
 
 def _settings(folder: Path) -> dict[str, str]:
     """What a run recorded of its own settings as text: those of the trainer, and the broker's bound by its config name."""
-    trainer, status = folder / "trainer-settings.json", folder / "status.json"
-    found: dict[str, str] = json.loads(trainer.read_text()) if trainer.is_file() else {}
-    known: dict[str, Any] = json.loads(status.read_text()) if status.is_file() else {}
+    found, known = report.read_map(folder / "trainer-settings.json"), report.read_map(folder / "status.json")
     eta = known.get("settings", {}).get("max_staleness")
     if any(change["by"].startswith("autopilot") for change in known.get("changes", [])):
         eta = "auto"  # the last of its bounds says little of the run

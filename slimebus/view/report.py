@@ -39,7 +39,7 @@ class Report(msgspec.Struct):
 
 def read(run_dir: Path) -> Report:
     """The records under `run_dir`. Raises DataError when it holds none."""
-    metrics, status_file = run_dir / "metrics", run_dir / "status.json"
+    metrics = run_dir / "metrics"
     steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl")}
     if not steps:
         raise DataError(f"{run_dir}: no trained step on record (metrics/trainer.jsonl)")
@@ -48,8 +48,16 @@ def read(run_dir: Path) -> Report:
         steps=[steps[s] for s in sorted(steps)],
         evals=[evals[key] for key in sorted(evals, key=lambda k: k[1])],
         workers=[read_rows(file) for file in sorted(metrics.glob("rollout-*.jsonl"))],
-        status=json.loads(status_file.read_text()) if status_file.is_file() else {},
+        status=read_map(run_dir / "status.json"),
     )
+
+
+def read_map(file: Path) -> dict[str, Any]:
+    """What a JSON file of a run directory says; nothing where there is none. Raises DataError when it is damaged."""
+    try:
+        return dict(json.loads(file.read_bytes()).items()) if file.is_file() else {}
+    except (ValueError, AttributeError, RecursionError) as bad:
+        raise DataError(f"{file} is damaged: {bad}; take another run, or remove the file") from None
 
 
 def read_rows(file: Path) -> Rows:

@@ -1,5 +1,6 @@
 """`slimebus status`: what the broker knows of everyone."""
 
+import contextlib
 import json
 import sys
 import time
@@ -8,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.errors import DataError, SlimebusError, Unreachable
 from slimebus.bus.messages import Status, StatusReply
 from slimebus.cli.config.flags import ConfigCommand, asks_broker, config_argument, from_context
 from slimebus.cli.formatting import columns, count
 from slimebus.client.connect import broker_address, is_listening, visit
 from slimebus.view.live_panel import LivePanel, tokens_per_s
+from slimebus.view.report import read_map
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -78,10 +80,9 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
 
 def last_status(run_dir: Path) -> dict[str, Any] | None:
     """What the broker of the run wrote when it ended; None when there is no such file."""
-    try:
-        return dict(json.loads((run_dir / LAST).read_text()))
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, DataError):
+        return read_map(run_dir / LAST) or None
+    return None
 
 
 def _watch(client: "Client", found: dict[str, Any], timeout_s: float, *, is_supervised: bool) -> dict[str, Any]:

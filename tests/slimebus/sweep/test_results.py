@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from slimebus.bus.errors import DataError
+from slimebus.cli.commands.status import last_status
 from slimebus.sweep import results
 from slimebus.sweep.results import bucket_of, by_condition, of_runs, told_apart
 
@@ -104,6 +105,16 @@ def test_runs_whose_settings_are_not_on_record_stand_each_for_itself(tmp_path: P
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no trained step on record"):
         of_runs([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["status.json", "trainer-settings.json"])
+@pytest.mark.parametrize("text", ["", '{"set', "[1]", "[" * 100_000])
+def test_a_file_that_a_full_disk_or_a_hand_damaged_is_named(tmp_path: Path, name: str, text: str) -> None:
+    run = write_run(tmp_path / "a")
+    (run / name).write_text(text)
+    with pytest.raises(DataError, match=f"a/{name} is damaged: .*; take another run, or remove the file"):
+        of_runs([run])
+    assert name != "status.json" or last_status(run) is None
 
 
 @pytest.mark.parametrize(("lag", "bucket"), [(0.0, "0"), (0.6, "1"), (2.4, "2"), (2.6, "3-4"), (4.4, "3-4"), (8.0, "5-8"), (31.5, "9+")])
