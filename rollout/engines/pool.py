@@ -50,7 +50,7 @@ class EnginePool:
         self.weights = PolicyWeights(model_dir)
         self._watching: dict[Engine, asyncio.Task[None]] = {}
         self._claims: dict[Engine, socket.socket] = {}
-        self._changed = asyncio.Event()
+        self._changed, self._attaching = asyncio.Event(), asyncio.Lock()
         self.router: Router | None = None
         self.on_lost: Callable[[], None] = lambda: None
         """Called when no engine of the policy has its weights any more."""
@@ -210,9 +210,10 @@ class EnginePool:
 
     async def attach(self, url: str) -> str:
         """Take in an engine that runs; what it says of itself. Raises SlimebusError, with nothing changed, when it cannot be used."""
-        if any(engine.url == url.rstrip("/") for engine in self.engines):
-            raise UsageError(f"{url} is an engine of this worker already")
-        engine = await self._claim(url)
+        async with self._attaching:  # of two commands for one engine the second finds it
+            if any(engine.url == url.rstrip("/") for engine in self.engines):
+                raise UsageError(f"{url} is an engine of this worker already")
+            engine = await self._claim(url)
         try:
             about = await engine.client.server_info(retry_s=0.0)
             await self._enlist(engine, ATTACH_TIMEOUT_S)
@@ -235,6 +236,8 @@ class EnginePool:
         return f"{url} is detached{'' if engine.process is None else ' and ended: this worker had started it'}"
 
     async def _remove(self, engine: Engine) -> None:
+        if engine not in self.engines:  # another command was quicker
+            return
         self.engines.remove(engine)
         await cancel([self._watching.pop(engine)] if engine in self._watching else [])
         await engine.close()

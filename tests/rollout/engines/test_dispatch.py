@@ -47,6 +47,9 @@ class Client:
     async def weight_version(self, *, retry_s: float) -> str:
         raise Unreachable("nobody there")
 
+    async def server_info(self, *, retry_s: float) -> dict[str, Any]:
+        return {}
+
     async def close(self) -> None:
         pass
 
@@ -173,6 +176,33 @@ def test_what_a_detached_engine_was_making_is_continued_by_the_other(tmp_path: P
             await dispatch.pool.detach("http://e1")
         with pytest.raises(UsageError, match="is no engine of this worker; it has http://e1"):
             await dispatch.pool.detach("http://e0")
+
+    run(tmp_path, talk)
+
+
+def test_an_engine_that_two_commands_detach_or_attach_at_once_goes_or_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def claimed(pool: EnginePool, url: str) -> Engine:
+        await turns()
+        pool.engines.append(engine := Engine(url, None, 100, pool.config.engine))
+        engine.client = Client(engine)  # type: ignore[assignment]
+        return engine
+
+    async def enlisted(pool: EnginePool, engine: Engine, timeout_s: float) -> None:
+        engine.turn("serving")
+
+    monkeypatch.setattr(EnginePool, "_claim", claimed)
+    monkeypatch.setattr(EnginePool, "_enlist", enlisted)
+
+    async def talk(dispatch: Dispatch, first: Client, second: Client) -> None:
+        pool, sampling = dispatch.pool, asyncio.create_task(dispatch.sample([task()]))
+        await turns()
+        assert await asyncio.gather(pool.detach("http://e0"), pool.detach("http://e0")) == ["http://e0 is detached"] * 2
+        came, refused = await asyncio.gather(pool.attach("http://e2"), pool.attach("http://e2/"), return_exceptions=True)
+        assert "http://e2: SGLang" in str(came)
+        assert "is an engine of this worker already" in str(refused)
+        assert [engine.url for engine in pool.engines] == ["http://e1", "http://e2"]
+        second.release()
+        await sampling
 
     run(tmp_path, talk)
 
