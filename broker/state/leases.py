@@ -197,7 +197,8 @@ def expire_worker(state: State, worker: str) -> None:
     """A worker has sent no heartbeat for its leases for `lease_s`."""
     leases = state.groups.by_worker[worker]
     expired = [group for lease, group in leases.groups.items() if lease not in leases.unconfirmed]
-    state.note(f"{len(expired)} leases of {worker} expired", is_warning=True)
+    if expired:
+        state.note(f"{len(expired)} leases of {worker} expired", is_warning=True)
     for group in expired:
         end_lease(state, group, "worker lost", "lease expired")
 

@@ -35,6 +35,19 @@ def test_an_expired_lease_requeues_the_group_and_its_late_put_is_discarded(desk:
     assert desk.status["waste"] == {"put after the lease was lost": {"groups": 1, "tokens": 4}}
 
 
+def test_a_lease_that_its_worker_never_named_expires_by_itself_and_no_other_is_said_to(desk: Any) -> None:
+    (named,) = desk.lease()
+    desk.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[named.lease]))
+    desk.pass_time(5.0)
+    (unnamed,) = desk.lease()
+    assert desk.put(named).result == "accepted"
+    desk.pass_time(6.0)
+    assert desk.status["groups"]["leased"] == 1
+    desk.pass_time(5.0)
+    assert desk.status["groups"]["leased"] == 0
+    assert [note for note in desk.notes if "expired" in note] == [f"lease of group {unnamed.group} by w expired"]
+
+
 def test_a_heartbeat_that_lists_a_lease_keeps_it_and_names_lost_ones(desk: Any) -> None:
     kept, expired = desk.lease(2)
     for _ in range(4):
