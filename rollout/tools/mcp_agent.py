@@ -74,12 +74,15 @@ class McpAgent:
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
         if (client := self._clients.get(name)) is None:
             return f"error: there is no tool {name}"
         try:
             result = await client.call_tool(name, arguments, read_timeout_seconds=self.timeout_s)
         except (MCPError, TimeoutError) as bad:
+            if isinstance(bad, MCPError) and bad.code == CONNECTION_CLOSED:  # nothing that the policy did, and so nothing to train it on
+                raise HookError(f"the MCP server of tool {name} has ended; it is started again when the worker is") from None
             return f"error: {bad}"
         text = "\n".join(part.text for part in result.content if part.type == "text")
         return f"error: {text}" if result.is_error else text

@@ -77,6 +77,11 @@ def test_a_policy_that_only_calls_is_ended(server: list[str]) -> None:
     assert len(policy.texts) == 3
 
 
+def test_a_server_that_ended_fails_the_sample_and_is_no_answer_to_the_policy(server: list[str]) -> None:
+    with pytest.raises(HookError, match="the MCP server of tool leave has ended"):
+        play(Policy(call("leave")), server)
+
+
 def test_a_server_that_does_not_start_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(HookError, match=r"no-such-program.* cannot be used"):
         play(Policy(), [str(tmp_path / "no-such-program")])
