@@ -44,9 +44,10 @@ class Child:
 
     def _relay(self, sink: LineSink | None) -> None:
         assert self.process.stdout is not None
-        with self.process.stdout as lines, self.log_file.open("a", buffering=1) as out:
+        with contextlib.suppress(OSError), self.process.stdout as lines, self.log_file.open("a", buffering=1) as out:
             for line in lines:
-                out.write(line)
+                with contextlib.suppress(OSError):  # a full disk, which must not keep the process from writing more
+                    out.write(line)
                 if sink is not None and line.strip():
                     sink(self.role, line.rstrip("\n"))
 

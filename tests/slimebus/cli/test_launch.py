@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+from small_disk import fill, small_disk
 from waiting import has_ended, wait_until
 
 from slimebus.cli.launch import Fleet
@@ -20,6 +21,18 @@ def test_children_are_relayed_logged_and_ended(tmp_path: Path) -> None:
     assert has_ended(pid)
     assert "written" in ended.log_file.read_text()
     assert any(role == "init" and "written" in line for role, line in lines)
+
+
+def test_children_are_shown_when_their_log_is_on_a_full_disk(tmp_path: Path) -> None:
+    lines = []
+    with small_disk(tmp_path / "logs", 1) as disk:
+        fill(disk)
+        with Fleet(disk, sink=lambda role, line: lines.append(line)) as fleet:
+            child = fleet.start("helper", ["--help"])
+            child.process.wait(30)
+            child.finish()
+    assert child.process.returncode == 0
+    assert len(lines) > 20
 
 
 def test_children_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
