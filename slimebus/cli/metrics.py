@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -37,9 +38,13 @@ class JsonLines:
 
     def add_line(self, line: bytes) -> None:
         """The same of a row that is JSON already."""
+        self.write(line + b"\n")
+
+    def write(self, record: bytes) -> None:
+        """The same of the bytes of any record, which are written whole."""
         with self._lock:
             self.num_dropped += len(self._waiting) == MAX_WAITING
-            self._waiting.append(line + b"\n")
+            self._waiting.append(record)
         self.flush()
 
     def flush(self) -> None:
@@ -96,9 +101,7 @@ class MetricsWriter:
         self._events: Any = None
         self._wandb: Any = None
         if tensorboard:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._events = EventFileWriter(str(directory / "tensorboard" / role))
+            self._events = _event_writer(directory / "tensorboard" / role)
         if wandb is not None:
             self._wandb = _wandb_run(dir=str(directory), **wandb)
 
@@ -111,8 +114,7 @@ class MetricsWriter:
         """Scalars that are on record elsewhere, by their grouped names; what is no number is left out."""
         scalars = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         if self._events is not None:
-            self._events.add_event(_event(time.time(), step, scalars))
-            self._events.flush()
+            self._events.write(_event(time.time(), step, scalars))
         if self._wandb is not None:
             self._wandb.log({"step": step, **scalars})
 
@@ -120,7 +122,7 @@ class MetricsWriter:
         """Write what waits and release the files."""
         self._rows.flush()
         if self._events is not None:
-            self._events.close()
+            self._events.flush()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -138,11 +140,23 @@ def _wandb_run(**how: Any) -> Any:
     return run
 
 
-def _event(now: float, step: int, scalars: dict[str, float]) -> Any:
+def _event_writer(folder: Path) -> Any:
+    """TensorBoard's records in a file as ours: its own EventFileWriter raises what its thread could not write, on a full disk say."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
+    writer = RecordWriter(JsonLines(folder / name))
+    writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+    return writer
+
+
+def _event(now: float, step: int, scalars: dict[str, float]) -> bytes:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    return Event(wall_time=now, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]))
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    return bytes(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
 
 
 class BusyMeter:

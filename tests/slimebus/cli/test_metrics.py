@@ -1,9 +1,11 @@
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 
 from slimebus.bus.errors import UsageError
 from slimebus.cli import metrics
@@ -50,8 +52,29 @@ def test_metrics_are_json_lines_and_tensorboard_events(tmp_path: Path) -> None:
     writer.close()
     (row,) = [json.loads(line) for line in (tmp_path / "trainer.jsonl").read_text().splitlines()]
     assert (row["step"], row["loss"], row["note"]) == (3, 0.5, "text")
-    (events,) = (tmp_path / "tensorboard" / "trainer").iterdir()
-    assert b"train/loss" in events.read_bytes()
+    assert events_of(tmp_path) == {3: ["train/loss"]}
+
+
+def events_of(folder: Path) -> dict[int, list[str]]:
+    """The tags of each step, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (file,) = (folder / "tensorboard" / "trainer").iterdir()
+    header, *events = EventFileLoader(str(file)).Load()
+    assert header.file_version == "brain.Event:2"
+    return {event.step: [value.tag for value in event.summary.value] for event in events}
+
+
+def test_a_full_disk_delays_tensorboard_events_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        hog = fill(disk)
+        writer = MetricsWriter(disk, "trainer", tensorboard=True)
+        writer.write(1, {"loss": 0.5})
+        assert re.search(r"rows cannot be written to .*events.out.* and wait in memory: .*No space left", caplog.text)
+        hog.unlink()
+        writer.write(2, {"loss": 0.5})
+        writer.close()
+        assert events_of(disk) == {1: ["train/loss"], 2: ["train/loss"]}
 
 
 def test_names_are_grouped_by_what_they_tell_of() -> None:
