@@ -11,7 +11,7 @@ from broker.state.features import settings
 from slimebus.bus.messages import Set
 
 WINDOW = 8
-"""Steps under one bound before it is judged: batches that were chosen before a change do not count."""
+"""Steps under one bound before it is judged: batches that were chosen before a change, or gave no gradient, do not count."""
 WAITING = 0.1
 """A trainer that waits for more of its time than this could use a higher bound."""
 ESS = "lag/all/ess_sequence"
@@ -22,12 +22,10 @@ NAME = "autopilot"
 def look(state: State) -> None:
     """After a step: change the bound by one where the steps since the last change say so. Off without a target."""
     rules, last = state.rules, max((change.step for change in state.changes.values()), default=0)
-    rows: list[dict[str, Any]] = [row["metrics"] for row in state.recent if row["step"] >= last][-WINDOW:]
+    rows: list[dict[str, Any]] = [row["metrics"] for row in state.recent if row["step"] >= last and ESS in row["metrics"]][-WINDOW:]
     if not rules.target_ess or len(rows) < WINDOW:
         return
-    sizes = [row[ESS] for row in rows if ESS in row]
-    if len(sizes) < WINDOW:
-        return
+    sizes = [row[ESS] for row in rows]
     times = {part: sum(row.get(part, 0.0) for row in rows) for part in ("wait_s", "train_s")}
     waiting, bound = times["wait_s"] / (sum(times.values()) or 1.0), rules.max_staleness
     if fmean(sizes) < rules.target_ess and bound > rules.staleness_range[0]:

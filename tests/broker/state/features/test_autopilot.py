@@ -69,6 +69,16 @@ def test_steps_that_were_chosen_under_the_old_bound_do_not_judge_the_new_one(new
     assert pilot.bound == 1
 
 
+def test_steps_without_a_gradient_are_passed_over(new_desk: Any) -> None:
+    pilot = Pilot(new_desk)
+    for _ in range(WINDOW - 1):
+        pilot.steps(1, ess=0.95, wait_s=0.5, train_s=1.0)
+        pilot.steps(1, wait_s=0.5, train_s=0.0)
+    assert pilot.bound == 2
+    pilot.steps(1, ess=0.95, wait_s=0.5, train_s=1.0)
+    assert pilot.bound == 3
+
+
 def test_nothing_changes_while_all_is_well_or_nothing_is_known(new_desk: Any) -> None:
     pilot = Pilot(new_desk)
     pilot.steps(2 * WINDOW, ess=0.95, wait_s=0.01, train_s=1.0)
