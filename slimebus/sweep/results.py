@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import DataError
+from slimebus.cli.config.saved import FILE
 from slimebus.sweep.plan import Sweep, label_of
 from slimebus.sweep.runner import Outcome, recorded
 from slimebus.view import report
@@ -21,6 +22,7 @@ ETA = "broker.max_staleness"
 MEANS = ("ess_token", "ess_sequence", "m2", "clip_pressure", "kl_k3", "log_ratio_p95", "log_ratio_p99")
 """Of `lag/BUCKET/NAME`: averaged over the steps after the warm ones."""
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+RECORDS = ("trainer-settings.json", "status.json", FILE)
 NOT_SETTINGS = ("name", "seed", "run_dir")
 REWARD = "reward"
 """What a run is compared by that has no evaluation: of the samples trained in the last steps."""
@@ -112,9 +114,9 @@ def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Conditi
 
 def _settings(folder: Path) -> dict[str, str]:
     """What a run recorded of its own settings as text: those of the trainer, and the broker's bound by its config name."""
-    found, known = report.read_map(folder / "trainer-settings.json"), report.read_map(folder / "status.json")
-    eta = known.get("settings", {}).get("max_staleness")
-    if any(change["by"].startswith("autopilot") for change in known.get("changes", [])):
+    found, status, saved = (report.read_map(folder / name) for name in RECORDS)
+    eta = status.get("settings", {}).get("max_staleness")
+    if saved.get("config", {}).get("broker", {}).get("max_staleness") == "auto":
         eta = "auto"  # the last of its bounds says little of the run
     return {name: text.strip('"') for name, text in found.items()} | ({ETA: label_of(eta)} if eta is not None else {})
 

@@ -80,8 +80,8 @@ def test_runs_that_differ_in_their_seed_alone_are_one_condition(tmp_path: Path) 
 
 def test_a_run_whose_bound_the_broker_chose_is_not_among_those_of_its_last_bound(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(seed), eta=4, seed=seed) for seed in (0, 1)]
-    changes = [{"step": 8, "by": "autopilot (the trainer waited 58%)", "text": "max_staleness from 3 to 4, from step 8 on"}]
-    (runs[1] / "status.json").write_text(json.dumps({"settings": {"max_staleness": 4}, "changes": changes}))
+    config = {"base": str(tmp_path), "config": {"broker": {"max_staleness": "auto"}}}
+    (runs[1] / "config.json").write_text(json.dumps(config))
     assert set(by_condition(of_runs(runs))) == {("4",), ("auto",)}
 
 
