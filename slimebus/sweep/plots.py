@@ -99,17 +99,19 @@ def trade_off(sections: Sections, axis: str) -> str:
 
 
 def _label(axes: "Axes", points: Sequence[tuple[tuple[float, float], str, str]]) -> None:
-    """Write to each point (place, label, colour) its label, where that covers no other; one without room is left out."""
+    """Write to each point (place, label, colour) its label, where it covers no other and reads as no other's, or none."""
     from matplotlib.transforms import Bbox
 
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in axes.transData.transform([place for place, *_ in points])] if points else []
-    for place, label, colour in points:
+    taken: list[Bbox] = []
+    around = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in axes.transData.transform([place for place, *_ in points] or [(0, 0)])]
+    for i, (place, label, colour) in enumerate(points):
+        others = [*taken, *around[:i], *around[i + 1 :]]
         for right, up in LABEL_PLACES:
             side: Any = {"ha": ("right", "center", "left")[right + 1], "va": ("top", "center", "bottom")[up + 1]}
             text = axes.annotate(label, place, (5 * right, 4 * up), textcoords="offset points", fontsize=7, color=colour, **side)
             text.set_in_layout(False)
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken) and axes.bbox.fully_containsx(box.x0) and axes.bbox.fully_containsx(box.x1):
+            if not any(box.overlaps(other) for other in others) and axes.bbox.fully_containsx(box.x0) and axes.bbox.fully_containsx(box.x1):
                 taken.append(box)
                 break
             text.remove()

@@ -1,5 +1,6 @@
 import base64
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", [ETA, "how"])
 def test_markdown_has_a_table_for_each_section(axis: str) -> None:
     assert markdown(RESULTS, axis).count("\n| --- |") == 2
+
+
+def test_a_label_stands_nearest_to_its_own_point() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure(dpi=100).subplots()
+    axes.set(xlim=(0, 100), ylim=(0, 100))
+    points = [((50.0, 51.5), "upper", "C0"), ((50.2, 48.5), "lower", "C0")]
+    plots._label(axes, points)
+    at = {label: axes.transData.transform(place) for place, label, _ in points}
+    for text in axes.texts:
+        box = text.get_window_extent()
+        away = {label: math.dist(point, ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)) for label, point in at.items()}
+        assert min(away, key=lambda label: away[label]) == text.get_text()
 
 
 def test_labels_of_points_that_lie_close_together_cover_neither_each_other_nor_a_point() -> None:
