@@ -52,7 +52,7 @@ class ReplaySource:
         self.groups = {row.group: (place, row) for place in self.folders for row in read_groups(place)}
         if not self.groups:
             raise DataError(f"{self.folders[0] / GROUPS_FILE}: no group has samples; export those that were trained (--state committed)")
-        rows = self._recorded(resolved.run_dir / "metrics") or self._in_order()
+        rows = self._recorded(resolved.run_dir / "metrics") or self._in_order(resolved.run_dir / "metrics")
         end = self.config.rollout.num_rollout
         self.rows = {step: row for step, row in rows.items() if from_step <= step < end}
         if not self.rows:
@@ -82,8 +82,10 @@ class ReplaySource:
             steps.append(steps[-1] + 1)
         return {step: rows[step] for step in steps}
 
-    def _in_order(self) -> dict[int, BatchRow]:
+    def _in_order(self, metrics: Path) -> dict[int, BatchRow]:
         size, names = self.config.rollout.rollout_batch_size, list(self.groups)
+        text = "neither %s nor %s has a %s, which says what each step had: groups are taken as they stand in the folder, %d a step"
+        log.warning(text, self.folder, metrics, BATCHES_FILE, size)
         steps = max(1, len(names) // size)
         return {step: BatchRow(step, step, names[step * size : (step + 1) * size]) for step in range(steps)}
 

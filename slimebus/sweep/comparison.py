@@ -93,7 +93,7 @@ def page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str
     for name, runs in sections.items():
         body += [f"<h2>{html.escape(name)}</h2>" if name else "", _table([(short(axis), *HEADER), *table(runs, axis)])]
         body += [_image(plot(ran[name], axis)) for plot in (plots.learning, plots.by_lag) if ran[name]]
-    every = [(run.name, run.state, run.reason, *(f"{p.steps}: {p.score:.3f}" for p in run.points)) for run in results]
+    every = [(run.name, run.state, run.reason, ", ".join(f"{p.steps}: {p.score:.3f}" for p in run.points)) for run in results]
     body += ["<h2>Runs</h2>", _table([("run", "state", "reason", "step: score"), *every])]
     template = Template((files("slimebus.sweep") / "report.html").read_text())
     return template.substitute(title=html.escape(title), body="\n".join(body), note=html.escape(NOTE), about=html.escape(about))

@@ -59,8 +59,10 @@ def steps(source: ReplaySource) -> dict[int, list[str]]:
     return {step: [group.id for group in source.take(step, 0).groups] for step in source.rows}
 
 
-def test_without_a_record_groups_are_taken_in_order(run) -> None:
+def test_without_a_record_groups_are_taken_in_order_and_the_log_says_so(run, caplog) -> None:
     assert steps(ReplaySource(run.folder, run)) == {i: [f"0/{2 * i}", f"0/{2 * i + 1}"] for i in range(4)}
+    assert f"neither {run.folder} nor {run.run_dir / 'metrics'} has a batches.jsonl" in caplog.text
+    assert "as they stand in the folder, 2 a step" in caplog.text
 
 
 def test_batches_are_those_that_the_run_had_at_last(run) -> None:
