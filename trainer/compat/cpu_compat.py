@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -61,10 +62,13 @@ def compiles_nothing(function: Any = None, **options: Any) -> Any:
 def import_megatron() -> None:
     """Install the bridge, then import megatron-core without its remarks on what else could be installed."""
     install()
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # its inference imports it where it can: 1 s of each rank's start
     with library_warnings_ignored():
         import megatron.core
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401
+    if sys.modules["wandb"] is None:
+        del sys.modules["wandb"]
 
 
 def renew_collectives(dist: Any) -> None:
