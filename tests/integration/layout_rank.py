@@ -7,10 +7,11 @@ A rank trains three steps on random groups; rank 0 writes what it saw to `out` a
 one step instead; with "own_disks" the ranks share no folder of checkpoints; with "killed" they are killed (-9) in the middle of a second
 save; with "full_disk", the number of a rank, that one has no room for it. With "critic" a critic learns in place of the policy. With
 "models", a map of name to [PATH, layout] in the place of model and layout, it loads each of them and does not train. With "lrs", a map of
-rank to learning rate, these ranks have another.
+rank to learning rate, these ranks have another. With "losses" it also takes steps with other losses, which leave the weights as they are.
 """
 
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -157,7 +158,7 @@ def train(asked: dict) -> None:
     config = RunConfig(
         optimizer=OptimizerConfig(lr=asked.get("lrs", {}).get(os.environ["RANK"], 1e-3), lr_warmup_iters=2, clip_grad=1.0),
         algorithm=AlgorithmConfig(use_rollout_logprobs=False, corrections=["tis"], entropy_coef=0.01),
-        trainer=TrainerConfig(max_tokens_per_gpu=48, **{name: value for name, value in layout.items() if name != "megatron"}),
+        trainer=TrainerConfig(max_tokens_per_gpu=64, **{name: value for name, value in layout.items() if name != "megatron"}),
         megatron=layout.get("megatron", {}),
     )
     policy = Policy.build(config, model)
@@ -177,9 +178,10 @@ def train(asked: dict) -> None:
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     kept = Kept(policy)
     seen["metrics"] = [policy.train(batch(step)) for step in range(3)]
-    seen["mismatch"] = engine_mismatch(policy, kept, batch(0), 3)  # type: ignore[arg-type]
-    seen["aggregations"] = {name: sequence_step(policy, batch(3), name) for name in AGGREGATIONS}
-    seen["corrections"] = {name: corrected_step(policy, batch(3), name) for name in CORRECTIONS}
+    if asked.get("losses"):
+        seen["mismatch"] = engine_mismatch(policy, kept, batch(0), 3)  # type: ignore[arg-type]
+        seen["aggregations"] = {name: sequence_step(policy, batch(3), name) for name in AGGREGATIONS}
+        seen["corrections"] = {name: corrected_step(policy, batch(3), name) for name in CORRECTIONS}
     folder = str(out.with_suffix(".checkpoint")) + own_disk
     BackgroundSave(folder, policy, Progress(3, 7, policy.num_updates)).finish(keep=2)
     after = policy.train(batch(3))
@@ -211,7 +213,7 @@ def learn(asked: dict) -> None:
         broker=BrokerConfig(required_fields=["values"]),
         optimizer=OptimizerConfig(lr=1e-2),
         algorithm=AlgorithmConfig(advantage_estimator="ppo", settings={"lambd": 0.9}),
-        trainer=TrainerConfig(max_tokens_per_gpu=48, **{name: value for name, value in layout.items() if name != "megatron"}),
+        trainer=TrainerConfig(max_tokens_per_gpu=64, **{name: value for name, value in layout.items() if name != "megatron"}),
         megatron=layout.get("megatron", {}),
     )
     critic = Critic.build(config, asked["model"])
@@ -273,6 +275,7 @@ def fork_rank(asked: dict, rank: int, ports: list[int]) -> int:
 
 
 def main() -> None:
+    gc.freeze()  # a rank that looks for garbage copies no page of what it has inherited
     for line in sys.stdin:
         asked = json.loads(line)
         ports = [free_port() for _ in asked.get("models", "1")]
