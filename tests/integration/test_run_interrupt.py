@@ -51,7 +51,7 @@ def test_ctrl_c_ends_up_and_all_it_started_and_up_again_completes_the_run(tmp_pa
 @pytest.mark.parametrize(("number", "within_s"), [(signal.SIGTERM, LEAVE_S), (signal.SIGKILL, 20.0)])
 def test_nothing_outlives_up(tmp_path: Path, task: Path, number: signal.Signals, within_s: float) -> None:
     """After kill -9 nobody is left to hurry the roles, and each gives the vanished others a second to answer."""
-    with Run(tmp_path, task) as run:
+    with Run(tmp_path, task, rollout__num_rollout=1000) as run:
         up = run.start("up")
         run.wait_for("a serving worker", lambda s: s["groups"]["leased"] > 0 or s["step"] > 0)
         up.send(number)
@@ -60,7 +60,8 @@ def test_nothing_outlives_up(tmp_path: Path, task: Path, number: signal.Signals,
 
 
 def test_a_trainer_that_is_told_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(tmp_path: Path, task: Path) -> None:
-    with Run(tmp_path, task, trainer__save_interval=0, rollout__num_rollout=8) as run:
+    changes = {"rollout__num_rollout": 8, "rollout__custom_generate_function_path": slow_hook(tmp_path, 0.3)}
+    with Run(tmp_path, task, trainer__save_interval=0, **changes) as run:
         run.start("broker")
         run.start("rollout", name="w1")
         trainer = run.start("trainer")
@@ -75,7 +76,7 @@ def test_a_trainer_that_is_told_to_stop_saves_the_step_it_is_at_and_goes_on_from
 
 
 def test_a_trainer_whose_broker_is_gone_leaves_soon_and_says_what_is_lost(tmp_path: Path, task: Path) -> None:
-    with Run(tmp_path, task, trainer__save_interval=0) as run:
+    with Run(tmp_path, task, trainer__save_interval=0, rollout__num_rollout=1000) as run:
         broker = run.start("broker")
         run.start("rollout", name="w1")
         trainer = run.start("trainer")

@@ -46,7 +46,7 @@ def test_a_trainer_that_loads_its_model_is_heard_meanwhile(tmp_path: Path, task:
 def test_a_worker_that_starts_is_heard_meanwhile_and_says_what_it_waits_for(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task) as run:
         run.start("broker")
-        run.start("rollout")
+        run.start("rollout", is_forked=False)  # nor the engine, which is ready at once when it is forked
         seen: set[str] = set()
 
         def is_syncing(status: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_run import Run, clients
+from live_run import Run, clients, slow_hook
 from slimebus_command import slimebus
 
 from slimebus.bus.security import key_folder
@@ -63,7 +63,9 @@ def test_a_revoked_worker_leaves_within_seconds_and_its_groups_go_to_another(tmp
     folder = tmp_path / "keys"
     key_folder.init(folder)
     key_folder.add(folder, "node2", "rollout")
-    with Run(tmp_path / "run", task, security__keys=str(folder), rollout__num_rollout=8) as run:
+    hook = slow_hook(tmp_path / "run", 1.0)  # the run lasts until the revocation is noticed
+    changes = {"rollout__num_rollout": 8, "rollout__custom_generate_function_path": hook}
+    with Run(tmp_path / "run", task, security__keys=str(folder), **changes) as run:
         run.keys = folder
         run.start("broker")
         run.start("trainer")
