@@ -327,8 +327,14 @@ class Invariants:
         require(waiting <= state.rules.max_parked + len(state.waiting_batches), f"{waiting} requests are parked")
 
 
+_tables: list[str] = []
+"""Names of a state's tables of parked requests, once they are known: they are asked for after every event."""
+
+
 def _parked(state: State) -> list[Any]:
-    return [table for name, table in vars(state).items() if name.startswith("waiting_")]
+    if not _tables:
+        _tables.extend(name for name in vars(state) if name.startswith("waiting_"))
+    return [getattr(state, name) for name in _tables]
 
 
 def _holds(state: State, name: str, put: m.Put) -> bool:
