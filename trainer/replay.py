@@ -172,6 +172,7 @@ class ReplayStart:
 
     def resume(self, policy: "Policy") -> Progress:
         """The weights that the first step is trained with: of the newest checkpoint before it, or the initial model's."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         from trainer.checkpoint.load import load_step
@@ -184,7 +185,10 @@ class ReplayStart:
         found = load_step(self.directory, policy, newest) if newest >= 0 else Progress(0, 0, 0)
         random = random_file(self.folder, parallel.rank())
         if random.exists():
-            restore_random_state(load_file(random))
+            try:
+                restore_random_state(load_file(random))
+            except (SafetensorError, KeyError) as bad:
+                raise DataError(f"{random} is damaged: {bad}; remove it to replay with the random state of the seed") from None
         if found.step != first:
             whose = f"the checkpoint of step {newest}" if newest >= 0 else "the initial model"
             log.warning("step %d is replayed with the weights of %s: the batches between are not here", first, whose)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save as torch_bytes
 from saved_checkpoint import save_checkpoint
 
 from slimebus.bus.errors import DataError, UsageError
@@ -20,7 +21,7 @@ from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, Rollout
 from slimebus.cli.spans import Spans
 from trainer.loop import train
 from trainer.model.determinism import make_deterministic
-from trainer.replay import NoPublication, ReplaySource, ReplayStart
+from trainer.replay import NoPublication, ReplaySource, ReplayStart, random_file
 from trainer.watch.step_watch import StepWatch
 
 
@@ -165,6 +166,15 @@ def test_a_step_is_replayed_at_the_learning_rate_that_it_had(run, tied_model, bu
     record(run, [(8, 8, ["0/0"]), (9, 9, ["0/1"])])
     replay(run, policy, caplog)
     assert "no learning rate is recorded of step 8 and 1 more" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", torch_bytes({"torch": torch.get_rng_state()})])
+def test_a_damaged_random_state_is_said(run, tied_model, build_policy, content: bytes):
+    random_file(run.folder, 0).write_bytes(content)
+    source = ReplaySource(run.folder, run)
+    with pytest.raises(DataError, match=r"random_00000.safetensors is damaged: .*; remove it"):
+        ReplayStart(run, run.folder, source).resume(build_policy(tied_model))
+    source.close()
 
 
 def test_rates_of_another_number_of_optimizer_steps_are_said_not_to_count(run, caplog):
