@@ -142,11 +142,12 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     state.fetched_steps.pop(record.step, None)
     state.meta.next_step = record.step + 1
     state.changed("steps", record.step)
-    row = step_row(state, record, groups, lags) | {"metrics": done.metrics}
+    metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)}  # no JSON has the others
+    row = step_row(state, record, groups, lags) | {"metrics": metrics}
     _warn_of_kept(state)
     state.recent.append(row)
     state.record(row)
-    state.record_lives(record.step, groups, done.metrics)
+    state.record_lives(record.step, groups, metrics)
     autopilot.look(state)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -106,7 +107,8 @@ class MetricsWriter:
             self._wandb = _wandb_run(dir=str(directory), **wandb)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """One record: {"time": seconds since the epoch, "step": step, ...values}."""
+        """One record: {"time": seconds since the epoch, "step": step, ...values}, without infinities and NaN, which JSON has not."""
+        values = {name: value for name, value in values.items() if not isinstance(value, float) or math.isfinite(value)}
         self._rows.add({"time": round(time.time(), 3), "step": step, **values})
         self.track(step, {grouped(self.role, name): value for name, value in values.items()})
 

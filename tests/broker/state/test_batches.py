@@ -1,5 +1,6 @@
 """Batches, staleness at hand-out, commits."""
 
+import math
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ def test_a_commit_tells_how_its_groups_came_to_be_trained_and_forgets_it(desk: A
     desk.now += 3
     assert len(desk.batch(0)) == 2
     desk.now += 4
-    assert desk.ask("t", m.Commit(step=0, metrics={"train_s": 2.5, "publish_s": 0.5, "save_s": 0.25})) == m.Ok()
+    assert desk.ask("t", m.Commit(step=0, metrics={"train_s": 2.5, "publish_s": 0.5, "save_s": 0.25, "approx_kl": math.inf})) == m.Ok()
+    assert desk.rows[-1]["metrics"] == desk.status["steps"][-1]["metrics"] == {"train_s": 2.5, "publish_s": 0.5, "save_s": 0.25}
     (lives,) = desk.lives
     assert (lives.step, lives.now, lives.train_s, lives.after_s) == (0, 110.0, 2.5, 0.75)
     assert lives.groups[second.group] == (

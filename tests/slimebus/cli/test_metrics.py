@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from small_disk import fill, small_disk
 from slimebus.bus.errors import UsageError
 from slimebus.cli import metrics
 from slimebus.cli.metrics import BusyMeter, JsonLines, MetricsWriter
+from slimebus.view.report import rows_of
 
 
 def numbers(file: Path) -> list[int]:
@@ -48,10 +50,10 @@ def test_without_a_path_nothing_is_written() -> None:
 
 def test_metrics_are_json_lines_and_tensorboard_events(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, "trainer", tensorboard=True)
-    writer.write(3, {"loss": 0.5, "note": "text"})
+    writer.write(3, {"loss": 0.5, "note": "text", "kl": math.inf, "mean": math.nan})
     writer.close()
-    (row,) = [json.loads(line) for line in (tmp_path / "trainer.jsonl").read_text().splitlines()]
-    assert (row["step"], row["loss"], row["note"]) == (3, 0.5, "text")
+    (row,) = rows_of((tmp_path / "trainer.jsonl").read_bytes())
+    assert (row["step"], row["loss"], row["note"], len(row)) == (3, 0.5, "text", 4)
     assert events_of(tmp_path) == {3: ["train/loss"]}
 
 
