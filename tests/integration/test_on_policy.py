@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bf16 import to_bf16
 from live_run import Run
 
 from slimebus.bus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Resume
 from slimebus.bus.samples import Sample, decode_stored
 from slimebus.bus.transport.client import Client
-from slimebus.weights.codec.rounding import to_bf16
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 

@@ -13,14 +13,6 @@ if TYPE_CHECKING:
 NAN = 0x7FC0
 
 
-def to_bf16(parameter: "torch.Tensor") -> NDArray[np.uint16]:
-    """The bfloat16 bit patterns of a float32 tensor, rounded to nearest, ties to even; on the host, in its shape."""
-    import torch
-
-    rounded = canonical(parameter.detach().to(torch.bfloat16, copy=True).contiguous()).cpu()
-    return rounded.view(torch.int16).numpy().view(np.uint16)
-
-
 def host_bytes(tensor: "torch.Tensor") -> NDArray[np.uint8]:
     """All bytes of a tensor, on the host, [size]; over its memory where that can be."""
     import torch

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from bf16 import to_bf16
 from torch.distributed import HashStore
 
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Publish
 from slimebus.cli.config.schema import WeightsConfig
-from slimebus.weights.codec.rounding import to_bf16
 from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore

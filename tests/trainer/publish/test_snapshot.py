@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from bf16 import to_bf16
 
-from slimebus.weights.codec.rounding import to_bf16
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE
 from trainer.publish.snapshot import HostSnapshot

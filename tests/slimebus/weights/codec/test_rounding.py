@@ -5,7 +5,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from slimebus.weights.codec.rounding import rounded, to_bf16  # noqa: E402
+from bf16 import to_bf16  # noqa: E402
+
+from slimebus.weights.codec.rounding import rounded  # noqa: E402
 from slimebus.weights.tensors import as_tensor  # noqa: E402
 
 
