@@ -96,9 +96,9 @@ class BrokerSession:
         self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
         self._metrics = values
         log.info(
-            "step %d: reward %.3f, loss %.4f, lag %.1f (max %.0f), %.0f tokens in %.2f s (%.0f tokens/s) after waiting %.2f s",
+            "step %d: reward %.3f, loss %.4f, lag %.1f (max %.0f), %.0f tokens (%.0f trained) in %.2f s after waiting %.2f s",
             *(step, values["reward"], values.get("loss", 0.0), values["lag_mean"], values["lag_max"]),
-            *(values["num_tokens"], values["train_s"], values["num_tokens"] / max(values["train_s"], 1e-9), values["wait_s"]),
+            *(values["num_tokens"], values["tokens_trained"], values["train_s"], values["wait_s"]),
         )
 
     def confirm(self) -> None:

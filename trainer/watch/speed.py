@@ -57,9 +57,9 @@ class Speed:
         self.peak = None if one is None else one * torch.distributed.get_world_size()
 
     def of(self, batch: StepBatch, train_s: float) -> dict[str, float]:
-        """tokens_per_s: all tokens of the batch by the time of the step; mfu: of the samples that were trained."""
-        metrics = {"tokens_per_s": sum(len(sample.tokens) for sample in batch.samples) / max(train_s, 1e-9)}
+        """Of the groups that had a gradient. tokens_per_s: their tokens by the time of the step; mfu: of forward and backward over them."""
+        lengths = [len(sample.tokens) for group in batch.groups if group.has_gradient for sample in group.samples]
+        metrics = {"tokens_per_s": sum(lengths) / max(train_s, 1e-9)}
         if self.peak is not None:
-            lengths = [len(sample.tokens) for group in batch.groups if group.has_gradient for sample in group.samples]
             metrics["mfu"] = step_flops(lengths, self.parameters, self.attention_width) / (max(train_s, 1e-9) * self.peak)
         return metrics

@@ -75,6 +75,9 @@ def test_a_step_that_is_not_finite_is_dumped_also_when_it_ends_the_run(resolved,
     groups = make_batch(0)
     metrics = watch.train(0, StepBatch(0, 0, 1, groups, [0]), StepPlan(1), version=0)
     assert metrics["tokens_per_s"] > 0
+    for group in groups:
+        group.has_gradient = False
+    assert watch.speed.of(StepBatch(0, 0, 1, groups, [0]), 0.001)["tokens_per_s"] == 0.0, "what is left out takes no time"
     assert "mfu" not in metrics, "of a CPU no peak is known"
     assert (resolved.run_dir / "profile" / "trace-rank0.json.gz").stat().st_size > 1000
     with torch.no_grad():
