@@ -81,10 +81,10 @@ def _show(row: dict[str, Any], title: str) -> None:
         whole.append(token["text"], style=colour)
         cells = (repr(token["text"]), str(token["id"]), str(token["mask"]), f"{token['logprob']:.4f}")
         table.add_row(*(Text(cell, style=colour) for cell in cells))
-    about = " ".join(f"{key} {value}" for key, value in row["metadata"].items())
+    about = ", ".join([f"reward {row['reward']}", row["status"], *(f"{key} {value}" for key, value in row["metadata"].items())])
     console = Console(highlight=False)
     console.rule(title)
-    console.print(table, whole, Text(f"reward {row['reward']}, {row['status']} {about}".rstrip(), style="bold"), sep="\n", soft_wrap=True)
+    console.print(table, whole, Text(about, style="bold"), sep="\n", soft_wrap=True)
 
 
 @click.command("sample", cls=ConfigCommand)

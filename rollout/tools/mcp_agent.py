@@ -32,6 +32,8 @@ class McpAgent:
         if not connected.done():
             self._connection.cancel()
             (bad,) = await asyncio.gather(self._connection, return_exceptions=True)
+            while isinstance(bad, BaseExceptionGroup):  # of the task groups that mcp's connections are
+                bad = bad.exceptions[0]
             raise HookError(f"MCP servers {self.servers} cannot be used: {type(bad).__name__}: {bad}")
 
     async def teardown(self) -> None:

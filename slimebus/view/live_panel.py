@@ -83,7 +83,7 @@ class LivePanel:
         return {
             "step": f"{status['step']}/{status['num_steps']}  {time_s}",
             self.signal: f"{signals[-1]:.3f}" if signals else "none yet",
-            "held-out": f"{accuracies[-1]} ({accuracies[0]} before)" if accuracies else "not measured yet",
+            "held-out": f"{accuracies[-1]} ({accuracies[0]} before)" if accuracies else "not measured",
             "lag": f"mean {last.get('lag_mean', 0.0):.2f}, largest {last.get('lag_max', 0.0):g}, bound {_bound(status)}",
             "tokens/s": f"trainer {count(trainer_tokens_per_s)}, {len(workers)} {plural} {count(self._workers_tokens_per_s())}",
             "groups": ", ".join(f"{groups[phase]} {phase}" for phase in ("queued", "leased", "ready", "assigned")),

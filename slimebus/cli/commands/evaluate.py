@@ -49,7 +49,10 @@ def evaluate(
 
     With --model: evaluate a model on this machine. The held-out sets are those of RUN.yaml, or --prompt-data, sampled as in training.
     """
-    results = _evaluate_here(ctx, run_yaml, model, datasets) if model else _evaluate_there(ctx, run_yaml, broker, datasets)
+    try:
+        results = _evaluate_here(ctx, run_yaml, model, datasets) if model else _evaluate_there(ctx, run_yaml, broker, datasets)
+    except Unreachable as bad:
+        raise bad if model else Unreachable(f"{bad.text}; a model is evaluated without a run: --model DIR") from None
     click.echo(json.dumps(results, indent=2) if as_json else "\n".join(_table(results)))
     if all(row["mean_reward"] is None for row in results):
         raise SlimebusError("every sample failed; the log above, or that of the workers, says why")

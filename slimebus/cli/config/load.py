@@ -135,6 +135,8 @@ def read_map(file: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str,
         _note_places(node, "", str(file), origin, problems)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; `slimebus init` writes a commented run.yaml") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: a folder; expected a YAML file (a run's directory is given as --run-dir {file})") from None
     except (OSError, UnicodeDecodeError) as bad:
         raise ConfigError(f"{file}: cannot be read: {bad}") from None
     except RecursionError:

@@ -82,6 +82,13 @@ def test_a_server_that_ended_fails_the_sample_and_is_no_answer_to_the_policy(ser
         play(Policy(call("leave")), server)
 
 
+def test_servers_with_a_tool_of_one_name_are_refused_with_that_name(server: list[str]) -> None:
+    agent = McpAgent()
+    agent.servers = [server, server]
+    with pytest.raises(HookError, match=r"cannot be used: .*two MCP servers have a tool add"):
+        asyncio.run(agent.setup())
+
+
 def test_a_server_that_does_not_start_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(HookError, match=r"no-such-program.* cannot be used"):
         play(Policy(), [str(tmp_path / "no-such-program")])

@@ -83,7 +83,7 @@ def test_line_is_one_plain_line(panel: LivePanel) -> None:
 
 def test_what_is_not_known_yet_is_not_shown_as_a_number(panel: LivePanel) -> None:
     panel.take(status(step=0, steps=[], evaluations=[{"dataset": "held", "done": False, "version": 0, "mean_reward": None}]))
-    assert "held-out not measured yet" in panel.line()
+    assert "held-out not measured |" in panel.line()
     assert "reward none yet" in panel.line()
 
 

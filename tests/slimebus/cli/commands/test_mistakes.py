@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.cli.commands import evaluate
 from slimebus.cli.config import resolve
 from slimebus.cli.root import main
 from slimebus.client import connect
@@ -37,6 +38,21 @@ def test_a_usage_error_is_one_line(
     said = capsys.readouterr().err
     assert expected in said
     assert said.count("\n") == 1
+
+
+def test_a_run_directory_in_the_place_of_a_run_yaml_is_said_with_the_option_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "status", str(tmp_path)) == 2
+    assert f"{tmp_path}: a folder; expected a YAML file (a run's directory is given as --run-dir {tmp_path})" in capsys.readouterr().err
+
+
+def test_eval_without_a_broker_says_how_a_model_is_evaluated_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "RESTART_S", 0.0)
+    assert run(monkeypatch, "eval", "--broker", "tcp://127.0.0.1:1") == 2
+    assert "without a run: --model DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["eval"], ["set"], ["set", "max-staleness", "2"]])
