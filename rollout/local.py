@@ -84,17 +84,18 @@ class LabelEngine(LocalDispatch):
 
 @contextlib.asynccontextmanager
 async def local_maker(resolved: Resolved, *, has_engine: bool = True, version: int = NO_VERSION) -> AsyncIterator[GroupMaker]:
-    """A worker's GroupMaker with engines of its own, or with those of engine.engine_url; without an engine LabelEngine answers."""
+    """A worker's GroupMaker with engines of its own, those of engine.engine_url, or none; not has_engine: LabelEngine answers."""
     contain_exits(asyncio.get_running_loop())
     model, data = resolved.model_dir, resolved.config.data
     tokenizer = Tokenizer(model, apply_chat_template=data.apply_chat_template, template_kwargs=data.apply_chat_template_kwargs)
     with tempfile.TemporaryDirectory() as logs:
         pool = EnginePool(resolved.config, model, Path(logs), name="local", base=resolved.base)
-        dispatch = LocalDispatch(pool, version) if has_engine else LabelEngine(tokenizer)
+        starts = has_engine and resolved.config.engine.engine != "none"
+        dispatch = LocalDispatch(pool, version) if starts else None if has_engine else LabelEngine(tokenizer)
         size, longest = pool.vocab_size, context_length(model)
         maker = GroupMaker(resolved.config, resolved.base, tokenizer, dispatch, vocab_size=size, max_context_len=longest)
         try:
-            if has_engine:
+            if starts:
                 await pool.start()
             await maker.setup()
             yield maker

@@ -13,6 +13,7 @@ from slimebus_command import slimebus
 from tiny_model import save_served
 
 from rollout import local
+from rollout.engines.pool import EnginePool
 from rollout.local import records
 from slimebus.bus.errors import DataError
 from slimebus.bus.exported_groups import read_groups
@@ -123,6 +124,16 @@ def test_a_group_that_cannot_be_put_is_left_out_of_those_that_are_sampled(sample
     assert "sample/1 is left out: field 'x' is missing from a sample" in done.output
     assert "data.prompt_data has 4 prompts; --groups 9 asks for more" in done.output
     assert [group.group for group in read_groups(tmp_path / "out")] == ["sample/0", "sample/2", "sample/3"]
+
+
+def test_without_an_engine_none_is_started(tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EnginePool, "start", None)
+    hook = "async def g(session):\n    if session.task.label == '2': await session.generate()\n    session.observe('a', is_trained=True)\n"
+    file = run_yaml(tmp_path, model, hook, custom_generate_function_path="hooks.py:g", rm_type="random")
+    done = CliRunner().invoke(root, ["sample", str(file), "--engine", "none", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.exception
+    assert re.search("sample/1 is left out: .*session.generate needs an engine, and engine.engine is none", done.output)
+    assert len(list(read_groups(tmp_path / "out"))) == 3
 
 
 def test_an_interrupted_sampling_keeps_the_groups_that_are_done(sampled: Any, tmp_path: Path) -> None:
