@@ -3,8 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from live_run import MARK, ROOT, Run, tiny_config
+from live_run import MARK, Run, tiny_config
+from slimebus_command import slimebus
 
 pytestmark = pytest.mark.integration
 
@@ -23,11 +22,9 @@ ROLES = ("broker", "trainer", "rollout", "up")
 class Refusal:
     """How a command ended. `said` is the one line that explains it. others: processes of the run that live on."""
 
-    def __init__(self, run: Run, *words: str, timeout_s: float = 60.0, others: int = 0, code: int = 2) -> None:
-        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(run.folder), MARK: run.mark, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "slimebus", *words]
+    def __init__(self, run: Run, *words: str, others: int = 0, code: int = 2) -> None:
         started = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT, check=False)
+        done = slimebus(*words, PATH="/usr/bin:/bin", HOME=str(run.folder), **{MARK: run.mark})
         self.seconds = time.monotonic() - started
         self.out, self.err, self.code = done.stdout, done.stderr, done.returncode
         self.text = f"{' '.join(words)}: exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"

@@ -34,7 +34,7 @@ def test_the_quick_start_learns_and_can_be_interrupted_and_resumed(tmp_path: Pat
     with Run(tmp_path, task) as run:
         first = quickstart(run)
         deadline = time.monotonic() + 200
-        while trained_steps(run) < 1:
+        while trained_steps(run) < 3:
             assert first.popen.poll() is None, first.tail()
             assert time.monotonic() < deadline, first.tail()
             time.sleep(0.2)

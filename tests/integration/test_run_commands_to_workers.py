@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -13,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from live_run import ROOT, Run, clients
+import slimebus_command
+from live_run import Run, clients
 
 from rollout.engines.process import EngineProcess, embedded_engine
 
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.integration
 
 def slimebus(run: Run, *words: str) -> str:
     """What a user would type, and what it says."""
-    command = [sys.executable, "-m", "slimebus", *words, "--broker", run.address]
-    done = subprocess.run(command, env=run.environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = slimebus_command.slimebus(*words, "--broker", run.address)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,13 +1,10 @@
 """A finished run that is started again with more steps goes on, in whatever order its processes come."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from live_run import MARK, ROOT, Run
+from live_run import Run
 
 pytestmark = pytest.mark.integration
 
@@ -15,10 +12,8 @@ pytestmark = pytest.mark.integration
 def test_up_with_more_steps_goes_on_again_and_again(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task) as run:
         for steps in (2, 3, 4):
-            words = [sys.executable, "-m", "slimebus", "up", str(run.file), "--num-rollout", str(steps)]
-            environment = os.environ | {MARK: run.mark, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-            assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+            up = run.start("up", "--num-rollout", str(steps))
+            assert up.wait() == 0, up.tail()
             run.assert_accounted(steps)
 
 
