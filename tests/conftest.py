@@ -26,7 +26,10 @@ def closing() -> Iterator[Callable[..., Any]]:
         yield keep
 
 
-SLOW_FIRST = ("integration/test_learning_run", "chaos/test_chaos", "integration/", "simulation/", "chaos/")
+SLOW_FIRST = (
+    *("integration/test_learning_run", "integration/test_parallel_layouts", "chaos/test_chaos", "integration/test_agent_calculator"),
+    *("simulation/", "integration/", "chaos/"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
