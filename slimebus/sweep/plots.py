@@ -78,8 +78,9 @@ def trade_off(sections: Sections, axis: str) -> str:
             at: Any = [number(label) for label in speed]
             is_scale = all(value is not None and math.isfinite(value) for value in at)
             look = _look(i) if is_scale else _look(i) | {"linestyle": ""}
-            axes[0].errorbar(at if is_scale else list(speed), *_bars(list(speed.values())), marker="o", label=title or None, **look)
-            axes[0].tick_params(axis="x", labelrotation=0 if is_scale else 60)
+            places = at if is_scale else [label.replace(", ", "\n") for label in speed]
+            axes[0].errorbar(places, *_bars(list(speed.values())), marker="o", label=title or None, **look)
+            axes[0].tick_params(axis="x", **{} if is_scale else {"labelrotation": 60, "labelsize": 7})
             if is_scale:
                 axes[0].set_xscale("symlog", base=2, linthresh=1)
                 axes[0].set_xticks(at, list(speed))

@@ -134,6 +134,13 @@ def test_markdown_has_a_table_for_each_section(axis: str) -> None:
     assert markdown(RESULTS, axis).count("\n| --- |") == 2
 
 
+def test_conditions_with_long_names_leave_room_for_the_plot() -> None:
+    names = [f"max_staleness={eta}, recompute_granularity=selective, num_rollout=80, mismatch_interval=0" for eta in (2, 4)]
+    runs = [result(2, "clip", seed, condition={"settings": name}) for seed in (0, 1) for name in names]
+    drawn = plots.trade_off({"": runs}, "settings")  # matplotlib warns where the axes have no room
+    assert "num_rollout=80" in "".join(texts(drawn))
+
+
 def test_a_label_stands_nearest_to_its_own_point() -> None:
     from matplotlib.figure import Figure
 
