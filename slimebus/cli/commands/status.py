@@ -121,15 +121,15 @@ def brief(found: dict[str, Any], *, is_supervised: bool = False) -> list[str]:
 
 def client_row(client: dict[str, Any], newest: int) -> dict[str, Any]:
     """What is shown of one process. newest: the run's version."""
-    version, metrics = client["version"], client["metrics"]
+    version, metrics = client["version"] if (client["version"] or 0) >= 0 else None, client["metrics"]
     return {
         "name": client["name"],
         "role": client["role"],
         "state": client["state"],
         "version": version,
-        "lag": None if version is None or version < 0 else newest - version,
+        "lag": None if version is None else newest - version,
         "groups": client["leases"],
-        "tokens/s": count(tokens_per_s(metrics)) if "tokens" in metrics else None,
+        "tokens/s": count(tokens_per_s(metrics)) if "serving_s" in metrics else None,
         "last heard": f"{client['silent_s']:.0f} s ago",
     }
 

@@ -50,7 +50,8 @@ def test_the_panel_and_every_table_show_the_status() -> None:
     async def steps(app: Top, pilot: Pilot[None]) -> None:
         assert "3/8" in panel(app)
         assert "mine: running" in panel(app)
-        assert cells(app, "workers")[2] == ["w2", "rollout", "serving", "2", "1", "8", "1.2 k", "1 s ago"]
+        assert cells(app, "workers")[1] == ["t", "trainer", "training", "-", "-", "0", "-", "0 s ago"], "a step's tokens are no rate"
+        assert cells(app, "workers")[3] == ["w2", "rollout", "serving", "2", "1", "8", "1.2 k", "1 s ago"]
         assert cells(app, "steps")[1][:2] == ["2", "0.25"]
         assert cells(app, "evaluations")[1] == ["held", "0", "0.5", "0.4", "0.6", "90", "0"]
         assert ["wasted: stale", "3", "9"] in cells(app, "groups")
