@@ -49,7 +49,7 @@ def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
             try:
-                prompt, samples = snapshot.prompt(group.id), snapshot.samples(group.id)
+                prompt, samples = snapshot.prompt(group.id), snapshot.samples(group)
                 own_arrays = {} if samples is None else arrays_of(group.id, samples)
             except (Damaged, ProtocolError, msgspec.DecodeError) as bad:
                 done.left_out[group.id] = str(bad)

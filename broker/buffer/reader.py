@@ -10,7 +10,9 @@ from typing import Any, get_args
 import lmdb
 import msgspec
 
-from broker.state.groups import DEAD, DROPPED, Group, Phase
+from broker.reply_frames import assembled
+from broker.state.features.consumers import payload_of
+from broker.state.groups import DEAD, DROPPED, Group, Phase, field_key
 from broker.state.records import Meta
 from broker.store import lmdb_store
 from broker.store.interface import TABLES, Damaged
@@ -74,10 +76,16 @@ class StoreSnapshot:
         found = self.get("prompts", name)
         return None if found is None else msgspec.msgpack.decode(found, type=dict[str, Any])
 
-    def samples(self, name: str) -> CheckedGroup | None:
-        """The stored samples of a group; None where it has none. Raises ProtocolError for samples that nobody can read."""
-        found = self.get("payloads", name)
-        return None if found is None else check_group(unpack_frames(found, "payloads", name))
+    def samples(self, group: Group) -> CheckedGroup | None:
+        """The stored samples of a group, late fields and all; None where it has none. Raises ProtocolError for what nobody can read."""
+        found = self.get("payloads", group.id)
+        if found is None:
+            return None
+        frames, late = unpack_frames(found, "payloads", group.id), []
+        for field in payload_of(group).late:
+            key = field_key(group.id, field.name)
+            late.append((field, unpack_frames(self.get("fields", key) or b"", "fields", key)[0]))
+        return check_group(assembled(frames, late, None) if late else frames)
 
     def num_freed_steps(self) -> int:
         """How many steps have no samples any more: every checkpoint that is kept is of a later one."""

@@ -31,7 +31,7 @@ def text_of(resolved: Resolved) -> Decode | None:
 
 def as_object(snapshot: StoreSnapshot, group: Group) -> dict[str, Any]:
     """Everything of a group, with its arrays as lists."""
-    stored = snapshot.samples(group.id)
+    stored = snapshot.samples(group)
     rows = [_as_object(sample) for sample in ([] if stored is None else decode_group(stored.frames))]
     return {"group": group.id, **about_of(group), "prompt": snapshot.prompt(group.id), "samples": rows}
 
@@ -52,7 +52,7 @@ def in_lines(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> li
     lines += [f"prompt: {shortened(prompt.get('prompt'))}", f"label: {shortened(prompt.get('label'))}"] if prompt else ["prompt: not kept"]
     if prompt and prompt.get("metadata"):
         lines.append(f"metadata: {shortened(prompt['metadata'])}")
-    stored = snapshot.samples(group.id)
+    stored = snapshot.samples(group)
     if stored is None:
         return [*lines, "no samples", ""]
     for i, sample in enumerate(decode_group(stored.frames)):

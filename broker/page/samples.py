@@ -33,7 +33,7 @@ def listed(snapshot: StoreSnapshot, states: Iterable[str], containing: str) -> l
 
 def whole(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[str, Any]:
     """A group: what became of it, its prompt, its samples. Raises ProtocolError for samples that nobody can read."""
-    prompt, stored = snapshot.prompt(group.id) or {}, snapshot.samples(group.id)
+    prompt, stored = snapshot.prompt(group.id) or {}, snapshot.samples(group)
     samples = [] if stored is None else decode_group(stored.frames)
     shown = {name: shortened(value) for name, value in prompt.items() if value}
     return {"group": group.id, **about_of(group), "prompt": shown} | _shown(samples, decode)

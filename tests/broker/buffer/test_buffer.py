@@ -21,9 +21,10 @@ from broker.buffer.imports import read_groups
 from broker.buffer.reader import open_snapshot
 from broker.buffer.show import _sample as show_lines
 from broker.buffer.verify import verify
-from broker.state.groups import Group, LeaseRecord
+from broker.state.groups import Group, LateField, LeaseRecord, field_key
 from broker.state.records import Meta, StepRecord
 from broker.store import LmdbStore, Write
+from slimebus.bus import exported_groups
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.cli.root import root
@@ -90,7 +91,7 @@ def test_groups_are_exported_and_imported_byte_for_byte(run_dir: Path, tmp_path:
     path = tmp_path / "out"
     with open_snapshot(run_dir) as snapshot:
         done = export_groups(snapshot, snapshot.groups(), path, shard_bytes=shard_bytes)
-        originals = {g.id: snapshot.samples(g.id) for g in snapshot.groups()}
+        originals = {g.id: snapshot.samples(g) for g in snapshot.groups()}
     assert (done.groups, done.samples, done.left_out) == (6, 8, {})
     assert len(list(path.glob("*.safetensors"))) == (4 if shard_bytes == 1 else 1)
     incoming = list(read_groups(path))
@@ -104,6 +105,24 @@ def test_groups_are_exported_and_imported_byte_for_byte(run_dir: Path, tmp_path:
         assert group.message.lineage == "L"
         assert group.frames[1:] == [bytes(frame) for frame in original.frames]
         assert len(decode_group(group.frames[1:])) == 2
+
+
+def test_late_fields_are_exported_with_the_samples(tmp_path: Path) -> None:
+    store, parts, values = LmdbStore(tmp_path / "broker", is_synced=False), encode_group(samples(0)), np.arange(8, dtype=np.float32)
+    field = LateField(name="values", by="critic", dtype="float32", shapes=[], digest=b"", size_bytes=values.nbytes)
+    group = Group(id="0/0", position=0, phase="ready", num_samples=2, num_frames=len(parts), late=[field])
+    writes = [Write("groups", "0/0", msgspec.msgpack.encode(group)), Write("payloads", "0/0", parts)]
+    store.commit([*writes, Write("fields", field_key("0/0", "values"), [values.tobytes()])])
+    store.close()
+    with open_snapshot(tmp_path) as snapshot:
+        export_groups(snapshot, snapshot.groups(), tmp_path / "x")
+        (found,) = exported_groups.read_groups(tmp_path / "x")
+        assert [sample.extras["values"].tolist() for sample in found.samples(tmp_path / "x")] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    store = LmdbStore(tmp_path / "broker", is_synced=False)
+    store.commit([Write("fields", field_key("0/0", "values"), None)])
+    store.close()
+    with open_snapshot(tmp_path) as snapshot:
+        assert "is damaged" in export_groups(snapshot, snapshot.groups(), tmp_path / "y").left_out["0/0"]
 
 
 def test_exported_arrays_are_read_by_the_safetensors_package(run_dir: Path, tmp_path: Path) -> None:
