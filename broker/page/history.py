@@ -183,12 +183,14 @@ class History:
     def advice(self, status: dict[str, Any]) -> list[str]:
         """What the idle shares and the waste so far say."""
         parts = {name: np.nan_to_num(np.array(self.columns[name])) for name in STEP_PARTS}
-        seconds = {name: float(values[WARM_STEPS if len(values) > WARM_STEPS else 0 :].sum()) for name, values in parts.items()}
+        warm = {name: values[WARM_STEPS if len(values) > WARM_STEPS else 0 :] for name, values in parts.items()}
+        seconds = {name: float(values.sum()) for name, values in warm.items()}
         rows = [served for served in self.workers.values() if len(served) > 1]
         found = measured(
             status,
             steps=len(self.columns["step"]),
             trainer_idle=seconds["wait_s"] / (sum(seconds.values()) or 1.0),
+            longest_wait=float(warm["wait_s"].max(initial=0.0)) / (seconds["wait_s"] or 1.0),
             worker_idle=worker_idle(rows) if rows else None,
             workers=len(rows) or int(status.get("pace", {}).get("workers", 0)),
             tokens=float(np.nansum(np.array(self.columns["tokens"]))),

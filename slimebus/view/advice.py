@@ -11,6 +11,8 @@ IDLE = 0.05
 """A side that waits for less of its time than this is not worth a change."""
 AT_BOUND = 0.2
 """With so many of the trained groups at the bound, or more, it may hold workers back."""
+ONE_WAIT = 0.5
+"""Where one batch had more of the trainer's waiting than this, something had failed: more workers are no remedy."""
 ENOUGH_STEPS = 2 * WARM_STEPS
 """Idle shares of fewer are those of the start."""
 REMEDIES = {
@@ -25,8 +27,9 @@ class Measured(msgspec.Struct, kw_only=True, frozen=True):
     """What advice is given by.
 
     steps: trained. trainer_idle: share of its time that the trainer waited for batches. worker_idle: share of theirs that workers had
-    nothing to sample; None where that is not known. tokens: trained. lags: staleness in versions -> trained groups.
-    wasted: reason -> tokens sampled in vain. unused: reason -> trained groups that gave no gradient.
+    nothing to sample; None where that is not known. longest_wait: share of the trainer's waiting that one batch had. tokens: trained.
+    lags: staleness in versions -> trained groups. wasted: reason -> tokens sampled in vain. unused: reason -> trained groups that gave no
+    gradient.
     """
 
     steps: int
@@ -34,23 +37,18 @@ class Measured(msgspec.Struct, kw_only=True, frozen=True):
     worker_idle: float | None
     workers: int
     tokens: float
+    longest_wait: float = 0.0
     max_staleness: float
     lags: dict[int, int]
     wasted: dict[str, int]
     unused: dict[str, int]
 
 
-def measured(
-    status: dict[str, Any], *, steps: int, trainer_idle: float, worker_idle: float | None, workers: int, tokens: float
-) -> Measured:
-    """With what a status says of lag and waste (docs/protocol.md)."""
+def measured(status: dict[str, Any], **of_records: Any) -> Measured:
+    """What the records tell, by the names above, with what a status says of lag and waste (docs/protocol.md)."""
     bound = status.get("settings", {}).get("max_staleness")
     return Measured(
-        steps=steps,
-        trainer_idle=trainer_idle,
-        worker_idle=worker_idle,
-        workers=workers,
-        tokens=tokens,
+        **of_records,
         max_staleness=math.inf if bound in (None, "unbounded") else float(bound),
         lags={int(lag): groups for lag, groups in status.get("lag", {}).get("histogram", {}).items()},
         wasted={reason: waste["tokens"] for reason, waste in status.get("waste", {}).items()},
@@ -67,6 +65,8 @@ def advice(run: Measured) -> list[str]:
 
 def _on_waiting(run: Measured) -> str:
     waited, had = f"The trainer waited {run.trainer_idle:.0%} of the time", f"{run.workers} worker{'' if run.workers == 1 else 's'}"
+    if run.trainer_idle >= IDLE and run.longest_wait > ONE_WAIT:
+        return f"{waited}, most of it for one batch: the trainer's log says what was missing then."
     if run.worker_idle is None:
         remedy = "help" if run.trainer_idle >= IDLE else "gain nothing"
         return f"{waited}: more workers would {remedy} (how busy the present ones were is not on record here)."

@@ -113,6 +113,9 @@ def test_workers_idle_share_starts_where_they_are_warm_and_a_restarted_one_begin
     write(history, {"step": 21, "serving_s": 1.0, "busy_s": 1.0}, file="rollout-w1")
     read(history)
     assert "not on record here" in history.advice(status)[0]
+    write(history, step(10, wait_s=60.0, train_s=1.0, publish_s=0.0, save_s=0.0))
+    read(history)
+    assert "most of it for one batch" in history.advice(status)[0]
 
 
 def test_versions_have_the_stages_of_publishing_and_of_the_median_worker(history: History) -> None:

@@ -33,6 +33,13 @@ def test_the_side_that_waits_is_named_with_what_would_help(trainer_idle: float, 
     assert first.startswith(f"The trainer waited {trainer_idle:.0%} of the time")
 
 
+def test_one_long_wait_is_no_reason_for_more_workers() -> None:
+    first = advice(run(trainer_idle=0.9, longest_wait=0.7))[0]
+    assert first == "The trainer waited 90% of the time, most of it for one batch: the trainer's log says what was missing then."
+    assert "more like" in advice(run(trainer_idle=0.9, longest_wait=0.3))[0]
+    assert "most of it" not in advice(run(trainer_idle=0.01, longest_wait=0.7))[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
