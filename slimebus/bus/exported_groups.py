@@ -5,7 +5,6 @@ groups.jsonl               one group a line: what became of it, its prompt, and 
 arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
 """
 
-import errno
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ import numpy as np
 from slimebus.bus.errors import DataError, ProtocolError, UsageError
 from slimebus.bus.sample_table import CheckedGroup, SampleTable, check_group, encode_table
 from slimebus.bus.samples import Sample, decode_arrays, decode_group, encode_group
-from slimebus.weights.files.safetensors_file import READABLE
+from slimebus.weights.files.safetensors_file import write_file
+from slimebus.weights.tensors import Tensor
 
 GROUPS_FILE, BATCHES_FILE = "groups.jsonl", "batches.jsonl"
 SAMPLES_FOLDER, STEP_FOLDER = "samples", re.compile("step_([0-9]+)")
@@ -119,14 +119,8 @@ def write_groups(folder: Path, groups: Iterable[tuple[str, Sequence[Sample]]], *
 
 def write_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     """Write a file of arrays. Raises OSError."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    try:
-        save_file(dict(arrays), path)
-    except SafetensorError as bad:  # a full disk, say
-        raise OSError(errno.EIO, str(bad), str(path)) from None
-    path.chmod(READABLE)
+    flat = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
+    write_file(path, {name: Tensor(array.dtype.name, array.shape, flat[name]) for name, array in arrays.items()})
 
 
 def read_frames(path: Path, name: str, table: SampleTable) -> list[bytes]:
