@@ -114,6 +114,7 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
 def _train(
     resolved: Resolved, source: BrokerSession | ReplaySource | None, broker: str | None, stop: StopRequest, debugging: Debugging
 ) -> None:
+    log.info("loads megatron-core and its model, %s", resolved.model_dir)
     make_deterministic(resolved.config.megatron)
     import_megatron()
     import torch
@@ -128,7 +129,6 @@ def _train(
 
     raise_all(algorithm_problems(resolved))
     torch.set_num_threads(resolved.config.trainer.train_threads)
-    log.info("loads its model, %s", resolved.model_dir)
     with refusals_in_one_line():
         policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     rank = int(os.environ.get("RANK", "0"))
