@@ -90,6 +90,15 @@ def test_a_span_says_by_how_much_the_brokers_clock_is_ahead_as_its_quickest_answ
     assert rows(tmp_path / "spans-w.jsonl")[-1]["offset"] == 5.0, "a clock drifts: what was long ago counts no more"
 
 
+def test_an_offset_that_the_way_of_the_answer_explains_is_none(tmp_path: Path) -> None:
+    spans = Spans(tmp_path, "w")
+    for took_s, offset_s in ((0.3, -0.15), (0.2, -0.101)):
+        spans.compare_clock(took_s, offset_s)
+        with spans("pull"):
+            pass
+    assert [row["offset"] for row in rows(tmp_path / "spans-w.jsonl")] == [0.0, -0.101]
+
+
 def test_phases_of_a_group_end_in_its_training_which_ends_before_the_commit() -> None:
     life = [("queued", 0.0), ("leased", 1.0), ("queued", 2.0), ("leased", 3.0), ("ready", 5.0), ("assigned", 8.0), ("committed", 12.0)]
     assert list(phases_of(life, train_s=2.0, after_s=0.5)) == [
