@@ -59,6 +59,8 @@ class Converter:
         value = msgspec.convert(given, kind, strict=False)
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name != "broker.max_staleness")):
             raise OverflowError(name)
+        if isinstance(value, str | list) and "\0" in "".join(map(str, value)):  # no file and no process takes it
+            raise OverflowError(name)
         return value
 
     def _refuse(self, name: str, text: str, *, place: str | None = None) -> None:
