@@ -216,7 +216,7 @@ class Broker:
 
     def _add_lives(self, lives: Lives) -> None:
         """Record how the groups of a step came to be trained, by the wall clock."""
-        shift = self.clock.time() - lives.now
+        shift = self.clock.time() - self.broker_clock.advance()  # read together: lives.now was before the commit
         first = min((at for _, life in lives.groups.values() for _, at in life), default=lives.now)
         about = {"step": lives.step, "shift": shift, "train_s": lives.train_s, "after_s": lives.after_s, "lives": lives.groups}
         self.spans.record("step", first + shift, lives.now - first, about)

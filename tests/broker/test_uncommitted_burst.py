@@ -1,6 +1,8 @@
 """A store that fails at commit: nothing of the burst is said, nothing is lost or repeated, and the run goes on by itself."""
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ from manual_clock import ManualClock
 
 from broker.service import Broker
 from broker.source.interface import Prompt, PromptSource
+from broker.state.effects import Lives
 from broker.state.rules import Rules
 from broker.store import MemoryStore, StoreError, StoreRefusal, Write
 from slimebus.bus import envelope
@@ -312,3 +315,19 @@ def test_what_the_store_will_never_take_is_the_error_of_its_request_alone() -> N
     assert bench.broker.machine.state.meta.version == 1, "what came before it in the same burst holds"
     assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
     bench.broker.close()
+
+
+def test_a_commit_that_takes_long_moves_no_group_of_its_step(tmp_path: Path) -> None:
+    clock = ManualClock(100.0)
+    broker = Broker(
+        Rules(batch_size=1, max_staleness=2), Numbers(), MemoryStore(), run="r", clock=clock, metrics_path=tmp_path / "broker.jsonl"
+    )
+    try:
+        clock.advance(0.5)
+        decided = broker.broker_clock.advance()
+        clock.advance(0.25)  # the store writes
+        broker._emit(Lives(0, decided, 0.1, 0.0, {"0/0": (2, [("queued", decided - 0.5), ("committed", decided)])}), {})
+    finally:
+        broker.close()
+    (row,) = map(json.loads, (tmp_path / "spans-broker.jsonl").read_text().splitlines())
+    assert (row["begin"], row["seconds"]) == (100.0, 0.5)
