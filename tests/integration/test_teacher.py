@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 pytestmark = pytest.mark.integration
 
-STEPS = 40
+STEPS = 60
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def test_a_student_moves_to_the_teacher_that_scores_its_samples(tmp_path: Path, 
         "broker__required_fields": ["teacher_logprobs"],
         "algorithm__advantage_estimator": "on_policy_distillation",
         "rollout__num_rollout": STEPS,
-        "optimizer__lr": 3e-3,
+        "optimizer__lr": 2e-3,
+        "optimizer__lr_decay_style": "linear",  # a step has few samples: at a rate that stays the distance goes up and down
         "trainer__save_interval": 0,
     }
     with Run(tmp_path, task, **changes) as run:
@@ -41,7 +42,7 @@ def test_a_student_moves_to_the_teacher_that_scores_its_samples(tmp_path: Path, 
         run.complete()
         run.assert_accounted(STEPS)
         away = [row["opd_reverse_kl"] for row in run.rows("trainer")]
-        assert np.mean(away[-10:]) < 0.5 * np.mean(away[:10]), away  # a step has few samples
+        assert np.mean(away[-10:]) < 0.5 * np.mean(away[:10]), away
         assert "scores with http://127.0.0.1" in scorer.text()
 
 
