@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ LineSink = Callable[[str, str], None]
 """Called with (role, line) for every line a child writes, from that child's reader thread."""
 
 STOP_S = 3.0
+PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to whoever asks for any port (ip_local_port_range): one found free stays so until it is bound."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -149,7 +152,9 @@ def interrupt_on_sigterm() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nothing listens on now, and that the kernel gives to nobody who asks for any."""
+    while True:
+        port = PORTS.start + secrets.randbelow(len(PORTS))  # processes that were forked draw apart
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -7,7 +7,7 @@ from pathlib import Path
 from small_disk import fill, small_disk
 from waiting import has_ended, wait_until
 
-from slimebus.cli.launch import Fleet
+from slimebus.cli.launch import Fleet, free_port
 
 
 def test_children_are_relayed_logged_and_ended(tmp_path: Path) -> None:
@@ -49,3 +49,8 @@ def test_children_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     launcher.wait(5)
     launcher.stdout.close()
     wait_until("end of the child", lambda: has_ended(pid), 10)
+
+
+def test_a_free_port_is_none_that_others_get_by_chance() -> None:
+    first_by_chance = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(port < first_by_chance for port in (free_port() for _ in range(100)))
