@@ -179,7 +179,7 @@ class Machine:
 
     @property
     def is_over(self) -> bool:
-        """True once the run is finished and every worker and trainer that this process has seen has left."""
+        """True once the run is finished, every worker and trainer that this process has seen has left, and every consumer knows it."""
         return self.state.had_members and self.state.is_finished and clients.has_everyone_left(self.state)
 
 

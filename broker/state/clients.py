@@ -274,7 +274,7 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     client = state.clients[event.sender]
     client.state, client.metrics = beat.state[:64], dict(list(beat.metrics.items())[:64])
     set_serving(state, client, beat.lineage, beat.serving)
-    client.engines = beat.engines
+    client.engines, client.is_told = beat.engines, state.is_finished
     outstanding = commands.take_outcomes(client, beat.outcomes)
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
@@ -358,5 +358,7 @@ def is_starting(client: Client) -> bool:
 
 
 def has_everyone_left(state: State) -> bool:
-    """True when no worker and no trainer takes part any more."""
-    return not any(is_present(c) for c in state.clients.values() if c.role in ("rollout", "trainer"))
+    """True when no worker and no trainer takes part any more, and no consumer that does not know yet that the run is finished."""
+    return not any(
+        is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.is_told)) for c in state.clients.values()
+    )

@@ -96,7 +96,8 @@ class Meta(msgspec.Struct, kw_only=True):
 class Client(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
-    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello.
+    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. is_told: that the run is
+    finished.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Client(msgspec.Struct, kw_only=True):
     settings: dict[str, str] = {}
     heard_at: float = 0.0
     is_gone: bool = False
+    is_told: bool = False
     state: str = ""
     lineage: str = ""
     serving: int = NO_VERSION

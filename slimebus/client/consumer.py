@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from slimebus.client.connect import join
 log = logging.getLogger("slimebus.consumer")
 
 ANSWER_S = 30.0
+LAST_ANSWER_S = 10.0
 LONGEST_ASK_S = 60.0
 """Of one request; a longer read is made of several."""
 
@@ -82,12 +84,7 @@ class Consumer:
     def groups(self, **how: Any) -> Iterator[ConsumedGroup]:
         """Every group from the durable position on, until the run is over; takes what `read` takes."""
         while True:
-            try:
-                found = self.read(**how)
-            except Unreachable:
-                if self.is_finished:
-                    return
-                raise
+            found = self.read(**how)
             yield from found
             if not found and self.is_finished:
                 return
@@ -124,7 +121,12 @@ class Consumer:
                 return found
 
     def _read(self, asked: Read) -> list[ConsumedGroup]:
-        reply = self._ask(asked)
+        try:
+            reply = self._ask(asked)
+        except Unreachable:
+            if not self.is_finished:
+                raise
+            return []
         answer, self._goes_back = reply.expect(ReadReply), False
         if answer.finished:
             self._finished.set()
@@ -144,19 +146,31 @@ class Consumer:
     def put_all(self, fields_of: Sequence[tuple[ConsumedGroup, Mapping[str, Sequence[np.ndarray]]]]) -> list[bool]:
         """put_fields to several groups at once, without waiting for one answer after the other."""
         sent = [
-            self.client.submit(PutFields(group=group.id, lease=group.lease), encode_fields(fields), timeout_s=2 * ANSWER_S)
+            self.client.submit(PutFields(group=group.id, lease=group.lease), encode_fields(fields), timeout_s=self.patience_s(2 * ANSWER_S))
             for group, fields in fields_of
         ]
-        return [answer.result().expect(PutFieldsReply).result != "gone" for answer in sent]
+        return [self._is_put(answer) for answer in sent]
+
+    def _is_put(self, answer: Future[Reply]) -> bool:
+        try:
+            return answer.result().expect(PutFieldsReply).result != "gone"
+        except Unreachable:
+            if not self.is_finished:
+                raise
+            return False
+
+    def patience_s(self, usual_s: float) -> float:
+        """How long an answer is awaited: a broker that said that the run is over ends soon."""
+        return min(usual_s, LAST_ANSWER_S) if self.is_finished else usual_s
 
     def _ask(self, asked: Read) -> Reply:
         try:
-            return self.client.call(asked, timeout_s=asked.wait_s + ANSWER_S)
+            return self.client.call(asked, timeout_s=self.patience_s(asked.wait_s + ANSWER_S))
         except SlimebusError as bad:
             if bad.code != "position":
                 raise
             log.warning("%s", bad.text)
-            return self.client.call(msgspec.structs.replace(asked, after=0), timeout_s=asked.wait_s + ANSWER_S)
+            return self.client.call(msgspec.structs.replace(asked, after=0), timeout_s=self.patience_s(asked.wait_s + ANSWER_S))
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
         if reply.finished:

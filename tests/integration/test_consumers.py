@@ -119,6 +119,20 @@ def test_a_consumer_goes_back_to_where_its_own_checkpoint_ends(bench: Bench) -> 
         assert critic.read(wait_s=0) == [], "it goes back once"
 
 
+def test_a_consumer_in_the_middle_of_its_work_ends_soon_after_the_broker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slimebus.client.consumer.LAST_ANSWER_S", 0.2)
+    with Consumer(bench.address, name="critic") as critic:
+        bench.make(1, 0)
+        (group,) = critic.read(wait_s=20)
+        bench.trainer.call(Finish())
+        for client in (bench.worker, bench.trainer):
+            client.call(Goodbye())
+        assert bench.process.wait(30) == 0
+        assert critic.is_finished, "it was told by a heartbeat's answer"
+        assert not critic.put_fields(group, {"values": [np.zeros(len(s.tokens), np.float32) for s in group.samples]})
+        assert critic.read(wait_s=0) == list(critic.groups(wait_s=0)) == []
+
+
 def test_a_consumer_that_does_not_know_the_broker_says_so_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(SlimebusError, match="no broker answered"):

@@ -116,8 +116,15 @@ class CriticSession:
         )
 
     def confirm(self) -> None:
-        """Return when the broker says that this is still the run's critic. Raises Fenced when another has taken its place."""
-        self.consumer.client.call(Heartbeat(), timeout_s=CONFIRM_TIMEOUT_S)
+        """Return when the broker says that this is still the run's critic, or has ended with the run.
+
+        Raises Fenced when another has taken its place.
+        """
+        try:
+            self.consumer.client.call(Heartbeat(), timeout_s=self.consumer.patience_s(CONFIRM_TIMEOUT_S))
+        except Unreachable:
+            if not self.consumer.is_finished:
+                raise
 
     def close(self) -> None:
         """Release sockets, threads and files."""

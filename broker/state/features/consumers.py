@@ -9,7 +9,7 @@ a new attempt and a new position.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import xxhash
@@ -108,7 +108,13 @@ def _serve(state: State, name: str) -> None:
     only = None if ask.extras is None else tuple(ask.extras)
     groups = [_described(group, only) for group in found]
     reply = ReadReply(groups=groups, position=consumer.position, num_skipped=num_skipped, finished=state.is_finished)
-    state.answer(state.waiting_reads, name, reply, [payload_of(group, only) for group in found])
+    _answer(state, name, reply, [payload_of(group, only) for group in found])
+
+
+def _answer(state: State, name: str, reply: ReadReply, samples: Sequence[StoredPayload] = ()) -> None:
+    if client := state.clients.get(name):
+        client.is_told = reply.finished
+    state.answer(state.waiting_reads, name, reply, samples)
 
 
 def _next(state: State, consumer: Consumer, ask: Read) -> list[Group]:
@@ -164,7 +170,7 @@ def answer_timed_out(state: State, name: str) -> None:
     """Answer a waiting read whose wait ran out."""
     if name in state.waiting_reads:
         position, reason = state.consumers[name].position, why_waiting(state, name)
-        state.answer(state.waiting_reads, name, ReadReply(position=position, reason=reason, finished=state.is_finished))
+        _answer(state, name, ReadReply(position=position, reason=reason, finished=state.is_finished))
 
 
 def why_waiting(state: State, name: str) -> str:

@@ -230,6 +230,21 @@ def test_a_consumer_keeps_no_finished_run_alive(critic: Any) -> None:
     assert critic.machine.is_over
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_consumer_in_the_middle_of_its_work_is_told_of_the_end_before_the_broker_leaves(critic: Any, asks: bool) -> None:
+    critic.fill(1)
+    read(critic)
+    critic.ask("t", m.Finish())
+    for name in ("t", "w"):
+        critic.ask(name, m.Goodbye())
+    assert not critic.machine.is_over
+    if asks:
+        assert critic.ask("critic", m.Heartbeat()).finished
+    else:
+        critic.pass_time(60.0)  # it was killed
+    assert critic.machine.is_over
+
+
 # --- late fields ---
 
 
