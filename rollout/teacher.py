@@ -6,6 +6,8 @@ T tokens of one sample
 import asyncio
 import logging
 import signal
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.config.file_checks import TEACHER_FIELD as FIELD
 from slimebus.cli.config.file_checks import teacher_problems
 from slimebus.cli.config.load import raise_all
+from slimebus.cli.exporter import MetricsServer
 from slimebus.client.connect import broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
 
@@ -37,11 +40,42 @@ def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str 
     raise_all(teacher_problems(resolved, teacher))
     engines, b = engines_of(resolved, teacher), resolved.config.broker
     keys = resolved.keys_path or ""
-    with Consumer(broker_address(resolved, broker), name=name or "teacher", timeout_s=b.connect_timeout_s, keys=keys) as consumer:
+    name = name or "teacher"
+    with Consumer(broker_address(resolved, broker), name=name, timeout_s=b.connect_timeout_s, keys=keys) as consumer:
+        work = Work(consumer)
+        exporter = MetricsServer(resolved, "teacher", name, work.metrics)
         try:
-            uvloop.run(_run(consumer, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
+            uvloop.run(_run(work, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             log.info("interrupted; started again it goes on where it was")
+        finally:
+            exporter.close()
+
+
+@dataclass
+class Work:
+    """What a teacher has done since its start. groups, samples, tokens: scored; unscored: samples that cannot be; busy_s: seconds."""
+
+    consumer: Consumer
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    unscored: int = 0
+    busy_s: float = 0.0
+
+    def add(self, groups: list[list[np.ndarray]], took_s: float) -> None:
+        """Count groups, by the field of each sample."""
+        fields = [field for group in groups for field in group]
+        self.groups += len(groups)
+        self.samples += len(fields)
+        self.tokens += sum(map(len, fields))
+        self.unscored += sum(bool(np.isnan(field).any()) for field in fields)
+        self.busy_s += took_s
+
+    def metrics(self) -> dict[str, float]:
+        """For Prometheus (docs/metrics.md)."""
+        own = {name: float(getattr(self, name)) for name in ("groups", "samples", "tokens", "unscored", "busy_s")}
+        return own | {"position": float(self.consumer.position), "groups_skipped": float(self.consumer.num_skipped)}
 
 
 def engines_of(resolved: Resolved, teacher: str) -> EnginePool:
@@ -52,8 +86,8 @@ def engines_of(resolved: Resolved, teacher: str) -> EnginePool:
     return EnginePool(replace(resolved.config, engine=engine, seed=0), folder, resolved.run_dir / "logs", name="teacher")
 
 
-async def _run(consumer: Consumer, engines: EnginePool, groups_at_once: int) -> None:
-    me = asyncio.current_task()
+async def _run(work: Work, engines: EnginePool, groups_at_once: int) -> None:
+    me, consumer = asyncio.current_task(), work.consumer
     assert me is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, me.cancel)
@@ -62,8 +96,10 @@ async def _run(consumer: Consumer, engines: EnginePool, groups_at_once: int) -> 
         (engine,) = engines.engines
         log.info("scores with %s", engine.url)
         while (found := await asyncio.to_thread(_read, consumer, groups_at_once)) or not consumer.is_finished:
-            scored = [(group, {FIELD: await scores_of(engine.client, group)}) for group in found if not _is_scored(group)]
-            await asyncio.to_thread(consumer.put_all, scored)
+            begin = time.monotonic()
+            scored = [(group, await scores_of(engine.client, group)) for group in found if not _is_scored(group)]
+            await asyncio.to_thread(consumer.put_all, [(group, {FIELD: scores}) for group, scores in scored])
+            work.add([scores for _, scores in scored], time.monotonic() - begin)
     finally:
         await engines.stop()
 

@@ -40,7 +40,7 @@ class Report(msgspec.Struct):
 def read(run_dir: Path) -> Report:
     """The records under `run_dir`. Raises DataError when it holds none."""
     metrics = run_dir / "metrics"
-    steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl")}
+    steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl") if "step" in row}
     if not steps:
         raise DataError(f"{run_dir}: no trained step on record (metrics/trainer.jsonl)")
     evals = {(row["dataset"], row["version"]): row for row in read_rows(metrics / "broker.jsonl") if "evaluation" in row}

@@ -1,9 +1,11 @@
 """A teacher beside a run: its engine scores what the student samples, and the student moves to it."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def test_a_student_moves_to_the_teacher_that_scores_its_samples(tmp_path: Path, 
 
 
 def test_a_teacher_refuses_what_its_engine_cannot_score_and_leaves_on_sigterm(tmp_path: Path, task: Path, teacher: Path) -> None:
-    with Run(tmp_path, task, broker__required_fields=["teacher_logprobs"]) as run:
+    with Run(tmp_path, task, broker__required_fields=["teacher_logprobs"], broker__http="127.0.0.1:0") as run:
         run.start("broker")
         hot = run.start("rollout", "--teacher", str(teacher), "--rollout-temperature", "0.7", name="hot")
         hot.expected.add(2)
@@ -66,6 +68,8 @@ def test_a_teacher_refuses_what_its_engine_cannot_score_and_leaves_on_sigterm(tm
 
         waiting = run.start("rollout", "--teacher", str(task / "model"), name="waiting")
         run.wait_for("a teacher", lambda status: any(one["name"] == "waiting" for one in status["consumers"]))
+        (url,) = re.findall(r"metrics: (\S+)", waiting.text())
+        assert 'slimebus_teacher_groups{process="waiting"} 0.0' in urlopen(url, timeout=10).read().decode()
         waiting.send(signal.SIGTERM)
         assert waiting.wait() == 0
-        run.assert_none_alive(within_s=5.0, others=1)
+        run.assert_none_alive(within_s=5.0, others=2)  # the broker and its page

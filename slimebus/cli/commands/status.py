@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXIT_STALLED = 3
 EXIT_UNREACHABLE = 4
 LAST = "status.json"
+OF_BROKER = {"run", "state", "step", "version", "steps", "clients", "waste", "waiting"}
 SHOWN_ROWS = 12
 WATCH_EVERY_S, PLAIN_EVERY_S = 1.0, 5.0
 OF_WORKER = ("name", "state", "lag", "groups", "tokens/s", "last heard")
@@ -79,10 +80,11 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
 
 
 def last_status(run_dir: Path) -> dict[str, Any] | None:
-    """What the broker of the run wrote when it ended; None when there is no such file."""
+    """What the broker of the run wrote when it ended; None when there is no such file, or another's."""
+    found: dict[str, Any] = {}
     with contextlib.suppress(OSError, DataError):
-        return read_map(run_dir / LAST) or None
-    return None
+        found = read_map(run_dir / LAST)
+    return found if found.keys() >= OF_BROKER else None
 
 
 def _watch(client: "Client", found: dict[str, Any], timeout_s: float, *, is_supervised: bool) -> dict[str, Any]:

@@ -105,6 +105,10 @@ def test_runs_whose_settings_are_not_on_record_stand_each_for_itself(tmp_path: P
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no trained step on record"):
         of_runs([tmp_path])
+    run = write_run(tmp_path / "a")
+    (run / "metrics" / "trainer.jsonl").write_text('{"of": "something else"}\n')
+    with pytest.raises(DataError, match="no trained step on record"):
+        of_runs([run])
 
 
 @pytest.mark.parametrize("name", ["status.json", "trainer-settings.json"])

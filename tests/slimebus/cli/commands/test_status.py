@@ -113,3 +113,9 @@ def test_a_broker_of_another_run_does_not_stand_for_the_one_that_is_over(run_dir
     refused = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine"])
     assert isinstance(refused.exception, SlimebusError)
     assert exit_code(refused.exception) == 2
+
+
+def test_a_status_file_of_something_else_is_no_status(run_dir: Path) -> None:
+    (run_dir / "status.json").write_text('{"state": "finished", "result": 1}')
+    done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--timeout-s", "0.2"])
+    assert (done.exit_code, "no answer from the broker" in done.output) == (EXIT_UNREACHABLE, True)
