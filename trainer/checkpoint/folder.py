@@ -19,6 +19,8 @@ from slimebus.bus.errors import DataError
 from trainer.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"
+MAX_SHOWN = 100
+"""Characters of what `latest` says: no name is longer."""
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -28,7 +30,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     path = Path(folder) / name
     if path not in complete_checkpoints(folder):
-        text = f"names {name}, which is not a complete checkpoint; write the name of a step_* folder into it"
+        text = f"names {name!r}, which is not a complete checkpoint; write the name of a step_* folder into it"
         raise DataError(f"{Path(folder) / LATEST}: {text}")
     return path
 
@@ -37,7 +39,7 @@ def latest_name(folder: str | Path) -> str | None:
     """What `latest` says, None without one. Raises DataError when it cannot be read."""
     pointer = Path(folder) / LATEST
     try:
-        return pointer.read_text(errors="replace").strip()
+        return pointer.read_text(errors="replace").strip()[:MAX_SHOWN]
     except FileNotFoundError:
         return None
     except OSError as bad:
@@ -83,7 +85,7 @@ def named_checkpoints(folder: str | Path) -> list[Path]:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether it is a name that a checkpoint has."""
-    return re.fullmatch(r"step_[0-9]+", name) is not None
+    return re.fullmatch(r"step_[0-9]{1,18}", name) is not None
 
 
 def step_of(checkpoint: Path) -> int:

@@ -112,7 +112,7 @@ def _open_whole(path: Path) -> "_Checkpoint":
     """As _open. Raises DataError for what is wrong with it."""
     checkpoint = _open(path)
     if not isinstance(checkpoint, _Checkpoint):
-        raise DataError(f"{path}: {checkpoint}")
+        raise DataError(f"{path}: {checkpoint}; bring it back from a copy, or take the checkpoint of another step")
     return checkpoint
 
 

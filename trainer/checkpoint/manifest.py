@@ -74,7 +74,7 @@ def decode_manifest(payload: bytes) -> Manifest:
     """The inverse of Manifest.encode. Raises DataError when it is not what was written."""
     try:
         found = msgspec.json.decode(payload, type=Manifest)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         found = None
     if found is None or found.encode() != payload:
         raise DataError(f"{MANIFEST} is not what was written")

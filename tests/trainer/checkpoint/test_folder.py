@@ -33,9 +33,9 @@ def test_a_save_that_was_killed_after_its_state_was_written_is_no_checkpoint(tmp
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001.part", "step_00000010", "step_00000015", "step_best"]
 
 
-@pytest.mark.parametrize("name", ["step_00000010.part", "step_best", "../other/step_00000010", ""])
+@pytest.mark.parametrize("name", ["step_00000010.part", "step_best", "../other/step_00000010", "", "step_" + "9" * 300])
 def test_a_pointer_to_what_is_no_checkpoint_is_a_clear_error(name: str, tmp_path: Path) -> None:
-    if name and "/" not in name:
+    if name and "/" not in name and len(name) < 200:
         checkpoint(tmp_path, name)
     (tmp_path / "latest").write_text(name)
     with pytest.raises(DataError, match="which is not a complete checkpoint"):
