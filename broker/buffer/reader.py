@@ -63,7 +63,7 @@ class StoreSnapshot:
 
     def group(self, name: str) -> Group:
         """One group. Raises UsageError naming the nearest ids."""
-        found = self.get("groups", name) or self.get("ended", name)
+        found = (self.get("groups", name) or self.get("ended", name)) if name else None  # no key of the store is empty
         if found is not None:
             return msgspec.msgpack.decode(found, type=Group)
         known = [key for table in ("groups", "ended") for key, _ in zip(self.keys(table), range(NEAREST_OF), strict=False)]

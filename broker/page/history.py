@@ -3,10 +3,12 @@
 R steps on record   P points of a chart: at most MAX_POINTS, each the mean of as many steps as the others
 """
 
+import contextlib
 import functools
 import logging
 import math
 import os
+import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,8 @@ CHUNK_BYTES = 4 << 20
 """Read at once: a long run's records are taken in while the page is served."""
 MAX_POINTS = 600
 MAX_EVALUATIONS = 500
+MAX_STEP = 1 << 53
+"""Beyond it two steps may be one number of a chart."""
 VERSIONS_SHOWN = 12
 WARNINGS_SHOWN, WARNINGS_BYTES = 60, 64 << 10
 MEANS = ("reward", "loss", "lag_mean", "ready", "leased", "queued", "wait_s", "train_s", "publish_s", "save_s")
@@ -86,7 +90,7 @@ class History:
             log.warning("the page leaves out a row of %s that is none of ours (%r): %.200s", self.folder, bad, row)
 
     def _add_evaluation(self, row: dict[str, Any]) -> None:
-        if row.get("mean_reward") is not None:
+        if math.isfinite(_number(row.get("mean_reward"))):
             self.evaluations[row["dataset"], row["version"]] = row
         if len(self.evaluations) > MAX_EVALUATIONS:
             del self.evaluations[next(iter(self.evaluations))]
@@ -96,8 +100,8 @@ class History:
         if "settings" in row:
             return
         columns, step, metrics = self.columns, row["step"], dict(row.get("metrics", {}))
-        if not isinstance(step, int):
-            raise TypeError("its step is no number")
+        if not isinstance(step, int) or abs(step) > MAX_STEP:
+            raise TypeError("its step is no number of a step")
         while columns["step"] and columns["step"][-1] >= step:
             for column in (*columns.values(), *self.lags.values()):
                 column.pop()
@@ -114,10 +118,12 @@ class History:
             self._of_version(int(metrics["weights_version"])).update({name: metrics.get(name) for name in WEIGHTS})
 
     def _add_served(self, worker: str, row: dict[str, Any]) -> None:
-        rows = self.workers.setdefault(worker, [])
-        if rows and row.get("serving_s", 0.0) < rows[-1].get("serving_s", 0.0):
+        rows, times = self.workers.setdefault(worker, []), {name: _number(row.get(name, 0.0)) for name in ("serving_s", "busy_s")}
+        if not math.isfinite(sum(times.values())):
+            raise TypeError("its times are no numbers")
+        if rows and times["serving_s"] < rows[-1]["serving_s"]:
             rows.clear()  # another process of that name
-        rows[WARM_STEPS + 1 :] = [row]
+        rows[WARM_STEPS + 1 :] = [times]
         self._add_pull(worker, int(row.get("step", -1)), row)
 
     def add_pulls(self, clients: list[dict[str, Any]]) -> None:
@@ -127,9 +133,9 @@ class History:
                 self._add_pull(client["name"], client["version"], client["metrics"])
 
     def _add_pull(self, worker: str, version: int, metrics: dict[str, Any]) -> None:
-        if metrics.get("sync_s"):
+        took = [_number(metrics.get(name, 0.0)) for name in ("sync_s", *(f"sync_{stage}_s" for stage in STAGES))]
+        if took[0] and math.isfinite(sum(took)):
             pulls = self._of_version(version).setdefault("pulls", {})
-            took = [metrics["sync_s"], *(metrics.get(f"sync_{stage}_s", 0.0) for stage in STAGES)]
             self.serial += pulls.get(worker) != took
             pulls[worker] = took
 
@@ -201,14 +207,14 @@ class History:
         """The newest warnings and errors that processes on this machine logged, newest first."""
         found = []
         for path in (self.folder.parent / "logs").glob("warnings-*.jsonl"):
-            with path.open("rb") as file:
+            with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - WARNINGS_BYTES))
                 found += list(rows_of(file.read()))
-        return sorted(found, key=lambda row: -row.get("time", 0.0))[:WARNINGS_SHOWN]
+        return sorted(found, key=lambda row: -np.nan_to_num(_number(row.get("time"))))[:WARNINGS_SHOWN]
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
 
 
 def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

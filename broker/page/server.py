@@ -36,6 +36,8 @@ TIMES_ANSWER = 50.0
 """The broker is asked again after so many times as long as it took to answer: looking costs it a fiftieth of its time at most."""
 ALIVE_S = 10.0
 MAX_BODY_BYTES = 1 << 20
+MAX_PATH = 200
+"""Characters; the disk refuses longer names."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -208,6 +210,8 @@ class Page:
         origin = request.headers.get("Origin")
         if request.method == "POST" and origin and _split(origin).netloc != request.host:
             return "asked by another site"
+        if len(request.path) > MAX_PATH:
+            return "nothing here has an address so long"
         return ""
 
 
@@ -232,13 +236,17 @@ def application(page: Page) -> web.Application:
     async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
         if problem := page.problem_of(request):
             return web.Response(status=403, text=problem + "\n", headers=HEADERS)
-        response = await handler(request)
+        try:
+            response = await handler(request)
+        except web.RequestPayloadError:
+            return web.Response(status=400, text="the body of this request cannot be read\n", headers=HEADERS)
         if not response.prepared:
             response.headers.update(HEADERS)
         return response
 
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
-    app.add_routes([web.get(f"/{name}", getattr(page, name)) for name in ("events", "groups", "group", "config", "metrics")])
+    asked = ("events", "groups", "group", "config", "metrics")
+    app.add_routes([web.get(f"/{name}", getattr(page, name), allow_head=False) for name in asked])
     app.add_routes([web.get("/", page.index), web.post("/replay", page.replay), web.static("/static", STATIC)])
     return app
 

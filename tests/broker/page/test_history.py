@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.json import encode
 
 from broker.page.history import MAX_POINTS, VERSIONS_SHOWN, History
 
@@ -67,6 +68,32 @@ def test_a_row_that_is_none_of_ours_is_left_out_with_a_warning(history: History,
     assert read(history)["step"][-1] == 1.0
     assert history.shown()["reward"][-1] == 1.0
     assert "that is none of ours" in caplog.text
+
+
+STATUS = {"settings": {"max_staleness": 1}, "lag": {"histogram": {"0": 1}}, "pace": {"workers": 1}}
+
+
+@pytest.mark.parametrize("value", ["x", None, [1], {"a": 1}, 1e308, 10**400, True], ids=lambda value: repr(value)[:8])
+def test_no_value_of_a_row_ends_the_page(history: History, value: Any) -> None:
+    served = {"step": 1, "time": 1.0, "serving_s": 1.0, "busy_s": 1.0, "sync_s": 0.1, "sync_wire_s": 0.1}
+    for name in ("time", "serving_s", "busy_s", "sync_s", "sync_wire_s"):
+        write(history, *[served | {name: value}] * 20, file=f"rollout-{name}")
+    names = ("time", "version", "lag_max", "wasted_tokens")
+    write(history, *(step(i) | {name: value} for i, name in enumerate(names)), step(9, **{"lag/0/tokens": value}))
+    write(history, {"evaluation": "k", "dataset": "d", "version": 1, "step": 3, "mean_reward": value})
+    read(history)
+    history.add_pulls([{"name": "far", "version": 9, "metrics": {"sync_s": value}}])
+    assert read(history)["step"][-1] == 9.0
+    assert {len(column) for column in history.columns.values()} == {len(history.columns["step"])}
+    encode(history.shown() | history.remarks(STATUS))
+
+
+def test_warnings_that_cannot_be_read_are_left_out(history: History) -> None:
+    logs = history.folder.parent / "logs"
+    (logs / "warnings-folder.jsonl").mkdir(parents=True)
+    (logs / "warnings-gone.jsonl").symlink_to(logs / "nowhere")
+    (logs / "warnings-w1.jsonl").write_text('{"time":"x","text":"a"}\n{"time":null}\n{"time":2.0,"text":"b"}\n{"time":3.0,"text":"c"}\n')
+    assert [row["text"] for row in history.warnings() if "text" in row] == ["c", "b", "a"]
 
 
 def test_steps_that_are_trained_again_replace_those_of_before(history: History) -> None:

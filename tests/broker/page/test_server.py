@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import ClientTimeout
 from made_samples import frames, made
 
 from broker.page.process import STOP_S, PageProcess
+from broker.store.lmdb_store import LmdbStore
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.exported_groups import arrays_of, write_arrays
 from slimebus.bus.sample_table import check_group
@@ -122,6 +124,29 @@ def test_what_cannot_be_answered_says_why(visited: Any) -> None:
     assert (missing, bad, empty) == (404, 400, 400)
     assert "no store under" in why
     assert "expected" in expected
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "more", "status"),
+    [
+        ("GET", "/group", {}, 404),
+        ("GET", "/static/" + "a" * 4000, {}, 403),
+        ("HEAD", "/events", {}, 405),
+        ("POST", "/replay", {"data": b"abc", "headers": {"Content-Encoding": "gzip"}}, 400),
+    ],
+    ids=["no id", "long name", "head of events", "no gzip"],
+)
+def test_an_odd_request_is_refused_and_no_error_of_the_page(
+    method: str, path: str, more: Any, status: int, visited: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    LmdbStore(tmp_path / "run" / "broker", is_synced=False).close()
+
+    async def ask(client: Any) -> int:
+        async with client.request(method, path, timeout=ClientTimeout(2.0), **more) as answer:
+            return int(answer.status)
+
+    assert visited(ask) == status
+    assert "Error handling request" not in caplog.text
 
 
 def test_the_port_and_token_of_an_earlier_process_are_taken_again(closing: Any) -> None:
