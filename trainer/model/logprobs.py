@@ -42,7 +42,7 @@ class LogProbEntropy(torch.autograd.Function):
             if x.shape[1]:
                 sums[2, span] = x.gather(-1, column[span]).masked_fill_(~mine[span], 0.0).squeeze(-1)
             weights = x.exp()
-            sums[0, span], sums[1, span] = weights.sum(-1), torch.linalg.vecdot(weights, x)
+            sums[0, span], sums[1, span] = weights.sum(-1), x.mul_(weights).sum(-1)
         kept = weights if rows.shape[1] and len(weights) == len(rows) else None
         if several:
             dist.all_reduce(sums, group=group)
