@@ -1,7 +1,8 @@
 """Core attention and rotary embedding for megatron-core specs without Transformer Engine; causal only.
 
-Does what megatron's own DotProductAttention refuses: packed rows (thd) and context parallelism. A packed row is spread to a padded
-batch, given to one scaled_dot_product_attention call, and gathered back: one call for 256 short sequences instead of 256.
+Does what megatron's own DotProductAttention refuses: packed rows (thd) and context parallelism. Sequences of a packed row that are
+about equally long are spread to a padded batch, given to one scaled_dot_product_attention call, and gathered back: a few calls for 256
+short sequences instead of 256.
 
 t  tokens of a packed row on this rank    n  its sequences    L  the longest of them    h  heads on this rank    d  head size
 """
@@ -14,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from trainer.batches.packed_layout import PackedLayout
+from trainer.batches.packed_layout import PackedLayout, Run
 from trainer.compat.short_attention import LONGEST, short_attention
 
 
@@ -54,9 +55,14 @@ class PackedAttention(MegatronModule):
         """[t, h, d] of a packed row to [t, h * d]."""
         layout = packed_seq_params.cu_seqlens_q.packed_layout
         key, value = (self.whole_sequences(x, layout) for x in (key, value))
-        q = spread(query, layout.query_slots, layout.num_sequences, layout.local_width)
-        k, v = (spread(x, layout.key_slots, layout.num_sequences, layout.width) for x in (key, value))
-        return collect(self.attend(q, k, v, layout.mask), layout.query_slots)
+        of_runs = zip(layout.runs, query.split(layout.local_sizes), key.split(layout.sizes), value.split(layout.sizes), strict=True)
+        return torch.cat([self.of_run(*of_run) for of_run in of_runs])
+
+    def of_run(self, run: Run, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[t, h, d] of the sequences of a run to [t, h * d]."""
+        q = spread(query, run.query_slots, run.num_sequences, run.local_width)
+        k, v = (spread(x, run.key_slots, run.num_sequences, run.width) for x in (key, value))
+        return collect(self.attend(q, k, v, run.mask), run.query_slots)
 
     def whole_sequences(self, part: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Keys or values of whole sequences from the parts that context-parallel ranks hold."""

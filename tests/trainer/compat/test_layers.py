@@ -4,9 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.batches.packed_layout import PackedLayout
-from trainer.compat.attention import PackedAttention, collect, rotate, spread
+from trainer.batches.packed_layout import PackedLayout, packed_parameters, zigzag_positions
+from trainer.compat.attention import PackedAttention, rotate
 from trainer.compat.norm import rms_norm
+
+
+@pytest.fixture
+def attention():
+    """Without Megatron's parallel state."""
+    made = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(made)
+    made.dropout, made.scale = 0.0, None
+    return made
 
 
 def assert_same(mine, naive, *inputs):
@@ -34,18 +43,13 @@ def test_rotation_by_the_opposite_angle_is_its_inverse():
     torch.testing.assert_close(rotate(there, angles.cos(), angles.sin(), -1), x)
 
 
-@pytest.mark.parametrize("lengths", [[3, 3], [1, 4, 2], [5], [200, 30], [128, 129]])
-def test_packed_attention_equals_each_sequence_alone(lengths):
+@pytest.mark.parametrize("lengths", [[3, 3], [1, 4, 2], [5], [200, 30], [128, 129], [9, 12, 300, 310, 40]])
+def test_packed_attention_equals_each_sequence_alone(lengths, attention):
     torch.manual_seed(0)
-    layout, total = PackedLayout(lengths), sum(lengths)
+    parameters, total = packed_parameters(lengths), sum(lengths)
 
     def packed(q, k, v):
-        width = layout.num_sequences, layout.width
-        attend = PackedAttention.attend
-        frame = torch.nn.Module()
-        frame.dropout, frame.scale = 0.0, None
-        out = attend(frame, *(spread(x, layout.key_slots, *width) for x in (q, k, v)), None)
-        return collect(out, layout.key_slots)
+        return attention(q, k, v, packed_seq_params=parameters)
 
     def alone(q, k, v):
         outs = []
@@ -56,3 +60,31 @@ def test_packed_attention_equals_each_sequence_alone(lengths):
         return torch.cat(outs)
 
     assert_same(packed, alone, torch.randn(total, 4, 4), torch.randn(total, 2, 4), torch.randn(total, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "runs"),
+    [
+        ([5], [1]),
+        ([30, 40, 50], [3]),  # padding costs less than a run more
+        ([9, 12, 300, 310, 40], [2, 2, 1]),
+        ([420, 425, 430, 480], [3, 1]),
+        ([10] * 100, [100]),
+    ],
+)
+def test_neighbours_are_attended_to_together_where_padding_costs_less_than_a_run_more(lengths, runs):
+    layout = PackedLayout(lengths)
+    assert [run.num_sequences for run in layout.runs] == runs
+    assert sum(layout.sizes) == sum(lengths)
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_a_context_parallel_rank_attends_to_the_whole_sequences_of_several_runs(cp_rank, attention):
+    lengths, held = [8, 12, 300, 320], zigzag_positions([8, 12, 300, 320], 2, cp_rank)
+    parameters = packed_parameters(lengths, cp_size=2, cp_rank=cp_rank)
+    assert len(parameters.cu_seqlens_q.packed_layout.runs) == 2
+    torch.manual_seed(0)
+    q, k, v = torch.randn(640, 4, 4), torch.randn(640, 2, 4), torch.randn(640, 2, 4)
+    attention.whole_sequences = lambda x, layout: x
+    mine, whole = attention(q[held], k, v, packed_seq_params=parameters), attention(q, k, v, packed_seq_params=packed_parameters(lengths))
+    torch.testing.assert_close(mine, whole[held], atol=2e-5, rtol=1e-4)
