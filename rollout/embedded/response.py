@@ -38,4 +38,5 @@ def output_text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     is_trimmed = not sequence.sampling.no_stop_trim
     ids = sequence.output_ids[:-1] if is_trimmed and isinstance(matched, int) else sequence.output_ids
     text: str = tokenizer.decode(ids, skip_special_tokens=sequence.sampling.skip_special_tokens)
-    return text.partition(matched)[0] if is_trimmed and isinstance(matched, str) else text
+    at = text.find(matched) if is_trimmed and isinstance(matched, str) else -1  # 0 for an empty one, as SGLang
+    return text[:at] if at >= 0 else text

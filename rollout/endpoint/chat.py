@@ -24,7 +24,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[Annotated[str, msgspec.Meta(min_length=1)]] | None = None
     n: One | None = 1
 
     temperature: float | None = None

@@ -156,7 +156,7 @@ class RolloutConfig(Section, frozen=True):
     rollout_max_context_len: Natural = 0
     """[tokens] Most tokens of a sample, prompt and turns together; the turn that reaches it is cut off. 0: the model's
     max_position_embeddings."""
-    rollout_stop: list[str] = []
+    rollout_stop: list[Annotated[str, Meta(min_length=1)]] = []
     """[strings] Generation ends at any of these."""
     sampling_params: dict[str, Any] = {}
     """[map] More sampling parameters in SGLang's names: min_new_tokens, min_p, repetition_penalty, frequency_penalty, presence_penalty,

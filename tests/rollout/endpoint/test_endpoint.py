@@ -135,6 +135,7 @@ def test_a_conversation_that_was_rewritten_is_another_sample_and_counted() -> No
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
         ({"messages": []}, "messages"),
+        ({"stop": [".", ""]}, "stop"),
     ],
 )
 def test_what_it_cannot_do_is_a_400_that_says_so(more: dict[str, Any], words: str) -> None:
