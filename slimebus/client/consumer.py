@@ -173,5 +173,6 @@ class Consumer:
             return self.client.call(msgspec.structs.replace(asked, after=0), timeout_s=self.patience_s(asked.wait_s + ANSWER_S))
 
     def _on_beat(self, reply: HeartbeatReply) -> None:
-        if reply.finished:
+        if reply.finished and not self.is_finished:
             self._finished.set()
+            self.client.hurry(LAST_ANSWER_S)

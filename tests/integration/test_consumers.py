@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from answering import Answering, polite
 from live_broker import LiveBroker
 from raw_cast import begin, put, sample, train
 from slimebus_command import ROOT
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import Commit, Finish, Goodbye, Lease, LeaseReply
+from slimebus.bus.messages import Commit, Finish, Goodbye, Heartbeat, HeartbeatReply, Lease, LeaseReply, Message, Read
+from slimebus.bus.transport.server import Request
 from slimebus.cli.launch import free_port
 from slimebus.client.consumer import Consumer
 
@@ -131,6 +133,24 @@ def test_a_consumer_in_the_middle_of_its_work_ends_soon_after_the_broker(bench: 
         assert critic.is_finished, "it was told by a heartbeat's answer"
         assert not critic.put_fields(group, {"values": [np.zeros(len(s.tokens), np.float32) for s in group.samples]})
         assert critic.read(wait_s=0) == list(critic.groups(wait_s=0)) == []
+
+
+def test_a_read_under_way_when_the_run_ends_is_not_waited_for_as_long_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slimebus.client.consumer.LAST_ANSWER_S", 0.2)
+
+    def answer(request: Request) -> Message | None:
+        if isinstance(request.message, Heartbeat):
+            return HeartbeatReply(finished=True)
+        return None if isinstance(request.message, Read) else polite(request)
+
+    server = Answering(answer)
+    started = time.monotonic()
+    try:
+        with Consumer(server.server.endpoint, name="critic") as critic:
+            assert critic.read(wait_s=20) == []
+    finally:
+        server.close()
+    assert time.monotonic() - started < 10
 
 
 def test_a_consumer_that_does_not_know_the_broker_says_so_in_time() -> None:

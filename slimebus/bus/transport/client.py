@@ -27,7 +27,7 @@ import zmq
 
 from slimebus.bus import envelope, protocol
 from slimebus.bus import messages as m
-from slimebus.bus.errors import ProtocolError, SlimebusError, Unreachable, UsageError
+from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError, Unreachable, UsageError
 from slimebus.bus.security.credentials import Credentials
 from slimebus.bus.security.exposure import is_address, reachable
 from slimebus.bus.transport.dealer import Dealer
@@ -91,6 +91,7 @@ class Client:
         self._hints: Any = None
         self._hints_address = self._subscribed_to = ""
         self._say_at = 0.0
+        self._fenced: SlimebusError | None = None
         self._silence = Silence(f"{peer} at {address}")
         self._closing = threading.Event()
         self._gate = threading.Lock()  # nothing enters the outbox after its last look, and nobody writes to a closed pipe
@@ -164,6 +165,11 @@ class Client:
     def silent_s(self) -> float:
         """Seconds for which a heartbeat has waited for an answer, 0 when none does."""
         return self._silence.seconds
+
+    def hurry(self, left_s: float) -> None:
+        """Wait no longer than this for what is asked already. To be called in `on_beat` alone."""
+        for pending in self._pending.values():
+            pending.deadline = min(pending.deadline, time.monotonic() + left_s)
 
     def beat_now(self) -> None:
         """Bring the next heartbeat forward."""
@@ -246,6 +252,9 @@ class Client:
                 self._on_hint(hint)
 
     def _add(self, request_id: int, pending: Pending) -> None:
+        if self._fenced is not None:
+            pending.settle(self._fenced)
+            return
         self._pending[request_id] = pending
         if not pending.bulk:
             self._send(request_id, pending)
@@ -301,7 +310,8 @@ class Client:
             elif pending is not None:
                 pending.settle(Reply(got.message, got.bulk))
             elif isinstance(got.message, m.Error) and got.message.code == "protocol_version":  # it could not even read our ids
-                self._fail_all(protocol.unreadable(got.header.v))
+                problem = protocol.unreadable(got.header.v)
+                self._fail_all(ProtocolError(f"{self.peer} at {self.address}: {problem.text}", code=problem.code))
 
     def _fail_its_request(self, frames: list[bytes], problem: SlimebusError) -> None:
         """End the request that an unreadable reply answers, if it says which one: asked again, it would be answered alike."""
@@ -311,11 +321,10 @@ class Client:
                 pending.settle(ProtocolError(f"the answer of {self.peer} at {self.address} cannot be read: {problem.text}"))
 
     def _fail_all(self, problem: SlimebusError) -> None:
-        """The server is of another release: no request will ever be understood, so none waits for its deadline."""
-        told = ProtocolError(f"{self.peer} at {self.address}: {problem.text}", code=problem.code)
+        """No request will ever be answered otherwise, so none waits for its deadline: another release serves, or we are fenced."""
         pending, self._pending = list(self._pending.values()), {}
         for one in pending:
-            one.settle(told)
+            one.settle(problem)
 
     def _refused(self, request_id: int, pending: Pending, problem: SlimebusError) -> None:
         """Send the request again where that may help, else fail it."""
@@ -402,8 +411,12 @@ class Client:
         try:
             message = future.result().expect(m.HeartbeatReply)
         except SlimebusError as problem:
+            if problem.code == Fenced.code:
+                self._fenced, self._beat = problem, None
             if not problem.retryable:
                 self._on_lost(problem)
+            if self._fenced is not None:
+                self._fail_all(self._fenced)
             return
         if self._hints_address and message.hints:  # a broker that was started again may have bound another port
             self._hints_address = message.hints

@@ -145,6 +145,21 @@ def test_being_fenced_reaches_the_owner(answering: Callable[..., Answering], con
     assert isinstance(lost[0], Fenced)
 
 
+def test_what_a_fenced_client_waits_for_and_asks_later_fails_at_once(
+    answering: Callable[..., Answering], connect: Callable[..., Client]
+) -> None:
+    server = answering(lambda r: Error(code="fenced", text="a newer one took over") if isinstance(r.message, Heartbeat) else None)
+    client = connect(server.server.endpoint)
+    waiting = client.submit(Status(), timeout_s=60)
+    client.keep_alive(0.02, Heartbeat, lambda reply: None, lambda problem: None)
+    with pytest.raises(Fenced):
+        waiting.result(5)
+    server.close()
+    with pytest.raises(Fenced):
+        client.call(Status(), timeout_s=60)
+    assert sum(isinstance(request.message, Heartbeat) for request in server.seen) == 1
+
+
 def forgetful() -> Callable[[Request], Message]:
     """Answers of a server that does not know who comes first, and then knows the epoch of the newest hello alone."""
     epochs: list[int] = []
