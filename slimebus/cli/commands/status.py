@@ -59,12 +59,16 @@ def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_jso
                 if watch:
                     found = _watch(client, found, timeout_s, is_supervised=resolved.config.algorithm.is_supervised)
     except SlimebusError as bad:
-        if isinstance(bad, Unreachable):
+        over = last_status(resolved.run_dir) if found else None
+        if over and found and (over["run"], over["state"]) == (found["run"], "finished"):  # between two looks of --watch
+            found, last = None, over
+        elif isinstance(bad, Unreachable):
             click.echo(f"slimebus: {bad.text}", err=True)
             sys.exit(EXIT_UNREACHABLE)
-        if bad.code != "wrong_run" or last is None:
+        elif bad.code != "wrong_run" or last is None:
             raise
-        click.echo(f"slimebus: {bad.text}", err=True)
+        else:
+            click.echo(f"slimebus: {bad.text}", err=True)
     shown = found or last or {}
     is_over = shown.get("state") == "finished"
     what = "the run is over" if is_over else "no broker runs; started again with the same run directory it goes on"

@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from made_status import WHOLE
 
-from slimebus.bus.errors import SlimebusError
+from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.cli.commands import status
 from slimebus.cli.commands.status import EXIT_UNREACHABLE, brief
 from slimebus.cli.root import exit_code, root
@@ -55,6 +55,23 @@ def test_a_file_of_an_earlier_broker_does_not_hide_one_that_listens(run_dir: Pat
     with socket.create_server(("127.0.0.1", 0)) as listening:
         words = ["status", "run.yaml", "--name", "mine", "--bind", f"tcp://127.0.0.1:{listening.getsockname()[1]}", "--timeout-s", "0.5"]
         assert CliRunner().invoke(root, words).exit_code == EXIT_UNREACHABLE
+
+
+def test_a_run_that_ends_between_two_looks_is_over_and_not_unreachable(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{**WHOLE, "state": "running"}])
+
+    def ask(client: None, timeout_s: float) -> dict[str, Any]:
+        for found in seen:
+            return found
+        write(run_dir, "finished")
+        raise Unreachable("77 s of silence")
+
+    monkeypatch.setattr(status, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(status, "ask_status", ask)
+    monkeypatch.setattr(status, "visit", lambda *given, **how: nullcontext())
+    monkeypatch.setattr(status, "is_listening", lambda address: True)
+    done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--watch"])
+    assert (done.exit_code, "the run is over" in done.output, "77 s" in done.output) == (0, True, False)
 
 
 def test_an_address_that_is_given_is_asked_whatever_the_file_says(run_dir: Path) -> None:
