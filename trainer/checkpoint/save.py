@@ -125,7 +125,7 @@ class BackgroundSave:
     def _check(self, problems: list[str]) -> None:
         for rank, problem in enumerate(problems):
             if problem:
-                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {problem}", code="checkpoint")
+                raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {problem} ({self._target.parent})", code="checkpoint")
 
     def _manifest(self, timeout_s: float | None) -> bytes:
         ranks = parallel.gather(self._written(timeout_s), Written)

@@ -59,7 +59,7 @@ class Converter:
         value = msgspec.convert(given, kind, strict=False)
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name != "broker.max_staleness")):
             raise OverflowError(name)
-        if isinstance(value, str | list) and "\0" in "".join(map(str, value)):  # no file and no process takes it
+        if isinstance(value, str | list) and b"\0" in "".join(map(str, value)).encode():  # no file and no process takes it, nor a surrogate
             raise OverflowError(name)
         return value
 

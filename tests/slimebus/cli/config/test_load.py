@@ -69,6 +69,7 @@ def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None
         ("data:\n  prompt_data: a.jsonl\n", "run.yaml:2: data.prompt_data: got 'a.jsonl'; expected a list of texts, such as [a, b]"),
         ('engine:\n  sglang_config: "a\\0b"\n', "run.yaml:2: engine.sglang_config: got 'a\\x00b'; expected text"),
         ('data:\n  prompt_data: ["a\\0b"]\n', "run.yaml:2: data.prompt_data: got ['a\\x00b']; expected a list of texts"),
+        ('run_dir: "a\\udcff"\n', "run.yaml:1: run_dir: got 'a\\udcff'; expected text"),
         ("name:\n\trun: 3\n", "run.yaml:2: a tab; YAML is indented with spaces only"),
         ("broker:\n  max_staleness: .nan\n", "broker.max_staleness: got nan; expected a number >= 0"),
         ("broker:\n  lease_s: .inf\n", "broker.lease_s: got inf; expected a number > 0"),
