@@ -257,7 +257,13 @@ class Session:
         if _is_messages(context):
             known, given = record.messages, [dict(message) for message in context]
             if known and not has_other_tools and len(given) >= len(known) and all(map(_is_same, known, given)):
-                known.extend(given[len(known) :])
+                num_known = len(known)
+                known.extend(given[num_known:])
+                try:
+                    self._render()
+                except BaseException:  # the template may refuse what is new: without it the conversation goes on
+                    del known[num_known:]
+                    raise
                 return
             prompt_ids = self.tokenizer.encode_prompt(given, *([wanted] if wanted else []))
             self.tools = wanted  # not before: the template may refuse it all
@@ -287,8 +293,8 @@ class Session:
         else:
             if not record.has_reply:
                 known.append({"role": "assistant", "content": self.tokenizer.decode(record.token_ids[record.reply_at :])})
-                record.messages.insert(record.num_rendered, known[-1])
             ids = self.tokenizer.encode_turn(known, new, *tools, end=record.end)
+            record.messages[: record.num_rendered] = known
             record.append(ids, np.zeros(len(ids)), [(NO_VERSION, len(ids))], is_trained=False)
         record.num_rendered, record.has_reply, record.reply_at = len(record.messages), False, len(record.token_ids)
 

@@ -233,3 +233,27 @@ def test_a_malformed_message_is_a_400_in_openais_shape(message: dict[str, Any], 
         await post(agents, "/sessions/one", method="DELETE")
 
     visit(talk, Policy("A"))
+
+
+def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Letters.encode_turn
+
+    def strict(self: Letters, known: Any, new: Any, *tools: Any, **more: Any) -> Any:
+        if any(one["role"] == "alien" for one in new):
+            raise TemplateError("unknown role")
+        return encode(self, known, new, *tools, **more)
+
+    monkeypatch.setattr(Letters, "encode_turn", strict)
+
+    async def talk(agents: OutsideAgents, made: list[Session]) -> None:
+        async with client_of(agents, "one") as client:
+            said = (await ask(client, CHAT)).choices[0].message.content
+            more = [*CHAT, {"role": "assistant", "content": said}]
+            with pytest.raises(openai.BadRequestError):
+                await ask(client, [*more, {"role": "alien", "content": "x"}])
+            await ask(client, [*more, {"role": "user", "content": "y"}])
+        await post(agents, "/sessions/one", method="DELETE")
+
+    (made,) = visit(talk, Policy("A", "B"))
+    assert made.metadata == {"contexts": 1}
+    assert [response.turn for response in made.responses()] == [1]
