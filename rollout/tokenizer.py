@@ -75,7 +75,7 @@ class Tokenizer:
 
     def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """The text of these ids."""
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def decode_batch(self, rows: list[np.ndarray]) -> list[str]:
         """The text of each row of ids, special tokens left out."""
