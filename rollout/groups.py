@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response, Task, normalise, to_sample
 from rollout.rewards.registry import find
 from rollout.rewards.scoring import Reward
-from rollout.session import Session, generate_together
+from rollout.session import Session
 from rollout.tokenizer import Tokenizer
 from rollout.worker_hooks import WorkerHooks
 from slimebus.bus.errors import ProtocolError, SlimebusError
@@ -31,6 +31,8 @@ from slimebus.cli.spans import Spans
 
 log = logging.getLogger("rollout")
 
+Begun = list[Response] | None
+OnSampled = Callable[[], Awaitable[None]]
 RECALL_S = 10.0
 """How long an engine may take to end what it makes of a group."""
 
@@ -100,9 +102,9 @@ class GroupMaker:
                 log.warning("%s", getattr(bad, "text", f"the teardown of {hook.plugin.name} took longer than {TEARDOWN_S:g} s"))
 
     async def make(
-        self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = (), on_sampled: Callable[[], None] = lambda: None
+        self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = (), on_sampled: OnSampled = lambda: asyncio.sleep(0)
     ) -> list[Sample]:
-        """The group's samples, continuing the frames of `partial`; on_sampled is called when engines have no more to do for it.
+        """The group's samples, continuing the frames of `partial`; on_sampled is awaited when engines have no more to do for it.
 
         Raises Dropped when the filter refuses them; Unfinished when the worker leaves, the group is recalled, or sampling takes longer
         than generate_timeout_s; TimeoutError instead of the last where samples cannot be continued; SlimebusError when it cannot be
@@ -113,10 +115,9 @@ class GroupMaker:
         begun = self._begun(tasks, partial)
         sessions = [Session(task, self.engines, self.tokenizer, max_context_len=self.max_context_len) for task in tasks]
         with self.spans("generate", group=leased.group) as span:
-            made = await self._generate(sessions, begun, is_eval=leased.kind == "eval")
+            made = await self._generate(sessions, begun, on_sampled, is_eval=leased.kind == "eval")
             if self.hook is not None:
                 span.about["turns"] = [[(round(at - span.begin, 6), round(s, 6)) for at, s in session.turns] for session in sessions]
-        on_sampled()
         if begun and self.config.rollout.mask_offpolicy_in_partial_rollout:
             for responses in made:
                 partials.mask_older(responses[-1], leased.version)
@@ -194,7 +195,7 @@ class GroupMaker:
         """True for a group whose samples can be cut off and continued: the engine makes them, not a hook."""
         return leased.kind == "train" and self.takes_partials
 
-    def _begun(self, tasks: list[Task], partial: Sequence[Any]) -> list[Response] | None:
+    def _begun(self, tasks: list[Task], partial: Sequence[Any]) -> Begun:
         if not partial or self.hook is not None:
             return None
         try:
@@ -203,12 +204,13 @@ class GroupMaker:
             log.warning("%s; sampling it from its prompt", bad.text)
             return None
 
-    async def _generate(self, sessions: list[Session], begun: list[Response] | None, *, is_eval: bool) -> list[list[Response]]:
+    async def _generate(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled, *, is_eval: bool) -> list[list[Response]]:
         """The samples of each session, in time."""
         group = sessions[0].task.group
         hook = (is_eval and self.hooks and self.hooks.evaluate) or self.hook
         is_plain = hook is None or (is_eval and hook is self.hook and self.engines is not None and self.config.algorithm.is_supervised)
-        work = asyncio.ensure_future(self._turn(sessions, begun) if hook is None or is_plain else self._call_hook(hook, sessions))
+        turn = self._turn(sessions, begun, on_sampled) if hook is None or is_plain else self._call_hook(hook, sessions, on_sampled)
+        work = asyncio.ensure_future(turn)
         limit_s = self.config.rollout.generate_timeout_s
         try:
             await asyncio.wait({work}, timeout=limit_s)
@@ -235,12 +237,18 @@ class GroupMaker:
             async with asyncio.timeout(RECALL_S):
                 await self.engines.recall(group)
 
-    async def _turn(self, sessions: list[Session], begun: list[Response] | None) -> list[list[Response]]:
+    async def _turn(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled) -> list[list[Response]]:
+        """The first turn of each session, in one request of the engine. begun: what there is of these turns already."""
         assert self.engines is not None  # config/field_rules.py: without an engine there is a hook
-        await generate_together(sessions, self.engines, begun)
+        requests = [session.request() for session in sessions]
+        tasks = [request for request in requests if request is not None]
+        made = await self.engines.sample(tasks, begun) if len(tasks) == len(sessions) else [session.cut_off() for session in sessions]
+        await on_sampled()
+        for session, response in zip(sessions, made, strict=True):
+            session.take(response)
         return [session.responses() for session in sessions]
 
-    async def _call_hook(self, hook: GenerateHook, sessions: list[Session]) -> list[list[Response]]:
+    async def _call_hook(self, hook: GenerateHook, sessions: list[Session], on_sampled: OnSampled) -> list[list[Response]]:
         calls = [asyncio.ensure_future(hook(session)) for session in sessions]
         try:
             made = [responses for of_session in await asyncio.gather(*calls) for responses in of_session]
@@ -248,6 +256,7 @@ class GroupMaker:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
+        await on_sampled()
         for responses in made:
             self._check(hook.plugin.name, responses)
         return made

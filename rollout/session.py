@@ -299,18 +299,6 @@ class Session:
         record.num_rendered, record.has_reply, record.reply_at = len(record.messages), False, len(record.token_ids)
 
 
-async def generate_together(sessions: Sequence[Session], engines: Dispatch, begun: list[Response] | None = None) -> None:
-    """The first turn of each session of a group, in one request of the engine. begun: what there is of these turns already.
-
-    Raises Unfinished with what there is when the group is recalled.
-    """
-    requests = [session.request() for session in sessions]
-    tasks = [request for request in requests if request is not None]
-    made = await engines.sample(tasks, begun) if len(tasks) == len(sessions) else [session.cut_off() for session in sessions]
-    for session, response in zip(sessions, made, strict=True):
-        session.take(response)
-
-
 def without_stop(text: str, response: Response) -> str:
     """As SGLang's own text: without the stop string that ended it, and what follows that."""
     stop = response.task.sampling.get("stop") or []

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from parrot import Parrot, maker
 
 from rollout import partials
@@ -214,6 +215,27 @@ def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: P
     versions = [(-1, 2), (5, 3), (6, 1)]
     assert asyncio.run(run("true")) == [([0, 0, 0, 0, 0, 1], versions)] * 2
     assert asyncio.run(run("false")) == [([0, 0, 1, 1, 1, 1], versions)] * 2
+
+
+def test_an_engine_with_room_is_given_its_next_group_before_work_on_samples_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.attempts.REFILL_S", 60.0)
+
+    async def run() -> None:
+        of, broker = attempts(tmp_path, Answering(), rm_type="random")
+        texts = list[object]()
+        monkeypatch.setattr(of.maker.tokenizer, "decode", lambda ids: texts.append(ids) or "")
+        of.begin(*lease(1))
+        await asyncio.wait_for(of.ended.wait(), 10)  # as the worker does once it is full
+        assert (of.num_samples, texts, broker.told) == (0, [], [])
+        await of.cancel()
+        assert [type(message) for message, _ in broker.told] == [GiveBack]
+
+        of.ended.set()  # nobody waits for room: a group is put at once
+        of.begin(*lease(2))
+        await done(of)
+        assert (len(texts), type(broker.told[-1][0])) == (2, Put)
+
+    asyncio.run(run())
 
 
 def test_while_rewards_are_computed_others_are_sampled_up_to_as_many_again(tmp_path: Path) -> None:
