@@ -28,7 +28,6 @@ ALSO = (
     *(f"rollout.{name}" for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")),
     *(f"rollout.rollout_{name}" for name in ("temperature", "top_p", "top_k", "max_response_len")),
 )
-PLUGINS = ("algorithm.advantage_estimator", "algorithm.corrections")
 UNSET = "unset"
 
 
