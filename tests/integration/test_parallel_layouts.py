@@ -220,9 +220,10 @@ def test_kill_9_in_the_middle_of_a_save_loses_nothing_but_that_save(ranks: Ranks
 
 def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_the_checkpoint_before_stays(ranks: Ranks, model: Path, tmp_path: Path):
     got = ranks.run(model, tmp_path / "saved.json", 2, {}, full_disk="1")
-    assert got["failed"] == ["checkpoint of step 4: rank 1: [Errno 28] No space left on device"] * 2
+    folder = tmp_path / "saved.checkpoint"
+    assert got["failed"] == [f"checkpoint of step 4: rank 1: [Errno 28] No space left on device ({folder})"] * 2
     assert got["after_load"] == got["after_save"], "of step 3"
-    assert (tmp_path / "saved.checkpoint" / "latest").read_text().strip() == "step_00000003"
+    assert (folder / "latest").read_text().strip() == "step_00000003"
 
 
 def assert_equal_steps(mine: dict, reference: dict) -> None:

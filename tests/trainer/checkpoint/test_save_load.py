@@ -86,5 +86,5 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(tied_model, build_polic
 
 def test_a_pointer_to_a_missing_checkpoint_is_a_clear_error(tmp_path):
     (tmp_path / "latest").write_text("step_00000009")
-    with pytest.raises(DataError, match="names step_00000009, which is not a complete checkpoint"):
+    with pytest.raises(DataError, match="names 'step_00000009', which is not a complete checkpoint"):
         latest_checkpoint(tmp_path)
