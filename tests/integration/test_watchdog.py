@@ -40,6 +40,8 @@ while True:
         put(client, g, [sample(seen["version"], 4)] * g.num_samples)
 """
 
+TRIES = 4
+
 
 def slimebus_beside_training(trainer: Client, step: int, *words: str) -> tuple[subprocess.CompletedProcess[str], int]:
     """What a command says of a run that goes on, and the step to train next: six or more, until the command has ended."""
@@ -83,8 +85,11 @@ def test_status_names_a_stopped_worker_and_ends_with_3(tmp_path: Path) -> None:
 
         worker.send_signal(signal.SIGCONT)
         waiting.result(120)
-        well, _ = slimebus_beside_training(trainer, step, *command)
-        assert well.returncode == 0, well
+        for _ in range(TRIES):  # a busy machine may stand still for the second that is a stall here
+            well, step = slimebus_beside_training(trainer, step, *command)
+            if well.returncode == 0:
+                break
+        assert well.returncode == 0, (step, well)
         log = broker.log.read_text()
         assert 1 <= log.count("WARNING: stalled for") == log.count("no longer stalled")
 
