@@ -97,8 +97,9 @@ class ConnectionAuthenticator:
             self._count()
             with contextlib.suppress(zmq.Again):
                 while not self._closing.is_set():
-                    self._zap.send_multipart(self._decide(self._zap.recv_multipart(zmq.NOBLOCK)))
-                    self._count()
+                    asked = self._zap.recv_multipart(zmq.NOBLOCK)
+                    self._count()  # not before: who asks was accepted before it asked
+                    self._zap.send_multipart(self._decide(asked))
             if self.keyring is not None and time.monotonic() - refreshed_at >= REFRESH_S:
                 self.keyring.refresh()
                 refreshed_at = time.monotonic()

@@ -1,5 +1,6 @@
 """Real sockets with keys: who is let in, what each may ask for, and what those who are not let in are told."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -208,6 +209,31 @@ def test_a_list_that_does_not_parse_changes_nothing_and_is_named(folder: Path, s
     wait_until("problem", lambda: server.server.keyring.problem, 5)
     assert "allowed.json: not an allow-list" in server.server.keyring.problem
     assert connect(server.server.endpoint, folder / "rollout.key").join("rollout", timeout_s=5)
+
+
+def test_who_asks_to_come_in_is_counted_however_late_it_came(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(None)
+    authenticator, open_then, decided = server.server.authenticator, list[int](), threading.Event()
+    count, decide = authenticator._count, authenticator._decide
+    with zmq.Context() as context, context.socket(zmq.DEALER) as late:
+        late.linger = 0
+
+        def count_and_be_late() -> None:
+            count()
+            if not open_then:  # it comes in between the count and the look at who asks
+                open_then.append(authenticator.num_connections)
+                late.connect(server.server.endpoint)
+                assert authenticator._zap.poll(5000)
+
+        def look_and_decide(asked: list[bytes]) -> list[bytes]:
+            open_then.append(authenticator.num_connections)
+            decided.set()
+            return decide(asked)
+
+        monkeypatch.setattr(authenticator, "_decide", look_and_decide)
+        monkeypatch.setattr(authenticator, "_count", count_and_be_late)
+        assert decided.wait(10)
+    assert open_then[-1] == open_then[0] + 1
 
 
 def test_connections_beyond_the_bound_are_refused_and_those_inside_still_work(serve: Any, connect: Any) -> None:
