@@ -43,7 +43,7 @@ class World:
         self.recent: deque[str] = deque(maxlen=TRACED)
         self.faults: Counter[str] = Counter()
         self.processes: dict[bytes, Actor] = {}
-        self.handed_out: dict[tuple[str, int], list[str]] = {}
+        self.handed_out: dict[tuple[bytes, int], list[str]] = {}
         self.clock_jumps: list[float] = []
         """When the clocks of the broker's machine jumped."""
         self.clock_rates: dict[str, float] = {}
