@@ -11,7 +11,7 @@ import msgspec
 
 from broker.observe import status, watchdog
 from broker.source.interface import PromptSource
-from broker.state import batches, clients, damage, leases, staleness, timeline
+from broker.state import batches, clients, damage, ending, leases, staleness, timeline
 from broker.state.broker_state import State
 from broker.state.effects import Effect, Event, Reply, StatusDocument, Table
 from broker.state.features import commands, consumers, edits, evaluation, pushes, settings
@@ -138,6 +138,7 @@ class Machine:
         batches.assign(state)
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
         consumers.serve(state)
+        ending.watch_evaluations(state)
         if state.is_finished and not state.finish_is_announced:
             state.finish_is_announced = True
             state.notify()
@@ -178,7 +179,7 @@ class Machine:
     @property
     def is_over(self) -> bool:
         """True once the run is finished, every worker and trainer that this process has seen has left, and every consumer knows it."""
-        return self.state.had_members and self.state.is_finished and clients.has_everyone_left(self.state)
+        return self.state.had_members and ending.is_over(self.state)
 
 
 HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
@@ -194,7 +195,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Fetch: batches.fetch,
     m.Reject: damage.reject,
     m.Commit: batches.commit,
-    m.Finish: timeline.finish,
+    m.Finish: ending.finish,
     m.Read: consumers.read,
     m.PutFields: consumers.put_fields,
     m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply(), [StatusDocument(status.status(state))]),
@@ -218,7 +219,8 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "evaluate": evaluation.answer_timed_out,
     "client": clients.on_silence,
     "source": lambda state, _: None,  # its rest is over: whoever waits is dealt to when the burst is settled
-    "finish": lambda state, _: timeline.check_finish(state),
+    "finish": lambda state, _: ending.confirm_finish(state),
+    "unserved evaluation": ending.end_unserved,
     "watchdog": lambda state, _: watchdog.check(state),
 }
 """What is done when a timer falls due; the key of a timer is (one of these, its subject)."""

@@ -5,18 +5,18 @@ A run stands still when no step was committed for longer than its own pace expla
     limit = max(stall_min_s, 4 x their 90% quantile, 1.5 x the longest)
 
 An interval enters with at most twice the limit that was in force: one long stop does not blunt the watch, a run that really becomes
-slower is learned within a few steps. Before the first step of a timeline anything that moves counts (somebody joins, a version, a
-finished group, tokens that workers report), and the limit is what is known: ten times `stall_min_s`, twice the lease, four times the
-slowest group so far.
+slower is learned within a few steps. Before the first step of a timeline and behind its last one anything that moves counts (somebody
+joins or leaves the finished run, a version, a finished group, tokens that workers report), and the limit is what is known: ten times
+`stall_min_s`, twice the lease, four times the slowest group so far.
 """
 
 from typing import Any
 
 import msgspec
 
-from broker.state import choice, wait_reasons
+from broker.state import choice, ending, wait_reasons
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent
+from broker.state.clients import is_present, is_silent, still_here
 from broker.state.pace import quantile
 from broker.state.wait_reasons import Cause
 from slimebus.bus.messages import NO_VERSION
@@ -53,10 +53,16 @@ def look(state: State) -> None:
 def _mark(state: State) -> tuple[Any, ...]:
     """Changes when a timeline begins; before its first step also with anything that brings that step nearer."""
     meta, pace = state.meta, state.pace
-    if pace.has_stepped and meta.lineage == pace.lineage:
-        return (meta.lineage, meta.finishing)
+    if _goes_by_steps(state) and meta.lineage == pace.lineage:
+        return (meta.lineage,)
     done = meta.counted.get("samples put", 0) + meta.moves.get("eval leased>done scored", 0)
-    return (meta.lineage, meta.finishing, meta.version, done, pace.num_joined, len(state.steps))
+    end = (meta.finishing, state.is_evaluating, len(still_here(state))) if meta.finishing else ()
+    return (meta.lineage, end, meta.version, done, pace.num_joined, len(state.steps))
+
+
+def _goes_by_steps(state: State) -> bool:
+    """False before the first step of a timeline and behind its last one, where all that moves counts."""
+    return state.pace.has_stepped and not state.meta.finishing
 
 
 def _stepped(state: State) -> None:
@@ -98,7 +104,7 @@ def limit_s(state: State) -> float:
     """Seconds without a step that the run's own pace does not explain."""
     pace, least = state.pace, state.rules.stall_min_s
     learned = max(TIMES_QUANTILE * quantile(pace.intervals, QUANTILE), TIMES_LONGEST * max(pace.intervals, default=0.0))
-    if pace.has_stepped and len(pace.intervals) >= MIN_LEARNED:
+    if _goes_by_steps(state) and len(pace.intervals) >= MIN_LEARNED:
         return max(least, learned)
     slowest_s = max(pace.group_seconds, default=0.0)
     return max(TIMES_MIN * least, 2 * state.rules.lease_s, TIMES_SLOWEST * slowest_s, learned)
@@ -107,11 +113,11 @@ def limit_s(state: State) -> float:
 def check(state: State) -> None:
     """The deadline has come: say once who is waited for, or look again later."""
     pace, now = state.pace, state.now
-    if state.meta.finishing or pace.stalled_at is not None:
+    if pace.stalled_at is not None or ending.is_over(state):
         return
     num_tokens = sum(client.metrics.get("tokens", 0.0) for client in state.clients.values())
     had_tokens, pace.num_tokens = pace.num_tokens, num_tokens
-    if not pace.has_stepped and num_tokens > had_tokens:
+    if not _goes_by_steps(state) and num_tokens > had_tokens:
         _restart(state, "workers make tokens")
     quiet_s, limit = now - pace.since, limit_s(state)
     if now < pace.since + limit:  # as the timer was set: rounded alike, or it would fall due again at once
@@ -122,10 +128,10 @@ def check(state: State) -> None:
 
 
 def report(state: State) -> dict[str, Any] | None:
-    """The `stalled` section of the status; None while the run moves, and once its trainer has finished."""
+    """The `stalled` section of the status; None while the run moves, and once it is over."""
     since_s, limit = state.now - state.pace.since, limit_s(state)
     is_stuck = bool(state.store_problem) and since_s >= limit  # a store that takes nothing: no timer is looked at
-    if (state.pace.stalled_at is None and not is_stuck) or state.meta.finishing:
+    if (state.pace.stalled_at is None and not is_stuck) or ending.is_over(state):
         return None
     return {"since_s": round(since_s, 3), "limit_s": round(limit, 3), **msgspec.structs.asdict(cause(state))}
 
@@ -139,6 +145,8 @@ def cause(state: State) -> Cause:
     trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
     if state.store_problem:
         return Cause("broker", ["store"], f"step {meta.next_step} waits for the broker's store: {state.store_problem}")
+    if state.is_finishing:
+        return _with_oldest_lease(state, wait_reasons.end_cause(state))
     if trainer is None:
         return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
     if trainer.is_gone or is_silent(state, trainer):

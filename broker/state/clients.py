@@ -357,8 +357,7 @@ def is_starting(client: Client) -> bool:
     return client.state.startswith("starting")
 
 
-def has_everyone_left(state: State) -> bool:
-    """True when no worker and no trainer takes part any more, and no consumer that does not know yet that the run is finished."""
-    return not any(
-        is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.is_told)) for c in state.clients.values()
-    )
+def still_here(state: State) -> list[Client]:
+    """Of a finished run, those whose leaving its broker waits for: workers and trainers, and consumers that do not know of the end yet."""
+    everyone = state.clients.values()
+    return [c for c in everyone if is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.is_told))]

@@ -1,4 +1,4 @@
-"""Resume, publish, finish: the trainer's timeline.
+"""Resume, publish: the trainer's timeline.
 
 A trainer that restarts from a checkpoint begins a new lineage at the step it will train next. What the broker holds is brought
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
@@ -6,13 +6,13 @@ back to that moment: steps before it are trained, samples that only the abandone
 
 from broker.state import batches, prompts, transitions
 from broker.state.broker_state import State
-from broker.state.clients import fence_older_trainers, is_present
+from broker.state.clients import fence_older_trainers
 from broker.state.effects import Event
 from broker.state.features import evaluation, partials
 from broker.state.groups import ASSIGNED, COMMITTED
 from broker.state.records import Meta
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import NO_VERSION, BatchReply, Finish, Ok, Publish, Resume
+from slimebus.bus.messages import NO_VERSION, BatchReply, Ok, Publish, Resume
 
 MAX_LINEAGES = 64
 """Past ones that a resume is refused for."""
@@ -115,7 +115,7 @@ def _revoke_leases(state: State) -> None:
             transitions.apply_transition(state, group, "abandoned", "lease of the abandoned timeline")
 
 
-# --- publish and finish ---
+# --- publish ---
 
 
 def publish(state: State, event: Event, news: Publish) -> None:
@@ -138,28 +138,3 @@ def publish(state: State, event: Event, news: Publish) -> None:
         evaluation.start_if_due(state)
     state.notify()
     state.reply(event.to, Ok())
-
-
-def finish(state: State, event: Event, ask: Finish) -> None:
-    """The last step is trained; workers leave once the last evaluation is done."""
-    state.finish_is_confirmed = True
-    if not state.meta.finishing:
-        state.meta.finishing, state.meta.finished_num_steps = True, state.rules.num_steps or 0
-        evaluation.start_automatic(state)
-        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
-        state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
-    state.reply(event.to, Ok())
-
-
-def check_finish(state: State) -> None:
-    """Wait neither for an evaluation that no worker is left to make, nor for anyone from before a restart of the broker who is gone."""
-    if not state.meta.finishing:
-        return
-    before, everyone = state.members_before, state.clients.values()
-    is_trainer_new = any(c.role == "trainer" and is_present(c) and (c.name, c.instance) not in before for c in everyone)
-    if before and not is_trainer_new:
-        state.finish_is_confirmed = True
-    if state.is_evaluating and not any(c.role == "rollout" and not c.is_gone for c in everyone):
-        evaluation.cancel_running(state, "no worker is left to evaluate")
-    if state.is_evaluating or (before and not state.finish_is_confirmed):
-        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)

@@ -1,15 +1,16 @@
 """Who waits for whom, in one line each."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
-from broker.state import admission, choice, prompts
+from broker.state import admission, choice, ending, prompts
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent, is_starting
-from broker.state.features import consumers
-from broker.state.groups import EVAL
-from broker.state.records import Client
+from broker.state.clients import is_present, is_silent, is_starting, still_here
+from broker.state.features import consumers, evaluation
+from broker.state.groups import EVAL, Group
+from broker.state.records import Client, Evaluation
 from broker.state.waiting import Kind
 from slimebus.bus.messages import NO_VERSION
 
@@ -34,20 +35,59 @@ def reason_for(state: State, step: int) -> str:
 def batch_cause(state: State, step: int) -> Cause:
     """Whom the next batch to be chosen waits for, while too few groups are ready."""
     parts = [f"trainer waits for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"]
-    holders = Counter(group.lease.worker for group in state.groups.leased_for_training())
-    silent = {name: client for name in holders if (client := state.clients.get(name)) is not None and is_silent(state, client)}
-    for name, count in holders.most_common(MAX_NAMES):
-        silence = f", silent for {state.now - silent[name].heard_at:.0f} s" if name in silent else ""
-        parts.append(f"{count} leased by {name}{silence}")
+    holders, leases = _holders(state, state.groups.leased_for_training())
+    parts += leases
     if lacking := consumers.why_fields_are_awaited(state):
         parts.append(lacking)
     if lacking and len(state.groups.every_ready()) >= state.rules.batch_size:
         names = {who for name in consumers.missing_fields(state) for who in consumers.producers(state, name)}
         return Cause("consumer", sorted(names)[:MAX_NAMES], "; ".join(parts))
     if holders:
-        return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], "; ".join(parts))
+        return Cause("rollout", holders, "; ".join(parts))
     found = _no_leases(state)
     return Cause(found.role, found.who, "; ".join(parts if lacking else [*parts, found.reason]))
+
+
+def _holders(state: State, leased: Iterable[Group]) -> tuple[list[str], list[str]]:
+    """Which workers are waited for that hold these groups, the silent ones where there are some, and a sentence for each."""
+    holders = Counter(group.lease.worker for group in leased)
+    silent = {name: client for name in holders if (client := state.clients.get(name)) is not None and is_silent(state, client)}
+    sentences = []
+    for name, count in holders.most_common(MAX_NAMES):
+        silence = f", silent for {state.now - silent[name].heard_at:.0f} s" if name in silent else ""
+        sentences.append(f"{count} leased by {name}{silence}")
+    return sorted(silent or holders)[:MAX_NAMES], sentences
+
+
+def end_cause(state: State) -> Cause:
+    """Whom a run waits for whose trainer has finished: who makes the first of its last evaluations, then who has not left."""
+    running = evaluation.running(state)
+    if not running:
+        staying = still_here(state)
+        names, verb = [client.name for client in staying], "has" if len(staying) == 1 else "have"
+        return Cause(staying[0].role, names[:MAX_NAMES], f"the run is finished; {_named(names)} {verb} not left")
+    first = running[0]
+    done, total = evaluation.progress(first)
+    found = _evaluation_cause(state, first)
+    text = f"every step is trained; {done} of {total} prompts are evaluated at version {first.version}; {found.reason}"
+    return Cause(found.role, found.who, text)
+
+
+def _evaluation_cause(state: State, running: Evaluation) -> Cause:
+    if why := ending.why_unserved(state, running):
+        left_s = min(state.rules.client_timeout_s, state.timers.deadline(("unserved evaluation", running.key)) - state.now)
+        return Cause("rollout", [], f"{why}; this evaluation ends in {max(0.0, left_s):.0f} s")
+    holders, leases = _holders(state, (group for group in state.groups.by_lease.values() if group.evaluation == running.key))
+    if holders:
+        return Cause("rollout", holders, "; ".join(leases))
+    workers = [client for client in state.clients.values() if client.role == "rollout" and is_present(client)]
+    serving = [client.name for client in workers if ending.serves(state, client, running)]
+    if not serving:
+        names = [client.name for client in workers]
+        return Cause("rollout", names[:MAX_NAMES], f"{_named(names)} still {_pull(names)} version {running.version}")
+    idle = [name for name in serving if name not in state.groups.by_worker]
+    what = "could work and asks for nothing" if idle else "serves it and is busy with other groups"
+    return Cause("rollout", (idle or serving)[:MAX_NAMES], f"none leased; {_named(idle or serving)} {what}")
 
 
 def _no_leases(state: State) -> Cause:
@@ -66,8 +106,8 @@ def _no_leases(state: State) -> Cause:
     if state.meta.filtered_in_a_row >= state.rules.max_filtered:
         return Cause("broker", ["filter"], admission.all_filtered(state))
     if state.meta.version != NO_VERSION and all(admission.unready_weights(state, c) for c in present):
-        verb = "still pulls" if len(present) == 1 else "still pull"
-        return Cause("rollout", [*refusals][:MAX_NAMES], f"{_named([*refusals])} {verb} version {state.meta.version}")
+        names = [*refusals]
+        return Cause("rollout", names[:MAX_NAMES], f"{_named(names)} still {_pull(names)} version {state.meta.version}")
     if scored := [group for group in state.groups.by_lease.values() if group.kind == EVAL]:
         names = sorted({group.lease.worker for group in scored})
         return Cause("rollout", names[:MAX_NAMES], f"none leased; workers sample {len(scored)} prompts of an evaluation")
@@ -75,6 +115,10 @@ def _no_leases(state: State) -> Cause:
         return Cause("trainer", [c.name for c in [trainer_of(state)] if c], f"{first} waits: {why}")
     idle = [name for name, refusal in refusals.items() if not refusal]
     return Cause("rollout", idle[:MAX_NAMES], f"none leased; {_named(idle)} could work and asks for nothing")
+
+
+def _pull(names: list[str]) -> str:
+    return "pulls" if len(names) == 1 else "pull"
 
 
 def _named(names: list[str]) -> str:
@@ -92,7 +136,10 @@ def waiting(state: State) -> list[str]:
     lines = [f"the broker waits for its store: {state.store_problem}"] if state.store_problem else []
     asked = {step: state.clients.get(waiting.client) for step, waiting in sorted(state.waiting_batches.items())}
     lines += [reason_for(state, step) for step, client in asked.items() if client is not None and is_present(client)]
-    lines += _lease_lines(state)
+    if not state.is_finishing:
+        lines += _lease_lines(state)
+    elif not ending.is_over(state):
+        lines.append(end_cause(state).reason)
     for client in state.clients.values():
         silence = f", last heard {state.now - client.heard_at:.0f} s ago" if is_silent(state, client) else ""
         if is_starting(client) and not client.is_fenced:
@@ -102,7 +149,7 @@ def waiting(state: State) -> list[str]:
     trainer = trainer_of(state)
     if trainer and not state.meta.lineage:
         lines.append(f"everyone waits for {trainer.title}, which has joined and is loading")
-    elif not trainer and not state.is_finished and not state.is_finishing:
+    elif not trainer and not state.is_finishing:
         lines.append("everyone waits for a trainer to join")
     return lines
 

@@ -189,12 +189,17 @@ def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> 
         if role == "broker":
             if gone_s > BROKER_LEFT_S and any(not other.ended_at for other in children):
                 return child
-        elif gone_s > LEFT_S and status is not None and status["state"] != "finished":
+        elif gone_s > LEFT_S and status is not None and _is_needed(role, status["state"]):
             present = {c["role"] for c in status["clients"] if c["state"] not in ("gone", "fenced")}
             running = {other.role.partition("-")[0] for other in children if not other.ended_at}
             if role not in present | running:
                 return child
     return None
+
+
+def _is_needed(role: str, state: str) -> bool:
+    """A finished run needs nobody; one that evaluates its last version needs no trainer, which has served it for long when it leaves."""
+    return state != "finished" and (role, state) != ("trainer", "evaluating")
 
 
 def describe(child: Child) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_run import Run, clients, slow_hook
+from live_run import SLIMEBUS, Run, clients, slow_hook
 
 pytestmark = pytest.mark.integration
 
@@ -103,3 +103,33 @@ def test_a_killed_trainer_resumes_from_its_checkpoint_in_a_new_lineage(tmp_path:
         again = {group for row in rows if row["lineage"] == lineages[1] for group in row["groups"]}
         assert not again & (kept[0] | kept[1] | kept[2]), "what the checkpoint holds is not trained again"
         assert kept[3] <= again, "what was trained after the checkpoint is trained again"
+
+
+def test_a_run_whose_workers_never_get_the_last_version_ends_and_says_why(tmp_path: Path, task: Path) -> None:
+    evaluation = {"datasets": {"held": {"path": f"{task}/heldout.jsonl@[0:12]"}}, "skip_eval_before_train": True}
+    hook = slow_hook(tmp_path, 2.0)
+    with Run(tmp_path, task, rollout__num_rollout=1, rollout__custom_generate_function_path=hook, eval=evaluation) as run:
+        run.start("broker")
+        trainer, worker = run.start("trainer"), run.start("rollout", name="w1")
+        run.wait_for("the groups of the only step in w1's hands", lambda s: s["groups"]["leased"] >= 4)
+        trainer.send(signal.SIGSTOP)
+        run.wait_for("those groups", lambda s: s["groups"]["ready"] + s["groups"]["assigned"] >= 4)
+        worker.send(signal.SIGSTOP)
+        trainer.send(signal.SIGCONT)
+        run.wait_for("the end of training", lambda s: s["state"] == "evaluating" and s["version"] == 1)
+        for _ in range(2):  # the second one ends its wait for the others
+            trainer.send(signal.SIGINT)
+            time.sleep(1)
+        worker.send(signal.SIGCONT)
+        why = "no connected worker serves version 1 and the trainer that could serve it has left"
+        waiting = f"every step is trained; 0 of 12 prompts are evaluated at version 1; {why}; this evaluation ends in "
+        run.wait_for("who is waited for", lambda s: any(line.startswith(waiting) for line in s["waiting"]))
+        run.complete()
+        found = run.final_status()
+        assert [(row["done"], row["num_samples"], row["reason"]) for row in found["evaluations"]] == [(True, 0, why)]
+        assert (found["state"], found["stalled"], found["waiting"]) == ("finished", None, [])
+        assert [row["reason"] for row in run.rows("broker") if "evaluation" in row] == [why]
+        assert f"WARNING: evaluation of version 1 ended with 0 of 12 prompts: {why}" in run.processes[0].text()
+        shown = run.command("status", [*SLIMEBUS, "status", str(run.file)])
+        assert shown.wait(30) == 0
+        assert f"evaluation of version 1 ended early: {why}" in shown.text()

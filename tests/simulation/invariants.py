@@ -322,6 +322,7 @@ class Invariants:
         require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S + held_s, f"a lease outlives its deadline by {overdue_s:.1f} s")
         needed |= {(table.name, key) for table in _parked(state) for key in table}
         needed |= {("client", name) for name in state.clients}
+        timers -= {("unserved evaluation", key) for key, one in state.evaluations.items() if not one.is_done}
         leak = {key for key in timers - needed if key[1] is not None and (key[0] != "leases of" or key[1] not in state.groups.by_worker)}
         require(not leak and needed <= timers, f"timers that leak {leak} or lack {needed - timers}")
         waiting = sum(len(table) for table in _parked(state))

@@ -10,7 +10,7 @@ from simulation import broker_process
 
 from broker import suspend_tolerant_clock
 from broker.machine import Machine
-from broker.state import admission, batches, clients, leases, prompts, staleness, timeline, transitions
+from broker.state import admission, batches, clients, ending, leases, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
 from broker.state.features import partials
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
@@ -158,6 +158,7 @@ MUTATIONS: dict[str, Patch] = {
     "the newest queued prompt goes first": (Groups, "first_queued", _take_newest),
     "a commit frees steps that no checkpoint has": (batches, "free", _free_too_much),
     "the broker's own stop counts as everyone's silence": (suspend_tolerant_clock.SuspendTolerantClock, "advance", _jumping),
+    "an evaluation that nobody can serve holds the end for ever": (ending, "why_unserved", lambda state, running: ""),
     "a worker that leaves keeps its leases": (clients, "end_lease", lambda state, group, cause, reason: None),
 }
 """Name: what is replaced, and by what."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MEAN_STEP_S = 0.5
 CHECKPOINT_CHANCE = 0.4
+SERVE_LAST_S = 1.0
+"""After its last step a trainer serves weights for so long; who has not pulled the last version by then never will."""
 KEPT_CHECKPOINTS = 3
 REJECT_CHANCE = 0.05
 
@@ -218,6 +220,9 @@ class Trainer(Actor):
     def _finished(self) -> None:
         self.is_done = True
         self.world.progressed()
+        self.later(SERVE_LAST_S * self.world.scenario.slowness, self._leave)
+
+    def _leave(self) -> None:
         self.leave()
         if self.world.scenario.more_steps and self.world.trainer is self:
             self.world.extend()

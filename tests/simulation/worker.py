@@ -125,7 +125,7 @@ class Worker(Actor):
         self.later(self.world.random.expovariate(1 / MEAN_PULL_S), lambda: self._pulled(lineage, version))
 
     def _pulled(self, lineage: str, version: int) -> None:
-        if self._wanted == (lineage, version):
+        if self._wanted == (lineage, version) and self.world.can_pull(version):
             self.lineage, self.serving = lineage, version
 
     # --- groups ---

@@ -29,6 +29,8 @@ LONGEST_STEP_S = 150.0
 """Once faults are over, no step takes longer: four groups of the slowest worker, and the longest silence before it is noticed."""
 WORKER_RESTART_S = 12.0
 LAST_EVENT = 200_000
+NO_ROOM_EVERY = 10
+"""Worlds of which one has no room for the last version."""
 
 
 class World:
@@ -204,6 +206,13 @@ class World:
         """`new` takes the place of `old`."""
         among = self.workers if old in self.workers else self.guests
         among[among.index(old)] = new
+
+    def can_pull(self, version: int) -> bool:
+        """Weights come from the trainer until it has left after its last step; in some worlds no worker has room for the last version."""
+        num_steps, interval = self.rules.num_steps or 0, self.rules.publish_interval
+        is_last = 0 < num_steps == version * interval
+        has_left = self.trainer.is_done and self.trainer.is_dead
+        return not has_left and not (is_last and self.seed % NO_ROOM_EVERY == 0)
 
     def is_poison(self, group: str) -> bool:
         """True for a prompt that ends whatever works on it."""

@@ -37,7 +37,8 @@ def start_if_due(state: State) -> None:
         start_automatic(state)
 
 
-def _running(state: State) -> list[Evaluation]:
+def running(state: State) -> list[Evaluation]:
+    """The evaluations that are not done."""
     return [evaluation for evaluation in state.evaluations.values() if not evaluation.is_done]
 
 
@@ -46,7 +47,7 @@ def start_automatic(state: State) -> None:
     key = f"auto/{state.meta.lineage}/{state.meta.version}"
     if not state.rules.eval_datasets or state.meta.version == NO_VERSION or key in state.evaluations:
         return
-    if len(_running(state)) >= MAX_RUNNING:
+    if len(running(state)) >= MAX_RUNNING:
         state.tally(state.meta.counted, "evaluations skipped")
         state.note(f"version {state.meta.version} is not evaluated: {MAX_RUNNING} evaluations run already", is_warning=True)
     else:
@@ -86,6 +87,9 @@ def evaluate(state: State, event: Event, ask: Evaluate) -> None:
 
 
 def _start_asked(state: State, ask: Evaluate) -> Evaluation:
+    if state.is_finished:
+        remedy = "a checkpoint is evaluated without a run: slimebus eval --model RUN_DIR/checkpoints/step_N"
+        raise SlimebusError(f"evaluate: the run is finished and its workers leave; {remedy}", code="finished")
     known = state.rules.eval_datasets
     datasets = ask.datasets or list(known)
     unknown = [name for name in datasets if name not in known]
@@ -94,7 +98,7 @@ def _start_asked(state: State, ask: Evaluate) -> Evaluation:
         raise SlimebusError(f"{text}; known: {', '.join(known) or 'none'}", code="no_dataset")
     if state.meta.version == NO_VERSION:
         raise SlimebusError("evaluate: no version is published yet", code="no_version", retryable=True)
-    if len(_running(state)) >= MAX_RUNNING:
+    if len(running(state)) >= MAX_RUNNING:
         raise SlimebusError(f"evaluate: {MAX_RUNNING} evaluations run already", code="busy", retryable=True)
     return start(state, ask.key, datasets)
 
@@ -129,10 +133,10 @@ def give_up_group(state: State, group: Group, reason: str) -> None:
 
 def recover_group(state: State, group_id: str, reason: str) -> None:
     """The record of an evaluation group is lost: its samples count as failed."""
-    for running in _running(state):
-        dataset = next((name for name in running.tallies if group_id.startswith(f"eval/{running.serial}/{name}/")), None)
+    for evaluation in running(state):
+        dataset = next((name for name in evaluation.tallies if group_id.startswith(f"eval/{evaluation.serial}/{name}/")), None)
         if dataset is not None:
-            group = Group(id=group_id, position=0, kind=EVAL, evaluation=running.key, dataset=dataset)
+            group = Group(id=group_id, position=0, kind=EVAL, evaluation=evaluation.key, dataset=dataset)
             state.groups.add(group)
             give_up_group(state, group, reason)
 
@@ -148,11 +152,11 @@ def _close(state: State, group: Group, reason: str) -> None:
 def _complete(state: State, evaluation: Evaluation, reason: str) -> None:
     evaluation.is_done, evaluation.reason = True, reason
     state.changed("evaluations", evaluation.key)
+    state.timers.cancel(("unserved evaluation", evaluation.key))
     for row in results(evaluation):
         state.record({"evaluation": evaluation.key, **row})
         mean = "no score" if row["mean_reward"] is None else f"{row['mean_reward']:.4f}"
-        why = f" ({reason})" if reason else ""
-        state.note(f"evaluation of {row['dataset']} at version {row['version']}: {mean} over {row['num_samples']} samples{why}")
+        state.note(f"evaluation of {row['dataset']} at version {row['version']}: {mean} over {row['num_samples']} samples")
     for key, waiting in list(state.waiting_evaluations.items()):
         if waiting.message.key == evaluation.key:
             answer_timed_out(state, key)
@@ -173,17 +177,24 @@ def answer_timed_out(state: State, key: tuple[str, int]) -> None:
 def cancel_impossible(state: State) -> None:
     """After a restart with other held-out sets: what can no longer be scored is ended."""
     sizes = {name: dataset.num_prompts for name, dataset in state.rules.eval_datasets.items()}
-    if any(sizes.get(name) != tally.num_prompts for e in _running(state) for name, tally in e.tallies.items()):
+    if any(sizes.get(name) != tally.num_prompts for e in running(state) for name, tally in e.tallies.items()):
         cancel_running(state, "the held-out sets changed")
 
 
 def cancel_running(state: State, reason: str) -> None:
-    """End every running evaluation with what was scored so far."""
-    for evaluation in _running(state):
-        for group in [g for g in state.groups.by_id.values() if g.evaluation == evaluation.key]:
-            state.retire(group, reason)
-        state.note(f"evaluation of version {evaluation.version} ended early: {reason}", is_warning=True)
-        _complete(state, evaluation, reason)
+    """End every running evaluation."""
+    for evaluation in running(state):
+        end(state, evaluation, reason)
+
+
+def end(state: State, evaluation: Evaluation, reason: str, why: str = "") -> None:
+    """End a running evaluation with what is scored so far. Its other prompts are counted under `reason`; why: the same in a sentence."""
+    done, total = progress(evaluation)
+    for group in [g for g in state.groups.by_id.values() if g.evaluation == evaluation.key]:
+        state.retire(group, reason)
+    text = f"evaluation of version {evaluation.version} ended with {done} of {total} prompts: {why or reason}"
+    state.note(text, is_warning=True)
+    _complete(state, evaluation, why or reason)
 
 
 # --- results ---
@@ -197,8 +208,12 @@ def results(evaluation: Evaluation) -> list[dict[str, Any]]:
     return [{"dataset": name, **about, **row} for name, row in rows]
 
 
+def progress(evaluation: Evaluation) -> tuple[int, int]:
+    """How many prompts are scored, and of how many."""
+    return sum(t.num_done for t in evaluation.tallies.values()), sum(t.num_prompts for t in evaluation.tallies.values())
+
+
 def _answer(state: State, to: Address, evaluation: Evaluation) -> None:
-    done = sum(t.num_done for t in evaluation.tallies.values())
-    total = sum(t.num_prompts for t in evaluation.tallies.values())
+    done, total = progress(evaluation)
     reason = evaluation.reason if evaluation.is_done else f"{done} of {total} prompts of version {evaluation.version} are scored"
     state.reply(to, EvaluateReply(done=evaluation.is_done, reason=reason), [Inline(msgspec.json.encode(results(evaluation)))])

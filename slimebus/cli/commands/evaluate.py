@@ -55,7 +55,8 @@ def evaluate(
         raise bad if model else Unreachable(f"{bad.text}; a model is evaluated without a run: --model DIR") from None
     click.echo(json.dumps(results, indent=2) if as_json else "\n".join(_table(results)))
     if all(row["mean_reward"] is None for row in results):
-        raise SlimebusError("every sample failed; the log above, or that of the workers, says why")
+        why = next((row["reason"] for row in results if row.get("reason")), "")
+        raise SlimebusError(why or "every sample failed; the log above, or that of the workers, says why")
 
 
 def _evaluate_there(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: Sequence[str]) -> list[dict[str, Any]]:

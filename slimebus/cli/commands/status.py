@@ -144,10 +144,12 @@ def _troubles(found: dict[str, Any]) -> dict[str, str]:
     """What somebody should know of that is not as it should be; label -> text, empty when there is nothing."""
     waste = (f"{one['groups']} groups {reason} ({count(one['tokens'])} tokens)" for reason, one in found["waste"].items() if one["groups"])
     counted = found.get("counted", {})
+    ended = [row for row in found.get("evaluations", [])[-1:] if row["done"] and row["reason"]]
     failed, dead, skipped = counted.get("samples failed"), found["groups"].get("dead"), found.get("skipped_prompts")
     return {
         "waste": ", ".join(waste),
         "failed": f"{failed} of {counted.get('samples put', 0)} samples had no reward; the logs of workers say why" if failed else "",
+        "evaluation": "".join(f"of version {row['version']} ended early: {row['reason']}" for row in ended),
         "dead": f"{dead} groups (slimebus buffer ls --state dead)" if dead else "",
         "skipped": f"{skipped} bad prompts" if skipped else "",
         "security": found.get("security", {}).get("problem") or "",

@@ -152,14 +152,56 @@ def test_a_broker_that_nobody_joined_is_not_stalled(new_desk: Any) -> None:
     assert desk.status["stalled"] is None
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_run_that_has_finished_or_evaluates_its_last_version_is_not_stalled(new_desk: Any, evaluates: bool) -> None:
-    datasets = {"held": EvalDataset(num_prompts=3)} if evaluates else {}
-    desk = trained(new_desk(stall_min_s=1.0, eval_datasets=datasets, eval_first=False, client_timeout_s=1000.0, lease_s=500.0))
+@pytest.fixture
+def evaluating(new_desk: Any) -> Any:
+    """A run that has trained a step each 20 s and evaluates its last version, with limits of 100 s; its worker serves that version."""
+    held = {"held": EvalDataset(num_prompts=3)}
+    return finished(trained(new_desk(max_staleness=4, stall_min_s=10.0, eval_datasets=held, eval_first=False)))
+
+
+def finished(desk: Any) -> Any:
     wait(desk, 5)
     assert desk.ask("t", m.Finish()) == m.Ok()
-    assert desk.status["state"] == ("evaluating" if evaluates else "finished")
-    wait(desk, 300)
+    desk.ask("w", m.Heartbeat(lineage="L", serving=5))
+    return desk
+
+
+def test_an_evaluation_that_goes_forward_behind_the_last_step_is_not_stalled(evaluating: Any) -> None:
+    assert evaluating.status["stall_limit_s"] == 100.0
+    for group in evaluating.lease(3, serving=5):
+        wait(evaluating, 90)
+        evaluating.put(group, version=5)
+    assert evaluating.status["state"] == "finished"
+    wait(evaluating, 90)
+    assert evaluating.status["stalled"] is None
+
+
+def test_an_evaluation_that_stands_still_is_stalled_and_says_who_holds_it(evaluating: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = notes(evaluating, monkeypatch)
+    wait(evaluating, 105)
+    assert stalled(evaluating)["reason"].endswith("evaluated at version 5; none leased; w could work and asks for nothing")
+    (group,) = evaluating.lease(1, serving=5)
+    wait(evaluating, 105)
+    found = stalled(evaluating)
+    assert (found["role"], found["who"]) == ("rollout", ["w"])
+    assert "0 of 3 prompts are evaluated at version 5; 1 leased by w; lease" in found["reason"]
+    evaluating.put(group, version=5)
+    assert evaluating.status["stalled"] is None
+    said = [note.text for note in heard if "stalled" in note.text]
+    assert [text.startswith(begin) for text, begin in zip(said, ("stalled for 1", "no longer stalled"), strict=True)] == [True, True]
+
+
+def test_a_finished_run_is_stalled_while_somebody_does_not_leave(new_desk: Any) -> None:
+    desk = finished(trained(new_desk(max_staleness=4, stall_min_s=10.0)))
+    wait(desk, 60)
+    desk.ask("t", m.Goodbye())
+    wait(desk, 90)
+    assert desk.status["stalled"] is None
+    wait(desk, 15)
+    found = stalled(desk)
+    assert (found["role"], found["who"], found["reason"]) == ("rollout", ["w"], "the run is finished; w has not left")
+    desk.ask("w", m.Goodbye())
+    desk.pass_time(500.0)
     assert desk.status["stalled"] is None
 
 

@@ -35,7 +35,7 @@ def test_workers_that_left_a_run_that_goes_on_are_started_again() -> None:
     assert found.role == "rollout"
 
 
-@pytest.mark.parametrize("state", ["waiting for a trainer", "running", "evaluating"])
+@pytest.mark.parametrize("state", ["waiting for a trainer", "running"])
 def test_a_trainer_that_left_before_the_end_is_started_again(state: str) -> None:
     found = left_too_early(children(trainer=LONG), status(state, rollout="serving"))
     assert found is not None
@@ -48,6 +48,7 @@ def test_a_trainer_that_left_before_the_end_is_started_again(state: str) -> None
         ({"rollout": LONG}, status(trainer="training")),  # another worker of ours still works
         ({"rollout": LONG, "rollout_2": LONG}, status(rollout="serving")),  # one of another machine does
         ({"rollout": LONG, "rollout_2": LONG}, status("finished")),
+        ({"trainer": LONG}, status("evaluating", rollout="serving")),  # it has served the last version for as long as it does
         ({"rollout": 1.0, "rollout_2": 1.0}, status()),  # the others may be on their way out, too
         ({"rollout": LONG, "rollout_2": LONG}, None),  # the broker does not say what the run does
         ({"broker": LONG}, None),

@@ -114,6 +114,13 @@ def test_a_stalled_run_says_so_first() -> None:
     assert brief(stalled)[0] == first
 
 
+def test_a_last_evaluation_that_ended_early_is_told_with_its_reason() -> None:
+    (row,) = WHOLE["evaluations"]
+    ended = {**WHOLE, "evaluations": [{**row, "version": 12, "reason": "no worker is left to evaluate"}]}
+    assert "  evaluation of version 12 ended early: no worker is left to evaluate" in brief(ended)
+    assert not any("ended early" in line for line in brief(WHOLE))
+
+
 def test_a_broker_of_another_run_does_not_stand_for_the_one_that_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def visit(*given: Any, **how: Any) -> Iterator[None]:

@@ -1,0 +1,78 @@
+"""How a run ends: its trainer has finished, the last evaluations are made, then everyone is told to leave.
+
+An evaluation that nobody can make holds the end for `client_timeout_s` and is then ended with what it has: when no worker takes part, or
+when none that does serves its version and no trainer is there to pull it from. A restarted broker gives it that time anew.
+"""
+
+import math
+
+from broker.state import admission
+from broker.state.broker_state import State
+from broker.state.clients import is_present, still_here
+from broker.state.effects import Event
+from broker.state.features import evaluation
+from broker.state.records import Client, Evaluation
+from slimebus.bus.messages import Finish, Ok
+
+UNSERVED = "no worker serves its version"
+"""The reason under which its prompts are counted."""
+
+
+def finish(state: State, event: Event, ask: Finish) -> None:
+    """The last step is trained; workers leave once the last evaluation is done."""
+    state.finish_is_confirmed = True
+    if not state.meta.finishing:
+        state.meta.finishing, state.meta.finished_num_steps = True, state.rules.num_steps or 0
+        evaluation.start_automatic(state)
+        state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
+    state.reply(event.to, Ok())
+
+
+def is_over(state: State) -> bool:
+    """True once the run is finished, and everyone whom its broker waits for has left."""
+    return state.is_finished and not still_here(state)
+
+
+def confirm_finish(state: State) -> None:
+    """After a restart of the broker nobody from before has spoken for a while: they are gone, and no trainer has come to go on."""
+    before = state.members_before
+    if not state.meta.finishing or state.finish_is_confirmed or not before:
+        return
+    if any(c.role == "trainer" and is_present(c) and (c.name, c.instance) not in before for c in state.clients.values()):
+        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
+    else:
+        state.finish_is_confirmed = True
+
+
+def watch_evaluations(state: State) -> None:
+    """Set a deadline for each running evaluation that nobody can make, and cancel it when somebody can again."""
+    if not state.meta.finishing:
+        return
+    for running in evaluation.running(state):
+        timer = ("unserved evaluation", running.key)
+        if not why_unserved(state, running):
+            state.timers.cancel(timer)
+        elif state.timers.deadline(timer) == math.inf:
+            state.timers.set(timer, state.now + state.rules.client_timeout_s)
+
+
+def end_unserved(state: State, key: str) -> None:
+    """Nobody came who can make this evaluation."""
+    if why := why_unserved(state, state.evaluations[key]):
+        evaluation.end(state, state.evaluations[key], UNSERVED, why)
+
+
+def why_unserved(state: State, running: Evaluation) -> str:
+    """Why nobody who takes part can make an evaluation, now or after a pull; empty when somebody can."""
+    present = [client for client in state.clients.values() if is_present(client)]
+    workers = [client for client in present if client.role == "rollout"]
+    if not workers:
+        return "no worker is left to evaluate"
+    if any(client.role == "trainer" for client in present) or any(serves(state, client, running) for client in workers):
+        return ""
+    return f"no connected worker serves version {running.version} and the trainer that could serve it has left"
+
+
+def serves(state: State, worker: Client, running: Evaluation) -> bool:
+    """True for a worker that may lease prompts of this evaluation."""
+    return worker.serving >= running.version and not admission.unready_weights(state, worker)
