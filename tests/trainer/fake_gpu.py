@@ -4,9 +4,9 @@
                                  model; and the loss of each algorithm and correction
     fake_gpu.py ranks FOLDER     64 ranks of tensor 4 x pipeline 2 x expert 4, one after the other, of a fake process group
 
-A build of torch without CUDA has no device guard for `cuda`, which backward asks for; there a device named `gpu` takes its place. On a
-FakeTensor an operation with tensors of two devices raises, and so does whatever reads a value back to the host (item, nonzero, a mask
-as an index): a step that ends here waits for the device nowhere.
+Backward asks for the context of its device, which `cuda` has only where there is a GPU, whichever build of torch it is; a device named
+`gpu`, registered here, takes its place everywhere. On a FakeTensor an operation with tensors of two devices raises, and so does whatever
+reads a value back to the host (item, nonzero, a mask as an index): a step that ends here waits for the device nowhere.
 """
 
 import json
@@ -25,23 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 warnings.simplefilter("ignore")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-
-def fake_device() -> torch.device:
-    """`cuda` where torch is built for it, else `gpu`."""
-    if torch.backends.cuda.is_built():
-        return torch.device("cuda", 0)
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend("gpu")
-    return torch.device("gpu", 0)
-
-
-DEVICE = fake_device() if sys.argv[1] == "step" else torch.device("cpu")
+DEVICE = torch.device("cpu")
 if sys.argv[1] == "step":
     import torch._dynamo  # builds its tables of torch names once, and must see the originals
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from trainer.compat.cpu_compat import bridge_random_state, bridge_streams, compiles_nothing, renew_collectives
 
+    _setup_privateuseone_for_python_backend("gpu")
+    DEVICE = torch.device("gpu", 0)
     renew_collectives(dist)
     torch.compile = compiles_nothing
     bridge_streams(torch)

@@ -1,0 +1,29 @@
+# Sourced by bin/install and bin/install-sglang: chooses torch's build for this machine and says what it costs before it is downloaded.
+# `pip` is their install command, with a constraint on the version of torch.
+cpu_index=https://download.pytorch.org/whl/cpu
+
+has_gpu() { [ -e /proc/driver/nvidia/version ]; }
+
+# What pip with these options more would install as torch, in JSON; empty when torch is there. Only the CUDA build requires NVIDIA's packages.
+torch_plan() { "${pip[@]}" --dry-run --no-deps --report - "$@" torch; }
+
+# choose_torch CPU CUDA: what the whole installation costs with each build. Without a GPU it is the CPU build, from where pip is set up to look
+# or else PyTorch's index, which is then added to `pip`. Silent when torch is there already.
+choose_torch() {
+  local name=${0##*/} plan with_index
+  plan=$(torch_plan)
+  if [[ $plan == *'"nvidia-'* ]] && ! has_gpu; then
+    with_index=$(torch_plan --extra-index-url "$cpu_index" --timeout 10 --retries 0 2>/dev/null) || with_index=$plan
+    [[ $with_index == *'"nvidia-'* ]] || pip+=(--extra-index-url "$cpu_index")
+    plan=$with_index
+  fi
+  if [[ $plan != *'"nvidia-'* ]]; then
+    [[ $plan != *'"name": "torch"'* ]] || echo "$name: torch's CPU build: $1"
+  elif has_gpu; then
+    echo "$name: torch's CUDA build, as this machine has a GPU: $2"
+  else
+    echo "$name: torch's CUDA build, though this machine has no GPU: $2"
+    echo "$name: pip finds no CPU build ($1), neither where it is set up to look nor at $cpu_index"
+    echo "$name: to get one stop this (Ctrl-C) and start again with PIP_EXTRA_INDEX_URL=URL or PIP_FIND_LINKS=DIR naming an index or a folder that has one"
+  fi
+}
