@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from slimebus.sweep.results import BUCKETS, RunResult, by_condition, number
 from slimebus.sweep.statistics import Estimate, score_of, short, speed_of
-from slimebus.view.trace_chart import GREY, RULE, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Sections = Mapping[str, Sequence[RunResult]]
 """Title -> runs that differ in the axis alone."""
+INK, GREY, RULE = "#1f2933", "#6b7785", "#dde2e7"
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.linewidth": 0.8,
+    "axes.labelcolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+}
 BY_LAG = {
     "loss": ("loss", "loss, by the step's mean lag"),
     "log_ratio_p95": ("linear", "abs(log ratio), 95% quantile"),
