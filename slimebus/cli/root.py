@@ -28,7 +28,6 @@ COMMANDS = {
     "simulate": ("broker.simulate.cli:simulate", "Predict throughput, idle time and staleness of a run."),
     "status": ("slimebus.cli.commands.status:status", "Show the step, the reward, every worker and who waits for whom."),
     "sweep": ("slimebus.cli.commands.sweep:sweep", "Run the trials of a sweep.yaml, then compare them."),
-    "top": ("slimebus.cli.commands.top:top", "Show a run in this terminal while it goes on."),
     "trace": ("slimebus.cli.commands.trace:trace", "Write what trainer and workers did as a timeline."),
     "trainer": ("trainer.cli:trainer", "Run the trainer of a run."),
     "try": ("rollout.local_cli:try_", "One prompt through template, session, engine and reward."),

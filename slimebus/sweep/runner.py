@@ -25,7 +25,7 @@ from slimebus.cli.commands.up import arguments_of
 from slimebus.cli.launch import Child, Fleet
 from slimebus.sweep.plan import EarlyStop, Sweep, Trial
 from slimebus.view import report
-from slimebus.view.live_panel import main_dataset
+from slimebus.view.report import main_dataset
 from slimebus.weights.host.file_lock import FileLock
 
 POLL_S, LOOK_S = 0.5, 5.0
