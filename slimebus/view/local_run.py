@@ -33,7 +33,7 @@ MIN_LINES = 14
 """Of the view, where the terminal has as many."""
 CTRL_C_ECHO = 2
 """Columns left free: the ^C that a terminal echoes would begin a new line, and what is drawn could not be erased."""
-LEFT_S, BROKER_LEFT_S = 3.0, 30.0
+EXIT_GRACE_S, BROKER_EXIT_GRACE_S = 3.0, 30.0
 """A process that left is looked at after so long: the others of a run that has finished are on their way out, too."""
 MAX_RESTARTS = 3
 
@@ -193,9 +193,9 @@ def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> 
     for child in children:
         role, gone_s = child.role.partition("-")[0], now - child.ended_at if child.ended_at else 0.0
         if role == "broker":
-            if gone_s > BROKER_LEFT_S and any(not other.ended_at for other in children):
+            if gone_s > BROKER_EXIT_GRACE_S and any(not other.ended_at for other in children):
                 return child
-        elif gone_s > LEFT_S and status is not None and status["state"] != "finished":
+        elif gone_s > EXIT_GRACE_S and status is not None and status["state"] != "finished":
             present = {c["role"] for c in status["clients"] if c["state"] not in ("gone", "fenced")}
             running = {other.role.partition("-")[0] for other in children if not other.ended_at}
             if role not in present | running:
