@@ -89,6 +89,11 @@ def test_tables_stand_side_by_side_where_the_terminal_is_wide_enough() -> None:
     assert len(set(rows_of_heads(300))) == 1
 
 
+def test_a_table_without_rows_is_left_out() -> None:
+    lines = [line.strip("│ ") for line in (*lines_of(EARLY), *brief(EARLY, is_supervised=False))]
+    assert not [line for line in lines if line == "step" or line.startswith(("process  ", "dataset  "))]
+
+
 def test_tables_that_are_too_long_share_the_room_and_say_how_much_is_left_out() -> None:
     text = "\n".join(lines_of(CROWDED, 120, 40))
     processes, steps, evaluations = text.count(" starting: its engine "), text.count(" 1.98      2 "), text.count(" held ")
