@@ -9,7 +9,7 @@ from slimebus.cli.config.flags import ConfigCommand, config_argument, from_conte
 
 @click.command(cls=ConfigCommand)
 @config_argument
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: that of the run directory, else broker.bind.")
 @click.option("--worker-name", help="[name] Of this worker; default: made from host and process id.")
 @click.option(
     "--teacher", metavar="MODEL", help="[path or URL] Be the run's teacher: score its samples with this model, or running engine."

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from broker.buffer.reader import live_endpoint
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Edit, EditReply, Message
 from slimebus.bus.security.exposure import reachable
 from slimebus.bus.transport.client import Client
 from slimebus.cli.config import Resolved
-from slimebus.client.connect import visit
+from slimebus.client.connect import live_endpoint, visit
 
 GROUPS_A_REQUEST = 100
 """Ids and the reasons for refusals must fit one header."""
@@ -45,11 +44,11 @@ def open_editor(resolved: Resolved, file: Path | None, address: str | None, time
     address: of the broker; None: the one that has the run's store open, or, where none has, a temporary one.
     """
     with contextlib.ExitStack() as stack:
-        endpoint = address or live_endpoint(resolved.run_dir / "broker")
-        if endpoint is None and file is None:
+        endpoint = address or live_endpoint(resolved.run_dir)
+        if not endpoint and file is None:
             remedy = "give the RUN.yaml, so that it can be changed without one, or --broker"
             raise UsageError(f"no broker has the store under {resolved.run_dir} open; {remedy}")
-        if endpoint is None:
+        if not endpoint:
             endpoint = stack.enter_context(_temporary_broker(resolved))
         yield BufferEditor(stack.enter_context(visit(resolved, reachable(endpoint), what="buffer")), timeout_s)
 

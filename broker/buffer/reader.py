@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import fcntl
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -139,13 +138,3 @@ def _table(env: Any, txn: Any, name: str) -> Any:
         return env.open_db(name.encode(), txn=txn, create=False)
     except lmdb.NotFoundError:
         return None  # an older store has fewer tables
-
-
-def live_endpoint(folder: Path) -> str | None:
-    """Where the broker that has this store open listens; None when none has."""
-    with contextlib.suppress(OSError), (folder / "owner.lock").open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return lmdb_store.announced(lock).get("endpoint")
-    return None

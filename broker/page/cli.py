@@ -26,7 +26,7 @@ class ViewCommand(RunCommand):
 @click.command(cls=ViewCommand)
 @of_run("[RUN_DIR]")
 @click.option("--http", default="127.0.0.1:0", show_default=True, help="[address] Where the page is served; port 0 takes any free one.")
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: the one that has the run's store open.")
+@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: that of the run directory, else broker.bind.")
 @click.option("--listening", type=int, hidden=True, help="[file descriptor] A socket of the broker that starts this, instead of --http.")
 def view(run: Target, http: str, broker: str | None, listening: int | None) -> None:
     """Show a run on a web page, while it goes on or when it is over.

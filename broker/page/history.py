@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from slimebus.view.advice import advice, measured
+from slimebus.view.advice import advice, shares_of
 from slimebus.view.report import STEP_PARTS, WARM_STEPS, rows_of, worker_idle
 
 log = logging.getLogger("slimebus.page")
@@ -192,7 +192,7 @@ class History:
         warm = {name: values[WARM_STEPS if len(values) > WARM_STEPS else 0 :] for name, values in parts.items()}
         seconds = {name: float(values.sum()) for name, values in warm.items()}
         rows = [served for served in self.workers.values() if len(served) > 1]
-        found = measured(
+        found = shares_of(
             status,
             steps=len(self.columns["step"]),
             trainer_idle=seconds["wait_s"] / (sum(seconds.values()) or 1.0),

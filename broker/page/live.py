@@ -1,16 +1,12 @@
 """What the broker of a run says now, asked as any other client asks; the last it said, where none answers."""
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from broker.buffer.changes import BufferEditor
-from broker.buffer.reader import live_endpoint
-from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.bus.messages import EditReply
-from slimebus.bus.security.exposure import reachable
-from slimebus.cli.commands.status import ask_status, last_status
+from slimebus.cli.commands.status import RunStatus
 from slimebus.cli.config import Resolved
 from slimebus.client.connect import visit
 
@@ -20,48 +16,31 @@ LEFT_OUT = ("clients", "steps", "parked", "evaluations", "skipped_prompts")
 OF_CLIENT, OF_METRICS = ("name", "role", "state", "version", "leases", "silent_s"), ("sync_s", "tokens")
 
 
-class Live:
-    """The newest status. One thread asks. broker: its address; None: of the one that has the run's store open.
-
-    problem: why the status is not of now. took_s: how long the broker took to answer.
-    """
+class Live(RunStatus):
+    """The newest status, for one thread that asks. took_s: how long the broker took to answer."""
 
     def __init__(self, resolved: Resolved, broker: str | None) -> None:
-        self.resolved, self.broker = resolved, broker
-        self.status: dict[str, Any] = {}
-        self.problem, self.took_s = "", 0.0
-        self._opened, self._address = contextlib.ExitStack(), ""
-        self._client: Any = None
+        super().__init__(resolved, broker, what="page", timeout_s=ANSWER_S)
+        self.took_s = 0.0
 
-    def look(self) -> None:
-        """Ask; without a broker that answers the status stays, and `problem` says why."""
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Ask; without a broker that answers the status stays."""
         started = time.monotonic()
-        try:
-            if self._address != (address := self._endpoint()):
-                self._opened.close()
-                self._client = self._opened.enter_context(visit(self.resolved, address, what="page", role="viewer"))
-                self._address = address
-            self.status, self.problem = ask_status(self._client, ANSWER_S), ""
-        except SlimebusError as bad:
-            self._address = ""
-            self.status = self.status or last_status(self.resolved.run_dir) or {}
-            self.problem = "the run is over" if self.status.get("state") == "finished" else bad.text
+        super().poll(patience_s)
         self.took_s = time.monotonic() - started
-
-    def _endpoint(self) -> str:
-        found = self.broker or live_endpoint(self.resolved.run_dir / "broker")
-        if found is None:
-            raise UsageError("no broker of this run is running; this is what it last said")
-        return reachable(found)
 
     def replay(self, groups: Sequence[str]) -> EditReply:
         """Have dead or dropped groups tried again. Raises SlimebusError, as where no key of a client is at hand."""
-        with visit(self.resolved, self._endpoint(), what="page") as client:
+        with visit(self.resolved, self.broker, what="page", patience_s=0.0) as client:
             return BufferEditor(client, EDIT_S).edit_all("replay", groups, "asked for on the page")
 
-    def shown(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """The status as the page takes it: without the records, and one short row for each process."""
         clients = self.status.get("clients", [])
         rows = [[*(c[name] for name in OF_CLIENT), *(c["metrics"].get(name) for name in OF_METRICS)] for c in clients]
         found = {name: value for name, value in self.status.items() if name not in LEFT_OUT}
-        return found | {"problem": self.problem, "worker_columns": OF_CLIENT + OF_METRICS, "workers": rows}
+        return found | {"problem": self._reason(), "worker_columns": OF_CLIENT + OF_METRICS, "workers": rows}
+
+    def _reason(self) -> str:
+        """Why the status is not of now; empty when it is."""
+        return "" if self.problem is None else "the run is over" if self.is_over else self.problem.text

@@ -85,7 +85,7 @@ class Page:
         while True:
             await self._wanted.wait()
             await self.look()
-            self._send("status", self.live.shown() | await self._read(lambda: self.history.remarks(self.live.status)))
+            self._send("status", self.live.summary() | await self._read(lambda: self.history.remarks(self.live.status)))
             await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
             if not self._viewers:
                 self._wanted.clear()
@@ -93,7 +93,7 @@ class Page:
     async def look(self) -> None:
         """Ask the broker now."""
         async with self._one_asks:
-            await asyncio.to_thread(self.live.look)
+            await asyncio.to_thread(self.live.poll)
         await self._read(lambda: self.history.add_pulls(self.live.status.get("clients", [])))
 
     async def _read(self, work: Callable[[], T]) -> T:

@@ -55,7 +55,6 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--length-sigma", default=0.6, show_default=True, help="[ratio] Deviation of the logarithm of lengths.")
 @click.option("--max-length", default=LONGEST, help="[tokens] Where samples are cut.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with the histogram of lags.")
-@click.option("--plot", type=click.Path(path_type=Path), help="[path] Draw throughput, idle time and lag here (PNG).")
 @_options
 def simulate(
     run_dir: Path | None,
@@ -63,7 +62,6 @@ def simulate(
     length_sigma: float,
     max_length: float,
     as_json: bool,
-    plot: Path | None,
     **varied: str | None,
 ) -> None:
     """Play a run on a virtual clock: the broker's real decisions, with workers and trainer as timed models.
@@ -98,19 +96,15 @@ def simulate(
         played.append((workload, play(workload), mean_staleness(workload)))
         if as_json:
             click.echo(json.dumps(_row(given, *played[-1]) | itself))
-    shown = [name for name, values in given.items() if len(values) > 1]
+    varying = [name for name, values in given.items() if len(values) > 1]
     if not as_json:
-        rows = [[*(f"{getattr(w, name):g}" for name in shown), *(text(o) for text in SHOWN.values()), f"{f:.2f}"] for w, o, f in played]
-        click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in shown), *SHOWN, "formula"])))
+        rows = [[*(f"{getattr(w, name):g}" for name in varying), *(text(o) for text in SHOWN.values()), f"{f:.2f}"] for w, o, f in played]
+        click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN, "formula"])))
         click.echo(advice(played[-1][0], played[-1][1], lambda w: play(w).trainer_idle))
-        click.echo(textwrap.fill(f"values: {_as_flags(played[-1][0], shown)}", WIDTH, break_on_hyphens=False))
+        click.echo(textwrap.fill(f"values: {_as_flags(played[-1][0], varying)}", WIDTH, break_on_hyphens=False))
     if itself and not as_json:
         found = (f"{name} {steps_per_s:.3g} steps/s, mean lag {lag:.2f}" for name, (steps_per_s, lag) in itself.items())
         click.echo(f"{run_dir} itself: {', '.join(found)}")
-    if plot is not None:
-        from broker.simulate.plot import draw
-
-        draw(plot, shown, played)
 
 
 def _values(name: str, text: str) -> list[float]:

@@ -3,6 +3,7 @@
 The environment is the state. Payloads and prompts have tables of their own, so that reading the state back touches none of them.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -37,6 +38,8 @@ WAY_OUT = (
     "start over in a new run directory; `slimebus buffer verify` lists what is damaged, `slimebus buffer export` saves what is whole, "
     "`slimebus buffer import` takes it in there"
 )
+LOCK_TRIES, LOCK_RETRY_S = 20, 0.01
+"""Commands that look whether a broker works here hold its lock for some microseconds."""
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
 
@@ -366,9 +369,10 @@ def _lock(path: Path) -> Any:
         raise UsageError(f"the broker's store needs a folder, but {path} is a file; move it, or use another run directory") from None
     except OSError as bad:
         raise cannot_open(path, bad) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise UsageError(f"another broker has the store at {path} open; stop it or use another run directory", code="store_busy") from None
-    return lock
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        time.sleep(LOCK_RETRY_S)
+    lock.close()
+    raise UsageError(f"another broker has the store at {path} open; stop it or use another run directory", code="store_busy")

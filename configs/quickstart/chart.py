@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.cli.formatting import duration
+from slimebus.sweep.plots import GREY, INK, RULE, STYLE
 from slimebus.view.report import Report, Rows
-from slimebus.view.trace_chart import ACCURACY, GREY, INK, LAG, REWARD, RULE, STYLE, beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ACCURACY, REWARD, LAG = "#0b6e8a", "#d9822b", "#8796a5"
 MARGIN_LEFT, MARGIN_RIGHT = 0.06, 0.825
 REWARD_WINDOW = 9
 """Steps that the drawn reward is averaged over; each step's own is drawn faintly behind it."""
@@ -116,5 +117,6 @@ def _draw_steps_axis(axes: "Axes", time_of: dict[int, float]) -> None:
 
 def _label(axes: "Axes", height: float, color: str, text: str, note: str) -> None:
     """Text right of the axes at a height of its data, a smaller note under it."""
-    beside(axes, height, text, (10, 0), color=color, weight="bold", fontsize=10)
-    beside(axes, height, note, (10, -13), color=GREY, weight="normal", fontsize=8.5)
+    place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+    axes.annotate(text, (1, height), xytext=(10, 0), color=color, weight="bold", fontsize=10, **place)
+    axes.annotate(note, (1, height), xytext=(10, -13), color=GREY, fontsize=8.5, **place)

@@ -28,8 +28,8 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def columns(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> list[str]:
+def columns(rows: Iterable[Sequence[object]], header: Sequence[str] = (), *, gap: int = 2) -> list[str]:
     """Lines of plain text in which the cells of the rows stand below one another, however wide the terminal is."""
     cells = [list(map(str, row)) for row in itertools.chain([header] if header else [], rows)]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return [(" " * gap).join(map(str.ljust, row, widths)).rstrip() for row in cells]

@@ -28,13 +28,12 @@ COMMANDS = {
     "simulate": ("broker.simulate.cli:simulate", "Predict throughput, idle time and staleness of a run."),
     "status": ("slimebus.cli.commands.status:status", "Show the step, the reward, every worker and who waits for whom."),
     "sweep": ("slimebus.cli.commands.sweep:sweep", "Run the trials of a sweep.yaml, then compare them."),
-    "top": ("slimebus.cli.commands.top:top", "Show a run in this terminal while it goes on."),
     "trace": ("slimebus.cli.commands.trace:trace", "Write what trainer and workers did as a timeline."),
     "trainer": ("trainer.cli:trainer", "Run the trainer of a run."),
     "try": ("rollout.local_cli:try_", "One prompt through template, session, engine and reward."),
     "up": ("slimebus.cli.commands.up:up", "Start a whole run on this machine."),
     "view": ("broker.page.cli:view", "Show a run on a web page."),
-    "weights": ("slimebus.cli.commands.weights:weights", "Compare, apply and verify weights as files."),
+    "weights": ("slimebus.cli.commands.weights:weights", "Apply and verify weights as files."),
 }
 """Command -> its module and name there, and what `slimebus --help` says of it, for which nothing is imported."""
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)

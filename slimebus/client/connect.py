@@ -1,12 +1,15 @@
 """How a process connects to its broker: the address it was given, tried until a deadline, with a log line every few seconds."""
 
 import contextlib
+import fcntl
+import json
 import logging
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
@@ -30,8 +33,25 @@ WRONGLY_ASKED = ("forbidden", "no_dataset")
 
 
 def broker_address(resolved: Resolved, given: str | None) -> str:
-    """The broker's address: the --broker option, else the config's bind address as seen from this machine."""
-    return given or reachable(resolved.config.broker.bind)
+    """The broker's address as seen from this machine: the one given, else that of the broker in the run directory, else broker.bind.
+
+    Raises Unreachable where broker.bind has port 0 and no broker works in the run directory.
+    """
+    bind = resolved.config.broker.bind
+    found = given or live_endpoint(resolved.run_dir) or bind
+    if found == bind and bind.endswith(":0"):
+        raise Unreachable(f"no broker works in {resolved.run_dir}, and broker.bind {bind} names no port; start it, or give its --broker")
+    return found if given else reachable(found)
+
+
+def live_endpoint(run_dir: Path) -> str:
+    """Where the broker that works in this run directory, on this machine, listens; empty where none does."""
+    with contextlib.suppress(OSError, ValueError), (run_dir / "broker" / "owner.lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return str(dict(json.load(lock)).get("endpoint", ""))
+    return ""
 
 
 def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
@@ -58,7 +78,8 @@ def check_listening(address: str, wait_s: float) -> None:
     until = time.monotonic() + wait_s
     while not is_listening(address):
         if time.monotonic() > until:
-            raise Unreachable(f"no broker listens at {address}; has its run ended, or is the address another?")
+            waited = f" (waited {wait_s:g} s)" if wait_s else ""
+            raise Unreachable(f"no broker listens at {address}{waited}; has its run ended, or is the address another?")
         time.sleep(LOOK_AGAIN_S)
 
 

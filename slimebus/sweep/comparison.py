@@ -1,4 +1,4 @@
-"""A comparison as people read it: terminal, Markdown, one HTML file that can be mailed, JSON."""
+"""A comparison: in a terminal, as one HTML file that can be mailed, and as its data."""
 
 import base64
 import html
@@ -70,16 +70,6 @@ def _cells(of: Sequence[RunResult]) -> list[str]:
     return [f"{len(ran)} of {len(of)}", score, str(steps), duration(seconds), speed, f"{lag:.2f}", *means, notes]
 
 
-def markdown(results: Sequence[RunResult], axis: str) -> str:
-    """The sentence and the table of each section."""
-    parts = []
-    for title, runs in sections_of(results, axis).items():
-        rows = [("", *HEADER) if not axis else (short(axis), *HEADER), ("---",) * (len(HEADER) + 1), *table(runs, axis)]
-        lines = [f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in row)} |" for row in rows]
-        parts += [f"### {title}\n" if title else "", f"{conclusion(runs, axis)}\n" if axis else "", "\n".join(lines), ""]
-    return "\n".join(part for part in [*parts, NOTE, ""] if part or parts)
-
-
 def page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str:
     """The report: one HTML file without anything outside of it. about: what was run, as text."""
     sections = sections_of(results, axis)
@@ -109,7 +99,7 @@ def _image(svg: str) -> str:
 
 
 def show(results: Sequence[RunResult], wanted: str, out: Path | None, *, title: str, about: str) -> None:
-    """Print sentences and tables; with `out` also write report.html, table.md and results.json there."""
+    """Print sentences and tables; with `out` also write report.html, for people, and results.json, for programs, there."""
     axis = main_axis(results, wanted)
     if wanted and wanted != axis:
         click.echo(f"--axis {wanted}: no two of these runs differ in it alone; compared by {axis or 'nothing'}", err=True)
@@ -119,6 +109,5 @@ def show(results: Sequence[RunResult], wanted: str, out: Path | None, *, title: 
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.html").write_text(page(results, axis, title, about))
-        (out / "table.md").write_text(markdown(results, axis))
         (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
         click.echo(f"report   {out / 'report.html'}")

@@ -14,8 +14,7 @@ from slimebus.cli.config.saved import FILE
 from slimebus.sweep.plan import Sweep, label_of
 from slimebus.sweep.runner import Outcome, recorded
 from slimebus.view import report
-from slimebus.view.live_panel import main_dataset
-from slimebus.view.report import STEP_PARTS, WARM_STEPS, Rows
+from slimebus.view.report import STEP_PARTS, WARM_STEPS, Rows, main_dataset
 
 Condition = dict[str, str]
 ETA = "broker.max_staleness"

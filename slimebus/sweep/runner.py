@@ -25,10 +25,10 @@ from slimebus.cli.commands.up import arguments_of
 from slimebus.cli.launch import Child, Fleet
 from slimebus.sweep.plan import EarlyStop, Sweep, Trial
 from slimebus.view import report
-from slimebus.view.live_panel import main_dataset
+from slimebus.view.report import main_dataset
 from slimebus.weights.host.file_lock import FileLock
 
-POLL_S, LOOK_S = 0.5, 5.0
+POLL_S, SCORES_POLL_S = 0.5, 5.0
 STOP_S = 15.0
 """For a run to end in order."""
 MIN_OTHERS = 3
@@ -79,7 +79,7 @@ class Running:
 
     def __init__(self, trial: Trial, outcome: Outcome, child: Child, share: int) -> None:
         self.trial, self.outcome, self.child, self.share = trial, outcome, child, share
-        self.begun_at, self.earlier_s, self.looked_at = time.monotonic(), outcome.seconds, 0.0
+        self.begun_at, self.earlier_s, self.scores_read_at = time.monotonic(), outcome.seconds, 0.0
 
     @property
     def seconds(self) -> float:
@@ -111,7 +111,7 @@ class Runner:
                     while waiting and len(self.running) < self.sweep.plan.parallel:
                         self._start(fleet, waiting.pop(0))
                     for running in list(self.running):
-                        self._look(fleet, running)
+                        self._poll(fleet, running)
                     time.sleep(POLL_S)
         finally:
             lock.release()
@@ -139,16 +139,16 @@ class Runner:
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(child.process.pid, cpus)  # before it has started anything
         self.running.append(Running(trial, outcome, child, share))
-        self.say(f"{self._place(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
+        self.say(f"{self._heading(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
 
-    def _look(self, fleet: Fleet, running: Running) -> None:
+    def _poll(self, fleet: Fleet, running: Running) -> None:
         """End it, or have it ended, where there is a reason."""
         code = running.child.process.poll()
         if code is not None:
             self._take_out(fleet, running)
             self._end(running.trial, "failed" if code else "done", reason_in(running.child.log_file, code) if code else "")
-        elif self.sweep.plan.early_stop and time.monotonic() - running.looked_at > LOOK_S:
-            running.looked_at = time.monotonic()
+        elif self.sweep.plan.early_stop and time.monotonic() - running.scores_read_at > SCORES_POLL_S:
+            running.scores_read_at = time.monotonic()
             others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
             if why := hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
                 self._take_out(fleet, running)
@@ -172,9 +172,9 @@ class Runner:
         write_outcome(self.sweep, trial, outcome)
         rows = self.scores(trial)
         what = reason or (f"{rows[-1]['dataset']} {rows[-1]['mean_reward']:.3f}" if rows else "")
-        self.say(f"{self._place(trial)} {state} after {outcome.seconds:.0f} s" + (f": {what}" if what else ""))
+        self.say(f"{self._heading(trial)} {state} after {outcome.seconds:.0f} s" + (f": {what}" if what else ""))
 
-    def _place(self, trial: Trial) -> str:
+    def _heading(self, trial: Trial) -> str:
         return f"[{self.sweep.trials.index(trial) + 1}/{len(self.sweep.trials)}] {trial.name}:"
 
 

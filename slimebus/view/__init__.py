@@ -1,1 +1,1 @@
-"""What a run shows of itself: live panel, chart, result table, report, timeline."""
+"""What a run shows of itself: in the terminal, result table, report, advice, timeline."""

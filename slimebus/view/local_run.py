@@ -20,8 +20,7 @@ from slimebus.cli.config import Resolved
 from slimebus.cli.engine_plan import placement, visible
 from slimebus.cli.launch import Child, Fleet, free_port
 from slimebus.client.connect import visit
-from slimebus.view import report
-from slimebus.view.live_panel import LivePanel, main_dataset
+from slimebus.view import report, terminal
 from slimebus.view.result_table import result_table
 
 if TYPE_CHECKING:
@@ -30,7 +29,11 @@ if TYPE_CHECKING:
 COLOURS = {"broker": "yellow", "trainer": "cyan", "critic": "magenta", "teacher": "blue", "rollout": "green"}
 POLL_S, STATUS_EVERY_S, STATUS_TIMEOUT_S = 0.2, 0.5, 0.5
 PLAIN_EVERY_S = 5.0
-LEFT_S, BROKER_LEFT_S = 3.0, 30.0
+MIN_LINES = 14
+"""Of the view, where the terminal has as many."""
+CTRL_C_ECHO = 2
+"""Columns left free: the ^C that a terminal echoes would begin a new line, and what is drawn could not be erased."""
+EXIT_GRACE_S, BROKER_EXIT_GRACE_S = 3.0, 30.0
 """A process that left is looked at after so long: the others of a run that has finished are on their way out, too."""
 MAX_RESTARTS = 3
 
@@ -38,7 +41,7 @@ MAX_RESTARTS = 3
 class LocalRun:
     """Broker, trainer and workers of one config, and consumers beside them. arguments: that config as a command line.
 
-    consumers: by name, the words of the command that starts each. title: what the panel is called.
+    consumers: by name, the words of the command that starts each. title: what the run is called on the terminal.
     quiet: lines of the processes go to their log files only.
     """
 
@@ -55,8 +58,8 @@ class LocalRun:
         self.resolved, self.arguments, self.workers, self.quiet = resolved, arguments, workers, quiet
         self.consumers = consumers or {}
         self.console = Console(highlight=False)
-        self.dataset = main_dataset(resolved.config.eval.datasets)
-        self.panel = LivePanel(title or resolved.config.name, is_supervised=resolved.config.algorithm.is_supervised)
+        self.dataset = report.main_dataset(resolved.config.eval.datasets)
+        self.title = title or resolved.config.name
         self.failed: Child | None = None
         self._restarts: Counter[str] = Counter()
         self._asked_at = self._shown_at = 0.0
@@ -75,7 +78,7 @@ class LocalRun:
                     if self.failed is not None or len(ended) == len(fleet.children):
                         break
                     if client is not None and time.monotonic() - self._asked_at >= STATUS_EVERY_S:
-                        self._look(fleet, client, live)
+                        self._poll(fleet, client, live)
                     time.sleep(POLL_S)
             if self.failed is not None:
                 self._say(f"{describe(self.failed)}; ending the others")
@@ -95,26 +98,29 @@ class LocalRun:
             self._say(f"the run is not watched: {bad.text}")
             return None
 
-    def _look(self, fleet: Fleet, client: "Client", live: Live) -> None:
-        """Show the run, and start again who left it too early."""
+    def _poll(self, fleet: Fleet, client: "Client", live: Live) -> None:
+        """Show the run, and start a process again that left it too early."""
         self._asked_at = time.monotonic()
         status: dict[str, Any] | None = None
         with contextlib.suppress(SlimebusError):  # it starts, or has ended
-            status = ask_status(client, timeout_s=STATUS_TIMEOUT_S)
-            self.panel.take(status)
-            self._show(live)
+            status = ask_status(client, timeout_s=STATUS_TIMEOUT_S) | {"run": self.title}
+            self._show(status, live)
             if self.quiet and self._page != (url := report.page_url(self.resolved.run_dir)):
                 self._page = url
                 self._say(f"page: {url}")
         if (child := left_too_early(fleet.children, status)) is not None:
             self._start_again(fleet, child, status)
 
-    def _show(self, live: Live) -> None:
-        if self.console.is_terminal:
-            live.update(self.panel.render(), refresh=True)
+    def _show(self, status: dict[str, Any], live: Live) -> None:
+        is_supervised = self.resolved.config.algorithm.is_supervised
+        if self.console.is_interactive:
+            width, height = self.console.size
+            height = min(height, max(MIN_LINES, height // 2))  # the log goes on above it
+            width -= CTRL_C_ECHO
+            live.update(terminal.screen(status, is_supervised=is_supervised, width=width, height=height), refresh=True)
         elif self.quiet and time.monotonic() - self._shown_at > PLAIN_EVERY_S:
             self._shown_at = time.monotonic()
-            self.console.print(self.panel.line(), soft_wrap=True)
+            self.console.print(terminal.plain_line(status, is_supervised=is_supervised), soft_wrap=True, markup=False)
 
     def _start_again(self, fleet: Fleet, child: Child, status: dict[str, Any] | None) -> None:
         self._restarts[child.role] += 1
@@ -187,9 +193,9 @@ def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> 
     for child in children:
         role, gone_s = child.role.partition("-")[0], now - child.ended_at if child.ended_at else 0.0
         if role == "broker":
-            if gone_s > BROKER_LEFT_S and any(not other.ended_at for other in children):
+            if gone_s > BROKER_EXIT_GRACE_S and any(not other.ended_at for other in children):
                 return child
-        elif gone_s > LEFT_S and status is not None and _is_needed(role, status["state"]):
+        elif gone_s > EXIT_GRACE_S and status is not None and _is_needed(role, status["state"]):
             present = {c["role"] for c in status["clients"] if c["state"] not in ("gone", "fenced")}
             running = {other.role.partition("-")[0] for other in children if not other.ended_at}
             if role not in present | running:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -70,6 +70,12 @@ def rows_of(text: bytes) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def main_dataset(names: Iterable[str]) -> str:
+    """The evaluation whose mean reward stands for the run: `heldout`, else the first; empty without any."""
+    known = list(names)
+    return "heldout" if "heldout" in known else next(iter(known), "")
 
 
 def page_url(run_dir: Path) -> str:

@@ -137,8 +137,7 @@ def test_an_unreachable_broker_is_named_with_who_asked_and_for_how_long(run: Run
 
 def test_status_and_eval_say_who_does_not_answer(run: Run) -> None:
     said = Refusal(run, "status", str(run.file), "--timeout-s", "1", code=4).said
-    assert run.address in said
-    assert "in 1 s" in said
+    assert f"no broker listens at {run.address} (waited 1 s)" in said
 
 
 class FromAnotherRelease:

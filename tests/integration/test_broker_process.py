@@ -2,18 +2,25 @@
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from live_broker import LiveBroker
 from raw_cast import LINEAGE, begin, put, sample, train
+from slimebus_command import slimebus
+from waiting import wait_until
 
 from slimebus.bus.errors import Fenced, SlimebusError
 from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply, Lease, LeaseReply, Resume
 from slimebus.bus.transport.client import Client
+from slimebus.cli.commands.status import EXIT_UNREACHABLE, RunStatus
+from slimebus.cli.config import resolve
+from slimebus.client.connect import live_endpoint
 
 pytestmark = pytest.mark.integration
 
@@ -114,3 +121,27 @@ def test_an_unknown_request_is_refused_and_the_broker_goes_on(broker: LiveBroker
     with pytest.raises(SlimebusError, match="only a trainer"):
         client.call(Resume(step=0, version=0, lineage="L"))
     assert broker.status()["run"] == "live"
+
+
+def test_commands_find_a_broker_on_any_free_port_also_when_it_is_started_again_on_another(tmp_path: Path) -> None:
+    with LiveBroker(tmp_path, broker={"bind": "tcp://127.0.0.1:0"}) as broker:
+        wait_until("the broker's address", lambda: live_endpoint(broker.run_dir))
+        assert "run live: waiting for a trainer, step 0" in slimebus("status", broker.file).stdout
+        assert "max_staleness" in slimebus("set", broker.file).stdout
+        run = RunStatus(resolve(broker.file), None, what="test", timeout_s=10.0)
+        with closing(run):
+            run.poll()
+            assert run.problem is None
+            first = live_endpoint(broker.run_dir)
+            broker.kill()
+            refused = slimebus("status", broker.file)
+            assert (refused.returncode, f"no broker works in {broker.run_dir}" in refused.stderr) == (EXIT_UNREACHABLE, True)
+            run.timeout_s = 0.2
+            run.poll()
+            assert (run.problem is None, run.status["run"]) == (False, "live"), "what is known stays"
+            run.timeout_s = 10.0
+            with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):  # the port is another program's now
+                broker.start()
+                wait_until("another address", lambda: live_endpoint(broker.run_dir) not in ("", first))
+                run.poll()
+            assert run.problem is None

@@ -11,7 +11,7 @@ import click
     "--axis", default="", help="[name] What is compared; default: broker.max_staleness where the runs differ in it, else the last."
 )
 @click.option("--score", default="", help="[name] The evaluation to compare by; default: heldout, or the first.")
-@click.option("--out", type=click.Path(path_type=Path), help="[path] Folder for report.html, table.md and results.json.")
+@click.option("--out", type=click.Path(path_type=Path), help="[path] Folder for report.html and results.json.")
 def compare(runs: tuple[Path, ...], axis: str, score: str, out: Path | None) -> None:
     """Compare runs by what their settings differ in; runs that differ in their seed alone are taken together (docs/sweep.md).
 

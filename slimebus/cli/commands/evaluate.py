@@ -17,7 +17,7 @@ import msgspec
 from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.bus.messages import Evaluate, EvaluateReply
 from slimebus.cli.config.file_checks import worker_problems
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import META, OF_RUN, ConfigCommand, config_argument, from_context
 from slimebus.cli.config.load import raise_all
 from slimebus.cli.config.saved import saved_config
 from slimebus.cli.config.schema import EvalDataset
@@ -33,7 +33,7 @@ CHECKPOINT = re.compile(r"step_[0-9]+")
 
 @click.command("eval", cls=ConfigCommand)
 @config_argument
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--broker", help=f"[address] Of the broker, tcp://HOST:PORT; default: {OF_RUN}.")
 @click.option("--dataset", "datasets", multiple=True, help="[name] Of eval.datasets, may be repeated; default: all.")
 @click.option(
     "--model",

@@ -11,10 +11,11 @@ import click
 
 from slimebus.bus.errors import DataError, SlimebusError, Unreachable
 from slimebus.bus.messages import Status, StatusReply
+from slimebus.cli.config import Resolved
 from slimebus.cli.config.flags import ConfigCommand, asks_broker, config_argument, from_context
-from slimebus.cli.formatting import columns, count
-from slimebus.client.connect import broker_address, is_listening, visit
-from slimebus.view.live_panel import LivePanel, tokens_per_s
+from slimebus.cli.formatting import duration
+from slimebus.client.connect import RESTART_S, broker_address, is_listening, visit
+from slimebus.view import terminal
 from slimebus.view.report import read_map
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 EXIT_STALLED = 3
 EXIT_UNREACHABLE = 4
-LAST = "status.json"
-OF_BROKER = {"run", "state", "step", "version", "steps", "clients", "waste", "waiting"}
-SHOWN_ROWS = 12
-WATCH_EVERY_S, PLAIN_EVERY_S = 1.0, 5.0
-OF_WORKER = ("name", "state", "lag", "groups", "tokens/s", "last heard")
+FILE = "status.json"
+OF_BROKER = {"run", "lineage", "state", "step", "version", "steps", "clients", "waste", "waiting"}
+POLL_S, PLAIN_POLL_S = 1.0, 5.0
+PATIENCE_S = 600.0
+"""A watched run whose broker is silent for longer is given up."""
 
 
 def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
@@ -34,6 +35,65 @@ def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
     reply = client.call(Status(), timeout_s=timeout_s)
     reply.expect(StatusReply)
     return dict(json.loads(bytes(reply.bulk[0])))
+
+
+def last_status(run_dir: Path) -> dict[str, Any] | None:
+    """What the broker of the run wrote when it ended; None when there is no such file, or another's."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError, DataError):
+        found = read_map(run_dir / FILE)
+    return found if found.keys() >= OF_BROKER else None
+
+
+class RunStatus:
+    """The newest status of a run: its broker's, or, where none answers, the one that the broker wrote when it ended.
+
+    broker: its address, where the user gave one. status: empty while nothing is known; made_at: when, in seconds since the epoch.
+    problem: why the status is not of now; None when it is.
+    """
+
+    def __init__(self, resolved: Resolved, broker: str | None, *, what: str, timeout_s: float) -> None:
+        self.resolved, self.broker, self.what, self.timeout_s = resolved, broker, what, timeout_s
+        self.status: dict[str, Any] = {}
+        self.made_at = time.time()
+        self.problem: SlimebusError | None = None
+        self._opened = contextlib.ExitStack()
+        self._client: Client | None = None
+        self._address = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has finished."""
+        return self.status.get("state") == "finished"
+
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Ask the broker; one that was started again may have another address. patience_s: how long to wait until one listens."""
+        try:
+            if self._client is None:
+                self._address = ""
+                self._address = broker_address(self.resolved, self.broker)
+                asked = visit(self.resolved, self._address, what=self.what, role="viewer", patience_s=patience_s)
+                self._client = self._opened.enter_context(asked)
+            self.status, self.made_at, self.problem = ask_status(self._client, self.timeout_s), time.time(), None
+        except SlimebusError as bad:
+            self.problem = bad
+            self.close()
+            if bad.code == "wrong_run" or not is_listening(self._address):  # one that listens and does not answer may be starting
+                self._read_file()
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self._client = None
+        self._opened.close()
+
+    def _read_file(self) -> None:
+        """Take the broker's file where it is newer than what is known, unless it may be of another run than the one at a given address."""
+        found, expected = last_status(self.resolved.run_dir), self.resolved.expected_run
+        if found is None or (self.broker and found["run"] != expected):
+            return
+        is_newer = (found["run"], found["lineage"]) == (self.status.get("run"), self.status.get("lineage"))
+        if not self.status or (is_newer and found["step"] >= self.status["step"]):
+            self.status, self.made_at = found, (self.resolved.run_dir / FILE).stat().st_mtime
 
 
 @click.command(cls=ConfigCommand)
@@ -45,126 +105,69 @@ def ask_status(client: "Client", timeout_s: float) -> dict[str, Any]:
 )
 @click.pass_context
 def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, watch: bool, timeout_s: float) -> None:
-    """Show the step, reward and lag, every worker and who waits for whom.
+    """Show the step, reward and lag, every process and who waits for whom.
 
     Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
     4 when no broker answers. Of a run whose broker has ended, the last status in its run directory is shown.
     """
     resolved = from_context(ctx, run_yaml)
-    found, last = None, None if broker else last_status(resolved.run_dir)
-    try:
-        if last is None or is_listening(broker_address(resolved, None)):
-            with visit(resolved, broker, what="status", role="viewer") as client:
-                found = ask_status(client, timeout_s)
-                if watch:
-                    found = _watch(client, found, timeout_s, is_supervised=resolved.config.algorithm.is_supervised)
-    except SlimebusError as bad:
-        over = last_status(resolved.run_dir) if found else None
-        if over and found and (over["run"], over["state"]) == (found["run"], "finished"):  # between two looks of --watch
-            found, last = None, over
-        elif isinstance(bad, Unreachable):
-            click.echo(f"slimebus: {bad.text}", err=True)
-            sys.exit(EXIT_UNREACHABLE)
-        elif bad.code != "wrong_run" or last is None:
-            raise
-        else:
-            click.echo(f"slimebus: {bad.text}", err=True)
-    shown = found or last or {}
-    is_over = shown.get("state") == "finished"
-    what = "the run is over" if is_over else "no broker runs; started again with the same run directory it goes on"
-    lines = [] if found else [f"{what}. Its last status ({resolved.run_dir / LAST}):"]
+    is_supervised = resolved.config.algorithm.is_supervised
+    run = RunStatus(resolved, broker, what="status", timeout_s=timeout_s)
+    with contextlib.closing(run):
+        run.poll(0.0 if not broker and last_status(resolved.run_dir) else min(timeout_s, RESTART_S))
+        if watch and run.problem is None:
+            _watch(run, is_supervised=is_supervised)
+    if run.problem is not None:
+        _report_problem(run)
+    lines = [] if run.problem is None else [_heading(run)]
     if as_json:
-        click.echo(json.dumps(shown, indent=2))
+        click.echo(json.dumps(run.status, indent=2))
     else:
-        click.echo("\n".join([*lines, *brief(shown, is_supervised=resolved.config.algorithm.is_supervised)]))
-    if not found and not is_over:
+        click.echo("\n".join([*lines, *terminal.brief(run.status, is_supervised=is_supervised)]))
+    if run.problem is not None and not run.is_over:
         sys.exit(EXIT_UNREACHABLE)
-    if found and found.get("stalled"):
+    if run.problem is None and run.status["stalled"]:
         sys.exit(EXIT_STALLED)
 
 
-def last_status(run_dir: Path) -> dict[str, Any] | None:
-    """What the broker of the run wrote when it ended; None when there is no such file, or another's."""
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError, DataError):
-        found = read_map(run_dir / LAST)
-    return found if found.keys() >= OF_BROKER else None
-
-
-def _watch(client: "Client", found: dict[str, Any], timeout_s: float, *, is_supervised: bool) -> dict[str, Any]:
-    """Show the run until it is over; the last status."""
+def _watch(run: RunStatus, *, is_supervised: bool) -> None:
+    """Show the run until it is over, or its broker has been silent for too long."""
     from rich.console import Console
     from rich.live import Live
 
-    panel, console = LivePanel(str(found["run"]), is_supervised=is_supervised), Console(highlight=False)
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while True:
-            panel.take(found)
-            if console.is_terminal:
-                live.update(panel.render(), refresh=True)
+    console, answered_at = Console(highlight=False), time.monotonic()
+    with Live(console=console, auto_refresh=False, screen=True) if console.is_interactive else contextlib.nullcontext() as live:
+        while not run.is_over and time.monotonic() - answered_at < PATIENCE_S:
+            problem = f"no answer for {duration(time.time() - run.made_at)}: {run.problem.text}" if run.problem else ""
+            if live is None:
+                line = f"{run.status['run']}: {problem}" if problem else terminal.plain_line(run.status, is_supervised=is_supervised)
+                console.print(line, soft_wrap=True, markup=False)
             else:
-                console.print(panel.line(), soft_wrap=True, markup=False)
-            if found["state"] == "finished":
-                return found
-            time.sleep(WATCH_EVERY_S if console.is_terminal else PLAIN_EVERY_S)
-            found = ask_status(client, timeout_s)
+                width, height = console.size
+                view = terminal.screen(run.status, is_supervised=is_supervised, width=width, height=height, problem=problem)
+                live.update(view, refresh=True)
+            time.sleep(PLAIN_POLL_S if live is None else POLL_S)
+            run.poll()
+            if run.problem is None:
+                answered_at = time.monotonic()
+            elif not isinstance(run.problem, Unreachable):
+                return
 
 
-def brief(found: dict[str, Any], *, is_supervised: bool = False) -> list[str]:
-    """The status in lines that a person reads in five seconds: what the run does, the workers, who waits, what went wrong."""
-    panel = LivePanel("", is_supervised=is_supervised)
-    panel.take(found)
-    texts = panel.texts() | {"waiting": ""} | _troubles(found)
-    if found["state"] == "finished":
-        del texts["groups"]  # none is on its way any more
-    lines = [*_headline(found), *(f"  {label:<10} {text}" for label, text in texts.items() if text)]
-    workers = [client_row(c, found["version"]) for c in found["clients"] if c["role"] == "rollout"]
-    if workers:
-        lines += [f"  {line}" for line in columns([[text_of(row[name]) for name in OF_WORKER] for row in workers[:SHOWN_ROWS]], OF_WORKER)]
-    hidden = len(workers) - SHOWN_ROWS
-    return [*lines, *([f"  and {hidden} more workers (--json)"] if hidden > 0 else []), *(f"  {sentence}" for sentence in found["waiting"])]
+def _report_problem(run: RunStatus) -> None:
+    """Say why no broker answers, where the file alone does not tell; raise what the user has to mend."""
+    problem = run.problem
+    assert problem is not None
+    if not isinstance(problem, Unreachable) and (problem.code != "wrong_run" or not run.status):
+        raise problem
+    if run.broker or problem.code == "wrong_run" or not run.status:
+        run_dir = run.resolved.run_dir
+        hint = "" if run.broker or run_dir.exists() else f"; there is no run at {run_dir} either"
+        click.echo(f"slimebus: {problem.text}{hint}", err=True)
+    if not run.status:
+        sys.exit(EXIT_UNREACHABLE)
 
 
-def client_row(client: dict[str, Any], newest: int) -> dict[str, Any]:
-    """What is shown of one process. newest: the run's version."""
-    version, metrics = client["version"] if (client["version"] or 0) >= 0 else None, client["metrics"]
-    return {
-        "name": client["name"],
-        "role": client["role"],
-        "state": client["state"],
-        "version": version,
-        "lag": None if version is None else newest - version,
-        "groups": client["leases"],
-        "tokens/s": count(tokens_per_s(metrics)) if "serving_s" in metrics else None,
-        "last heard": f"{client['silent_s']:.0f} s ago",
-    }
-
-
-def _troubles(found: dict[str, Any]) -> dict[str, str]:
-    """What somebody should know of that is not as it should be; label -> text, empty when there is nothing."""
-    waste = (f"{one['groups']} groups {reason} ({count(one['tokens'])} tokens)" for reason, one in found["waste"].items() if one["groups"])
-    counted = found.get("counted", {})
-    ended = [row for row in found.get("evaluations", [])[-1:] if row["done"] and row["reason"]]
-    failed, dead, skipped = counted.get("samples failed"), found["groups"].get("dead"), found.get("skipped_prompts")
-    return {
-        "waste": ", ".join(waste),
-        "failed": f"{failed} of {counted.get('samples put', 0)} samples had no reward; the logs of workers say why" if failed else "",
-        "evaluation": "".join(f"of version {row['version']} ended early: {row['reason']}" for row in ended),
-        "dead": f"{dead} groups (slimebus buffer ls --state dead)" if dead else "",
-        "skipped": f"{skipped} bad prompts" if skipped else "",
-        "security": found.get("security", {}).get("problem") or "",
-    }
-
-
-def _headline(found: dict[str, Any]) -> list[str]:
-    stalled, steps = found.get("stalled"), found.get("num_steps") or "?"
-    lines = [f"stalled for {stalled['since_s']:.0f} s (limit {stalled['limit_s']:.0f} s): {stalled['reason']}"] if stalled else []
-    of_version = f", version {found['version']}" if found.get("version", -1) >= 0 else ""
-    return [*lines, f"run {found.get('run')}: {found.get('state')}, step {found.get('step')} of {steps}{of_version}"]
-
-
-def text_of(value: Any) -> str:
-    """A value of the status in few characters."""
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "-" if value in (None, "") else str(value)
+def _heading(run: RunStatus) -> str:
+    what = "the run is over" if run.is_over else "no broker runs; started again with the same run directory it goes on"
+    return f"{what}. Its last status, {duration(time.time() - run.made_at)} old:"

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from slimebus.bus.errors import UsageError
 from slimebus.cli.config.flags import RunCommand, Target, of_run
 
 
@@ -14,10 +13,7 @@ from slimebus.cli.config.flags import RunCommand, Target, of_run
     "--out", type=Path, help="[path] Chrome trace events, for ui.perfetto.dev; default: RUN_DIR/trace.json, of a step trace-STEP.json."
 )
 @click.option("--step", type=click.IntRange(min=0), help="[step] Write the life of each sample that this step trained.")
-@click.option("--plot", type=Path, help="[path] Draw a few steps here (PNG).")
-@click.option("--begin-s", type=click.FloatRange(min=0), help="[seconds] Where the picture begins; default: four steps from the middle.")
-@click.option("--end-s", type=click.FloatRange(min=0), help="[seconds] Where the picture ends.")
-def trace(run: Target, out: Path | None, step: int | None, plot: Path | None, begin_s: float | None, end_s: float | None) -> None:
+def trace(run: Target, out: Path | None, step: int | None) -> None:
     """Write what trainer and workers did as a timeline: steps, publishing, pulls, loads, sampled groups.
 
     With --step: each sample of a step from its prompt to its training, over all processes.
@@ -31,12 +27,3 @@ def trace(run: Target, out: Path | None, step: int | None, plot: Path | None, be
     spans = timeline.work(recorded) if step is None else timeline.lives(recorded, step)
     timeline.write_chrome(spans, out)
     click.echo(f"{out}: {len(spans)} spans; open it in ui.perfetto.dev")
-    if plot is None:
-        return
-    try:
-        from slimebus.view.trace_chart import draw_trace
-
-        draw_trace(spans, plot, begin_s=begin_s, end_s=end_s)
-    except ModuleNotFoundError as absent:
-        raise UsageError(f"--plot needs {absent.name}: pip install 'slimebus[plot]'") from None
-    click.echo(f"{plot}: picture")

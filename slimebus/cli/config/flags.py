@@ -19,6 +19,8 @@ SIMILAR = 0.8
 """Of two names, by difflib: below it nothing is suggested."""
 LONGEST_WAIT_S = 86_400
 """The longest --timeout-s."""
+OF_RUN = "that of the run directory, else broker.bind"
+"""Which broker a command asks where none is given."""
 SWITCH_WORDS = ("true", "false", "True", "False")
 
 
@@ -211,7 +213,7 @@ def of_run(names: str = "", count: int | None = None) -> Callable[[Callable[...,
     return decorate
 
 
-def asks_broker(timeout_s: float, default: str = "broker.bind of the config") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def asks_broker(timeout_s: float, default: str = OF_RUN) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command gets the options `broker` and `timeout_s`."""
     broker = click.option("--broker", help=f"[address] Of the broker, tcp://HOST:PORT; default: {default}.")
     help_ = "[seconds] How long to wait for the broker."

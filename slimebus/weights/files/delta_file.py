@@ -18,14 +18,12 @@ import msgspec
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
 from slimebus.weights.pull.plan import Job, Plan
-from slimebus.weights.store.version_store import Delta, entry_of
-from slimebus.weights.tensors import NO_BASE, STEPPED_DTYPES, Target, Tensor, Weights, checksum, digest_of
+from slimebus.weights.tensors import NO_BASE, Target, Tensor, Weights, checksum, digest_of
 
 MAGIC = b"SLMBDF01"
 HEAD_BYTES = 32
@@ -105,21 +103,6 @@ def joined(parts: Sequence[DeltaFile]) -> DeltaFile:
     check_names(entries)
     manifest = msgspec.structs.replace(first, tensors=entries, digest=digest_of(entry.form for entry in entries))
     return DeltaFile(manifest, {name: payload for part in parts for name, payload in part.payloads.items()})
-
-
-def between(base: Weights, target: Weights) -> tuple[Manifest, list[Any]]:
-    """What leads from base to target: a manifest and its payloads. A tensor that base lacks, or has in another form, is whole."""
-    entries, payloads, before = [], list[Any](), {form.name: form for form in base.forms}
-    for form in target.forms:
-        old, tensor, delta = before.get(form.name), target.tensors[form.name], None
-        if old is not None and old != form and old._replace(hash=form.hash) == form and form.dtype in STEPPED_DTYPES:
-            encoded = delta_codec.encode(base.tensors[form.name].steps, tensor.steps)
-            delta = Delta.of(encoded, old.hash) if len(encoded.payload) < form.size else None
-        entries.append(entry_of(form, delta, is_changed=old != form))
-        if old != form:
-            payloads.append(delta.payload if delta else tensor.buffer.data)
-    manifest = Manifest(lineage=target.lineage, version=target.version, digest=target.digest, tensors=entries, base=base.version)
-    return manifest, payloads
 
 
 def base_for(delta: DeltaFile, tensors: Mapping[str, Tensor]) -> Weights:

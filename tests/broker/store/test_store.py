@@ -1,12 +1,13 @@
 """The two stores keep the same promise; the one on disk survives."""
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
 import pytest
 
-from broker.store import LmdbStore, MemoryStore, Store, Write, open_store
+from broker.store import LmdbStore, MemoryStore, Store, Write, lmdb_store, open_store
 from broker.store.records import pack_frames, unpack_frames
 from slimebus.bus.errors import UsageError
 
@@ -64,6 +65,15 @@ def test_a_second_broker_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another broker"):
         LmdbStore(tmp_path, is_synced=False)
     store.close()
+
+
+def test_a_command_that_looks_whether_a_broker_works_here_does_not_refuse_one_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "owner.lock").open("w") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(lmdb_store.time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN))
+        LmdbStore(tmp_path, is_synced=False).close()
 
 
 def test_memory_forgets() -> None:

@@ -77,7 +77,7 @@ def sweep_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, codes: dict[str
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(usual | tree))
     monkeypatch.setattr(runner, "Fleet", FakeFleet)
     monkeypatch.setattr(runner, "POLL_S", 0.0)
-    monkeypatch.setattr(runner, "LOOK_S", -1.0)
+    monkeypatch.setattr(runner, "SCORES_POLL_S", -1.0)
     monkeypatch.setattr(runner, "asked_refusals", lambda sweep: {})
     monkeypatch.setattr(FakeFleet, "codes", codes or {})
     return load(tmp_path / "s.yaml")
@@ -166,9 +166,9 @@ def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [state for state, _ in states(sweep)] == ["done"] * 3 + ["stopped"]
 
 
-def test_every_running_trial_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scores_of_every_running_trial_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = sweep_of(tmp_path, monkeypatch, parallel=3, codes=dict.fromkeys(f"max_staleness={n},seed=0" for n in range(3)), early_stop={})
-    monkeypatch.setattr(runner, "LOOK_S", 60.0)
+    monkeypatch.setattr(runner, "SCORES_POLL_S", 60.0)
     monkeypatch.setattr(runner, "hopeless", lambda rows, others, rule: "hopeless")
     Runner(sweep, print).run()
     assert states(sweep) == [("stopped", 1)] * 3

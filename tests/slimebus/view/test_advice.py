@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from slimebus.view.advice import Measured, advice, measured
+from slimebus.view.advice import RunShares, advice, shares_of
 
 
-def run(**changes: Any) -> Measured:
+def run(**changes: Any) -> RunShares:
     usual: dict[str, Any] = {"steps": 10, "trainer_idle": 0.0, "worker_idle": 0.0, "workers": 3, "tokens": 1000.0, "max_staleness": 2.0}
-    return Measured(**(usual | {"lags": {0: 10}, "wasted": {}, "unused": {}} | changes))
+    return RunShares(**(usual | {"lags": {0: 10}, "wasted": {}, "unused": {}} | changes))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_largest_waste_is_told_with_its_share() -> None:
 
 
 def test_a_run_that_trained_nothing_gets_none() -> None:
-    assert advice(measured({}, steps=20, trainer_idle=0.0, worker_idle=None, workers=0, tokens=0.0)) == []
+    assert advice(shares_of({}, steps=20, trainer_idle=0.0, worker_idle=None, workers=0, tokens=0.0)) == []
 
 
 def test_a_status_is_read() -> None:
@@ -85,8 +85,8 @@ def test_a_status_is_read() -> None:
         "waste": {"stale": {"groups": 1, "tokens": 7}},
         "counted": {"unused: zero_variance": 2, "samples put": 9},
     }
-    found = measured(status, steps=20, trainer_idle=0.1, worker_idle=0.2, workers=2, tokens=5.0)
+    found = shares_of(status, steps=20, trainer_idle=0.1, worker_idle=0.2, workers=2, tokens=5.0)
     assert (found.lags, found.wasted, found.unused) == ({0: 3, 4: 1}, {"stale": 7}, {"zero_variance": 2})
     for word in (None, "unbounded"):
-        unbounded = measured({"settings": {"max_staleness": word}}, steps=20, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
+        unbounded = shares_of({"settings": {"max_staleness": word}}, steps=20, trainer_idle=0.1, worker_idle=None, workers=2, tokens=5.0)
         assert unbounded.max_staleness == math.inf

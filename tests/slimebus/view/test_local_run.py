@@ -11,7 +11,7 @@ import pytest
 from slimebus.bus.errors import UsageError
 from slimebus.cli.config import resolve
 from slimebus.cli.launch import Fleet
-from slimebus.view.local_run import BROKER_LEFT_S, LEFT_S, left_too_early, start_all
+from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, left_too_early, start_all
 
 HERE = ("broker", "trainer", "rollout", "rollout-2")
 
@@ -26,7 +26,7 @@ def status(state: str = "running", **clients: str) -> dict[str, Any]:
     return {"state": state, "clients": [{"role": role, "state": is_in} for role, is_in in clients.items()]}
 
 
-LONG = LEFT_S + 1
+LONG = EXIT_GRACE_S + 1
 
 
 def test_workers_that_left_a_run_that_goes_on_are_started_again() -> None:
@@ -52,7 +52,7 @@ def test_a_trainer_that_left_before_the_end_is_started_again(state: str) -> None
         ({"rollout": 1.0, "rollout_2": 1.0}, status()),  # the others may be on their way out, too
         ({"rollout": LONG, "rollout_2": LONG}, None),  # the broker does not say what the run does
         ({"broker": LONG}, None),
-        ({"broker": 2 * BROKER_LEFT_S, "trainer": LONG, "rollout": LONG, "rollout_2": LONG}, None),
+        ({"broker": 2 * BROKER_EXIT_GRACE_S, "trainer": LONG, "rollout": LONG, "rollout_2": LONG}, None),
     ],
 )
 def test_one_who_is_not_needed_stays_away(gone: dict[str, float], told: dict[str, Any] | None) -> None:
@@ -60,7 +60,7 @@ def test_one_who_is_not_needed_stays_away(gone: dict[str, float], told: dict[str
 
 
 def test_a_broker_that_ended_while_others_work_is_started_again() -> None:
-    found = left_too_early(children(broker=BROKER_LEFT_S + 1), None)
+    found = left_too_early(children(broker=BROKER_EXIT_GRACE_S + 1), None)
     assert found is not None
     assert found.role == "broker"
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from delta_files import between
 
 from slimebus.bus import envelope
 from slimebus.weights import messages
@@ -118,7 +119,7 @@ def test_stored_files_of_a_chain_still_lead_to_their_versions() -> None:
 
 
 def test_a_full_copy_is_still_written_the_same(tmp_path: Path) -> None:
-    delta_file.write(tmp_path / "chain.full", *delta_file.between(NOTHING, chain_version(0)))
+    delta_file.write(tmp_path / "chain.full", *between(NOTHING, chain_version(0)))
     assert (tmp_path / "chain.full").read_bytes() == (GOLDEN / "chain.full").read_bytes()
 
 
@@ -129,7 +130,7 @@ def _write_missing() -> None:
     chain = {"chain.full": (NOTHING, chain_version(0)), "chain.delta": (chain_version(0), chain_version(1))}
     for name, pair in chain.items():
         if not (GOLDEN / name).exists():
-            delta_file.write(GOLDEN / name, *delta_file.between(*pair))
+            delta_file.write(GOLDEN / name, *between(*pair))
     files = {payload_file(form, zstd): delta_codec.encode(*arrays(form), zstd=zstd).payload for form in FRACTIONS for zstd in (False, True)}
     files |= {GOLDEN / f"{name}.msgpack": envelope.encode(message, id=7, run="r", sender="s") for name, message in MESSAGES.items()}
     files[GOLDEN / "manifest.msgpack"] = msgspec.msgpack.encode(MANIFEST)

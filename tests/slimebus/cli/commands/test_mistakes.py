@@ -26,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
     [
         (["set", "--timeout-s", "soon"], "slimebus: Invalid value for '--timeout-s': 'soon' is not a valid float. (`slimebus set --help`)"),
         (["buffer", "ls", "--state", "lost"], "(`slimebus buffer ls --help`)"),
-        (["weights", "ls", "/no/such/folder"], "Path '/no/such/folder' does not exist. (`slimebus weights ls --help`)"),
+        (["weights", "verify", "/no/such/folder"], "Path '/no/such/folder' does not exist. (`slimebus weights verify --help`)"),
         (["nope"], "slimebus: No such command 'nope'."),
         (["status", "--no-such-option"], "slimebus: No such option"),
     ],

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from delta_files import write_between
 from slimebus_command import slimebus
 
 from slimebus.bus.errors import UsageError
 from slimebus.cli.commands.weights import weights
 from slimebus.cli.root import main
-from slimebus.weights.files import listing
+from slimebus.weights.files import stored_weights
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.files.safetensors_file import as_weights, read_model, write_file, write_model
 from slimebus.weights.store.version_store import VersionStore
@@ -44,23 +45,10 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "a", tmp_path / "b"
 
 
-def test_diff_counts_values_steps_and_layers(pair: tuple[Path, Path]) -> None:
-    found = json.loads(run("diff", *pair, "--json").stdout)
-    assert (found["values"], found["changed"]) == (8192, 512)
-    assert found["steps"]["1"] == 512
-    assert found["layers"]["model.layers.1"]["density"] == 0.25
-    assert found["layers"]["model.layers.0"]["bytes"] < 300
-    assert found["bytes"]["full"] == 16384
-    text = run("diff", *pair).stdout
-    assert "512 of 8192 values changed (6.25%)" in text
-    assert "model.layers.1" in text
-
-
 def test_a_written_delta_applies_and_verifies(pair: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = pair
     file, out = tmp_path / "ab.delta", tmp_path / "out"
-    assert f"wrote {file}" in run("diff", a, b, "--out", file).stdout
-    run("apply", a, file, out)
+    run("apply", a, write_between(a, b, file), out)
     assert np.array_equal(read_model(out)[LAYERS[3]].buffer, read_model(b)[LAYERS[3]].buffer)
     assert (out / "config.json").is_file()
     digest = run("verify", out).stdout.split()[-1]
@@ -71,32 +59,21 @@ def test_a_written_delta_applies_and_verifies(pair: tuple[Path, Path], tmp_path:
 def test_verify_says_what_is_wrong_with_exit_code_1(pair: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = pair
     file = tmp_path / "ab.delta"
-    run("diff", a, b, "--out", file)
+    write_between(a, b, file)
     assert "the digest is" in run("verify", a, "--digest", "00", code=1).stderr
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     assert "does not have the bytes that its manifest says" in run("verify", file, code=1).stderr
 
 
-def test_float32_checkpoints_are_compared_as_they_are_published(tmp_path: Path) -> None:
-    for name, shift in (("a", 0.0), ("b", 1e-6)):
-        values = np.linspace(1, 2, 1000, dtype=np.float32) + np.float32(shift)
-        write_model(tmp_path / name, {"w": as_tensor("w", values)})
-    assert json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--exact", "--json").stdout)["density"] > 0.9
-    assert json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json").stdout)["density"] < 0.1
-
-
-def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) -> None:
+def test_a_chain_is_verified_to_its_newest_version(tmp_path: Path) -> None:
     store, chain = VersionStore(lineage="L"), DiskChain(tmp_path, "L")
     for seed in range(4):
         newest = store.publish({name: (t.dtype, t.shape, t.buffer) for name, t in model(seed).items()})
         chain.write(store)
         chain.announce(newest.version, newest.digest)
-    rows = json.loads(run("ls", chain.folder, "--json").stdout)
-    assert [(row["version"], row["kind"]) for row in rows] == [(0, "full"), (1, "delta"), (2, "delta"), (3, "delta")]
-    assert rows[1]["changed"] == 64
-    assert store.newest.digest in run("verify", chain.folder).stdout
+    assert newest.digest in run("verify", chain.folder).stdout
     write_model(tmp_path / "newest", model(3))
-    assert json.loads(run("diff", chain.folder, tmp_path / "newest", "--json").stdout)["changed"] == 0
+    run("verify", tmp_path / "newest", "--digest", newest.digest)
     newest_delta = chain.folder / "000003-0.delta"
     newest_delta.write_bytes(newest_delta.read_bytes()[:-1] + b"!")
     (chain.folder / "000002-0.delta").unlink()
@@ -107,19 +84,10 @@ def test_a_chain_is_listed_and_verified_to_its_newest_version(tmp_path: Path) ->
     assert "no latest.json" in run("verify", chain.folder, code=1).stderr
 
 
-def test_tensors_are_listed_with_form_size_and_the_wide_hash_last(pair: tuple[Path, Path]) -> None:
-    lines = run("ls", pair[0]).stdout.splitlines()
-    assert lines[0].split() == ["name", "dtype", "shape", "bytes", "hash"]
-    assert len(lines) == 1 + len(LAYERS)
-    assert lines[1].split()[1:3] == ["bfloat16", "64x32"]
-
-
 def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> None:
     shutil.copyfile(__file__, tmp_path / "x.delta")
-    result = CliRunner().invoke(weights, ["ls", str(tmp_path / "x.delta")])
-    assert "not a slimebus delta file" in str(result.exception)
-    result = CliRunner().invoke(weights, ["ls", str(tmp_path)])
-    assert "is it a Hugging Face model directory?" in str(result.exception)
+    assert "not a slimebus delta file" in run("verify", tmp_path / "x.delta", code=1).stderr
+    assert "is it a Hugging Face model directory?" in run("verify", tmp_path, code=1).stderr
 
 
 # --- odd directories, as a person at a shell meets them ---
@@ -156,17 +124,14 @@ def test_the_exit_code_at_a_shell_says_whether_all_is_well(pair: tuple[Path, Pat
     code, text = shell("verify", b)
     assert (code, "not a whole safetensors file" in text) == (1, True)
     assert shell("verify", a, "--digest", "0" * 64)[0] == 1
-    code, text = shell("diff", a, a, "--out", a / "no such folder" / "x.delta")
-    assert (code, text) == (2, f"slimebus: {a / 'no such folder' / 'x.delta'}: No such file or directory\n")
-    assert shell("ls", a / "nothing")[0] == 2
+    assert shell("verify", a / "nothing")[0] == 2
 
 
 def test_shards_are_one_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
     shards = sharded(tmp_path / "sharded", model(8))
-    assert json.loads(run("diff", pair[1], shards, "--json").stdout)["changed"] == 0
     digest = run("verify", pair[1]).stdout.split()[-1]
     assert digest in run("verify", shards, "--digest", digest).stdout
-    run("diff", pair[0], shards, "--out", tmp_path / "x.delta")
+    write_between(pair[0], shards, tmp_path / "x.delta")
     run("apply", pair[0], tmp_path / "x.delta", tmp_path / "out")
     assert digest in run("verify", tmp_path / "out").stdout
 
@@ -176,21 +141,9 @@ def test_shards_without_an_index_are_one_model_when_none_is_missing(pair: tuple[
     folder.mkdir()
     for number, name in enumerate(tensors, start=1):
         write_file(folder / f"model-{number:05d}-of-{len(tensors):05d}.safetensors", {name: tensors[name]})
-    assert json.loads(run("diff", pair[1], folder, "--json").stdout)["changed"] == 0
+    run("verify", folder, "--digest", as_weights(tensors).digest)
     next(folder.iterdir()).unlink()
     assert f"{len(tensors) - 1} of the {len(tensors)} shards of model are there" in run("verify", folder, code=1).stderr
-
-
-def test_a_comparison_fits_a_terminal_and_has_layers_in_their_order(tmp_path: Path) -> None:
-    names = [f"model.layers.{i}.w" for i in (0, 2, 10)] + ["transformer.h.0.w", "x" * 500]
-    for folder, seed in (("a", 1), ("b", 2)):
-        write_model(tmp_path / folder, {name: as_tensor(name, np.full(40, seed, np.uint16)) for name in names})
-    found = run("diff", tmp_path / "a", tmp_path / "b").stdout.splitlines()
-    assert max(map(len, found)) < 80
-    layers = [line.split()[0] for line in found[-5:]]
-    assert layers[:4] == ["model.layers.0", "model.layers.2", "model.layers.10", "transformer.h.0"]
-    same = json.loads(run("diff", tmp_path / "a", tmp_path / "a", "--json").stdout)
-    assert same["bytes"] == {"full": 80 * 5, "xor_zstd": 0, "steps": 0, "steps_zstd": 0}, "what is the same does not travel"
 
 
 def test_what_cannot_be_read_is_named_with_exit_code_2(
@@ -198,11 +151,11 @@ def test_what_cannot_be_read_is_named_with_exit_code_2(
 ) -> None:
     assert "is a directory" in run("apply", pair[0], pair[1], "out", code=2).stderr
 
-    def refused(path: Path) -> None:
+    def refused(path: Path, base: None) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(listing, "rows_of", refused)
-    monkeypatch.setattr(sys, "argv", ["slimebus", "weights", "ls", str(pair[0])])
+    monkeypatch.setattr(stored_weights, "verify", refused)
+    monkeypatch.setattr(sys, "argv", ["slimebus", "weights", "verify", str(pair[0])])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
@@ -255,11 +208,8 @@ def test_an_empty_folder_a_missing_tensor_and_a_file_in_its_place(pair: tuple[Pa
     (tmp_path / "nothing.safetensors").write_bytes(b"")
     for place in ("empty", "nothing.safetensors"):
         assert run("verify", tmp_path / place, code=1).stderr
-    run("diff", a, b, "--out", tmp_path / "x.delta")
+    write_between(a, b, tmp_path / "x.delta")
     write_model(tmp_path / "less", {name: tensor for name, tensor in model(0).items() if name != LAYERS[2]})
-    found = json.loads(run("diff", b, tmp_path / "less", "--json").stdout)
-    assert found["gone"] == [LAYERS[2]]
-    assert f"gone: {LAYERS[2]}" in run("diff", b, tmp_path / "less").stdout
     for wrong in ("less", "empty"):
         result = CliRunner().invoke(weights, ["apply", str(tmp_path / wrong), str(tmp_path / "x.delta"), str(tmp_path / "out")])
         assert isinstance(result.exception, UsageError)
@@ -274,18 +224,10 @@ def wide(tensors: dict[str, Tensor], noise: int = 0) -> dict[str, Tensor]:
     }
 
 
-def test_float32_is_compared_as_it_is_published_unless_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    write_model(tmp_path / "wide", wide(model(0)))
-    assert json.loads(run("diff", tmp_path / "wide", pair[1], "--json").stdout)["changed"] == 512
-    text = run("diff", tmp_path / "wide", pair[1], "--exact").stdout
-    assert f"new or reshaped: {LAYERS[0]} float32 64x32 -> bfloat16 64x32" in text
-    assert "without --exact" in text
-
-
 def test_a_delta_of_a_float32_directory_is_good_and_applies_to_it(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 8)):
         write_model(tmp_path / name, wide(model(seed), noise=77))
-    run("diff", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.delta")
+    write_between(tmp_path / "a", tmp_path / "b", tmp_path / "x.delta")
     run("verify", tmp_path / "x.delta", "--base", tmp_path / "a")
     run("apply", tmp_path / "a", tmp_path / "x.delta", tmp_path / "again")
     digests = [run("verify", tmp_path / name).stdout.split()[-1] for name in ("b", "again")]
@@ -296,7 +238,7 @@ def test_a_delta_of_a_float32_directory_is_good_and_applies_to_it(tmp_path: Path
 def test_apply_over_a_sharded_directory_leaves_none_of_its_shards(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = sharded(tmp_path / "out", model(3))
     write_file(out / "model-00001-of-00001.safetensors", model(4))
-    run("diff", *pair, "--out", tmp_path / "x.delta")
+    write_between(*pair, tmp_path / "x.delta")
     run("apply", pair[0], tmp_path / "x.delta", out)
     assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
 
@@ -306,7 +248,7 @@ def test_applying_again_over_what_is_there_gives_the_same_and_a_failure_leaves_i
 ) -> None:
     a, b = pair
     delta, out = tmp_path / "x.delta", tmp_path / "out"
-    run("diff", a, b, "--out", delta)
+    write_between(a, b, delta)
     first = [run("apply", a, delta, out).stdout for _ in range(2)]
     assert first[0] == first[1]
     before = (out / "model.safetensors").read_bytes()
@@ -348,7 +290,7 @@ def refused(*words: Any) -> str:
 def test_a_delta_is_refused_by_what_it_has_made_already(pair: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = pair
     delta, digest = tmp_path / "x.delta", run("verify", b).stdout.split()[-1]
-    run("diff", a, b, "--out", delta)
+    write_between(a, b, delta)
     why = refused("apply", b, delta, tmp_path / "out")
     expected = f"expected what it starts from, with tensor '{LAYERS[3]}' of hash {as_weights(model(0)).hashes[LAYERS[3]]}"
     assert why == f"the base has digest {digest}: it is already what the delta leads to; {expected}"
@@ -357,7 +299,7 @@ def test_a_delta_is_refused_by_what_it_has_made_already(pair: tuple[Path, Path],
 
 def test_a_base_of_which_one_tensor_is_another_is_refused_with_both_hashes(pair: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = pair
-    run("diff", a, b, "--out", tmp_path / "x.delta")
+    write_between(a, b, tmp_path / "x.delta")
     write_model(tmp_path / "more", {**model(8), "more": model(0)[LAYERS[0]]})
     hashes = [as_weights(model(seed)).hashes[LAYERS[3]] for seed in (8, 0)]
     why = refused("apply", tmp_path / "more", tmp_path / "x.delta", tmp_path / "out")
@@ -368,15 +310,16 @@ def test_a_base_of_which_one_tensor_is_another_is_refused_with_both_hashes(pair:
 def test_a_delta_file_in_place_of_a_model_is_refused_as_such(pair: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = pair
     delta = tmp_path / "x.delta"
-    run("diff", a, b, "--out", delta)
-    for words in (("diff", a, delta), ("diff", delta, b), ("apply", delta, delta, "out"), ("verify", delta, "--base", delta)):
+    write_between(a, b, delta)
+    for words in (("apply", delta, delta, "out"), ("verify", delta, "--base", delta)):
         assert f"{delta} is a delta to version 0: it has what changed and no model" in refused(*words)
 
 
 def test_a_path_without_weights_is_a_mistake_of_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["ls", tmp_path], ["diff", tmp_path, tmp_path]):
+    delta = write_between(*pair, tmp_path / "x.delta")
+    for words in (["apply", tmp_path, delta, "out"], ["verify", delta, "--base", tmp_path]):
         monkeypatch.setattr(sys, "argv", ["slimebus", "weights", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
             main()

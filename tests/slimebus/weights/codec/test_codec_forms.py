@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bit_patterns import kernels
+from delta_files import between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def moved(rng: np.random.Generator, old: Tensor, change: str) -> Tensor:
 
 def led(base: Weights, target: Weights) -> Weights:
     """Base brought to target through a manifest and its payloads."""
-    manifest, payloads = delta_file.between(base, target)
+    manifest, payloads = between(base, target)
     names = [entry.name for entry in manifest.tensors if entry.kind != SAME]
     return delta_file.apply(DeltaFile(manifest, {name: [p] for name, p in zip(names, payloads, strict=True)}), base)
 
@@ -87,7 +88,7 @@ def test_a_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: str, shape: tuple
         assert (got.tensors[name].dtype, got.tensors[name].shape) == (expected.dtype, expected.shape)
         assert got.tensors[name].buffer.tobytes() == expected.buffer.tobytes()
     if "x" in after and change == "some" and dtype not in STEPPED_DTYPES and len(old.buffer):
-        assert next(e.kind for e in delta_file.between(base, target)[0].tensors if e.name == "x") == FULL, "others travel whole"
+        assert next(e.kind for e in between(base, target)[0].tensors if e.name == "x") == FULL, "others travel whole"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from delta_files import between
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file
@@ -19,7 +20,7 @@ def version(model: dict[str, Any], number: int = 0, lineage: str = "L") -> Weigh
 
 
 def write(path: Path, base: Weights, target: Weights) -> Path:
-    delta_file.write(path, *delta_file.between(base, target))
+    delta_file.write(path, *between(base, target))
     return path
 
 

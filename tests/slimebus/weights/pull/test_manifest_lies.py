@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from delta_files import between
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file
@@ -99,7 +100,7 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
     base, target = (as_weights({name: as_tensor(name, VALUES + np.uint16(n))}, lineage="L", version=n) for n in (0, 1))
     folder = tmp_path / "inside"
     folder.mkdir()
-    delta_file.write(folder / "x.delta", *delta_file.between(base, target))
+    delta_file.write(folder / "x.delta", *between(base, target))
     made = delta_file.apply(delta_file.read(folder / "x.delta"), base)
     assert made.tensors.keys() == {name}
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["inside", "x.delta"]

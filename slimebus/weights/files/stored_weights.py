@@ -1,17 +1,15 @@
-"""What lies at a path, a model, a delta file or a chain: its tensors or versions, and whether every byte is right."""
+"""Weights at a path, whether a model, a delta file or a chain: their tensors, and whether every byte is right."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files import delta_file, disk_chain
-from slimebus.weights.files.comparison import natural
 from slimebus.weights.files.safetensors_file import as_weights, read_model
 from slimebus.weights.messages import DELTA, SAME
-from slimebus.weights.tensors import NO_BASE, Tensor, TensorForm, checksum, hash_bytes
+from slimebus.weights.tensors import NO_BASE, Tensor, checksum, hash_bytes
 
 
 def is_chain(path: Path) -> bool:
@@ -40,39 +38,6 @@ def read(path: Path) -> Mapping[str, Tensor]:
             "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it"
         )
     return delta_file.apply(found, None).tensors
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """One row for each version of a chain, each tensor of a file or model. Raises WeightsError for anything else."""
-    if is_chain(path):
-        return list(_version_rows(path))
-    if is_version_file(path):
-        entries = delta_file.read(path).manifest.tensors
-        return [_tensor_row(entry.form, kind=entry.kind, bytes=entry.size, changed=entry.num_changed) for entry in entries]
-    forms = sorted(as_weights(read_model(path)).forms, key=lambda form: natural(form.name))
-    return [_tensor_row(form, bytes=form.size) for form in forms]
-
-
-def _tensor_row(form: TensorForm, **more: Any) -> dict[str, Any]:
-    """The hash comes last: it is wider than all the rest."""
-    return {"name": form.name, "dtype": form.dtype, "shape": list(form.shape), **more, "hash": form.hash}
-
-
-def _version_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    for file in disk_chain.part_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
-            size, manifest = file.stat().st_size, delta_file.read(file).manifest
-            yield {
-                "version": manifest.version,
-                "file": file.name,
-                "kind": file.suffix[1:],
-                "lineage": manifest.lineage,
-                "base": manifest.base,
-                "bytes": size,
-                "tensors": len(manifest.tensors),
-                "changed": sum(entry.num_changed for entry in manifest.tensors),
-                "digest": manifest.digest,
-            }
 
 
 def verify(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
