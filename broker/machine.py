@@ -13,7 +13,7 @@ from broker.observe import status, watchdog
 from broker.source.interface import PromptSource
 from broker.state import batches, clients, damage, ending, leases, staleness, timeline
 from broker.state.broker_state import State
-from broker.state.effects import Effect, Event, Reply, StatusDocument, Table
+from broker.state.effects import Effect, Event, Reply, Table
 from broker.state.features import commands, consumers, edits, evaluation, pushes, settings
 from broker.state.records import BufferFilter, Meta
 from broker.state.rules import Rules
@@ -159,7 +159,7 @@ class Machine:
         state.now, state.store_problem = now, problem.text
         match event.message:
             case m.Status():
-                return Reply(event.to, m.StatusReply(), [StatusDocument(self.status(now))])
+                return Reply(event.to, m.StatusReply())
             case m.Heartbeat() if clients.keep_alive(state, event):
                 told = {name: getattr(last, name) for name in (*state.meta.newest(), "finished")}
                 return Reply(event.to, m.HeartbeatReply(**told, hints=state.hints_address))
@@ -198,7 +198,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Finish: ending.finish,
     m.Read: consumers.read,
     m.PutFields: consumers.put_fields,
-    m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply(), [StatusDocument(status.status(state))]),
+    m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply()),
     m.Evaluate: evaluation.evaluate,
     m.Set: settings.change,
     m.Push: pushes.push,

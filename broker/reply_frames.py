@@ -5,13 +5,13 @@
 The table's `fields` describe the frames behind it, as in a put; whatever else it says stays as it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from broker.source import FileRows
-from broker.state.effects import Bulk, EvalPrompt, Inline, StatusDocument, StoredPayload, StoredPrompt, Write
+from broker.state.effects import Bulk, EvalPrompt, Inline, StoredPayload, StoredPrompt, Write
 from broker.state.groups import field_key
 from broker.store import Damaged, Store
 from slimebus.bus.messages import Field
@@ -22,21 +22,16 @@ Writes = Mapping[tuple[str, str], Write]
 
 
 class ReplyFrames:
-    """Finds frames in a store, and those of evaluations in their files. Raises Damaged for what is gone or cannot be read.
+    """Finds frames in a store, and those of evaluations in their files. Raises Damaged for what is gone or cannot be read."""
 
-    complete: adds to a status what the process around the state machine alone knows.
-    """
-
-    def __init__(self, store: Store, eval_rows: Mapping[str, FileRows], complete: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self.store, self.eval_rows, self._complete = store, eval_rows, complete
+    def __init__(self, store: Store, eval_rows: Mapping[str, FileRows]) -> None:
+        self.store, self.eval_rows = store, eval_rows
 
     def of(self, part: Bulk, writes: Writes) -> Sequence[Any]:
         """The frames of one part of a reply. writes: what was just written."""
         match part:
             case Inline(value):
                 return [value]
-            case StatusDocument(status):
-                return [msgspec.json.encode(self._complete(status))]
             case EvalPrompt(dataset, row):
                 return [self.eval_rows[dataset].record(row)]
             case StoredPrompt(group):

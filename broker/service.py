@@ -26,13 +26,14 @@ from broker.source.interface import PromptSource
 from broker.state.effects import Address, Effect, Event, Lives, Note, Notify, Record, Reply, RowTable, Write
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
+from broker.status_askers import StatusAskers
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import damaged_store
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from slimebus.bus.clock import Clock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import Error, HeartbeatReply, Hint
+from slimebus.bus.messages import Error, HeartbeatReply, Hint, StatusReply
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Limits, Request, Server
 from slimebus.cli.metrics import JsonLines
@@ -78,7 +79,7 @@ class Broker:
         metrics_path: Path | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, limits: Limits | None = None,
         keyring: Keyring | None = None, buffer_filter: BufferFilter | None = None,
     ) -> None:  # fmt: skip
-        self.store, self.clock, self.frames = store, clock, ReplyFrames(store, eval_rows or {}, self._with_own)
+        self.store, self.clock, self.frames = store, clock, ReplyFrames(store, eval_rows or {})
         self.broker_clock = SuspendTolerantClock(self.clock)
         self.metrics = JsonLines(metrics_path)
         self.spans = Spans(metrics_path.parent if metrics_path else None, "broker", run=run)
@@ -89,6 +90,7 @@ class Broker:
             opened.callback(store.close)
             self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
             opened.callback(self.server.close)
+            self.status_askers = StatusAskers(self.server, clock, self.last_status)
             self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
             self.endpoint = self.server.endpoint
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints if isinstance(store, LmdbStore) else "")
@@ -124,8 +126,12 @@ class Broker:
 
     def run_once(self, max_wait_s: float) -> int:
         """One burst: receive, decide, commit, answer. Returns how many requests it had."""
-        if self._uncommitted is not None:
-            return self._run_uncommitted(self._uncommitted)
+        burst = self._uncommitted
+        num_requests = self._run_burst(max_wait_s) if burst is None else self._run_uncommitted(burst)
+        self.status_askers.answer()
+        return num_requests
+
+    def _run_burst(self, max_wait_s: float) -> int:
         before = self._store_problem
         collect_s = COLLECT_S if self._all_heard and len(self.machine.state.clients) >= COLLECT_FROM else 0.0
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s), collect_s))
@@ -153,6 +159,7 @@ class Broker:
 
     def close(self) -> None:
         """Release addresses and store."""
+        self.status_askers.answer(is_last=True)
         if self._uncommitted is not None:
             log.error("stopped with a store that cannot be written: what was not acknowledged will be asked again")
         self._last_report = self.store.report()
@@ -165,7 +172,8 @@ class Broker:
 
     def _wait_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
-        return max_wait_s if deadline is None else min(max_wait_s, max(0.0, deadline - self.broker_clock.advance()))
+        due_s = float("inf") if deadline is None else max(0.0, deadline - self.broker_clock.advance())
+        return min(max_wait_s, due_s, self.status_askers.due_s)
 
     # --- effects ---
 
@@ -204,7 +212,10 @@ class Broker:
 
     def _emit(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
-            self._reply(effect, writes)
+            if isinstance(effect.message, StatusReply):
+                self.status_askers.add(effect.to)
+            else:
+                self._reply(effect, writes)
         elif isinstance(effect, Notify):
             self.hints.publish(effect.hint)
         elif isinstance(effect, Note):

@@ -78,17 +78,11 @@ class Inline(msgspec.Struct, frozen=True):
     value: bytes
 
 
-class StatusDocument(msgspec.Struct, frozen=True):
-    """A bulk frame of a reply: the status as JSON, to which the process around the state machine adds what it alone knows."""
-
-    status: dict[str, Any]
-
-
-Bulk = StoredPrompt | EvalPrompt | StoredPayload | Inline | StatusDocument
+Bulk = StoredPrompt | EvalPrompt | StoredPayload | Inline
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
-    """Answer a request, once everything saved before it is durable."""
+    """Answer a request, once everything saved before it is durable. The process adds the document to a StatusReply."""
 
     to: Address
     message: Message

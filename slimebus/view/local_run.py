@@ -1,4 +1,4 @@
-"""A whole run on this machine: its processes started, shown while they work, and started again where one left too early."""
+"""A whole run on this machine: its processes started, shown while they work, and started again where one left too early or was killed."""
 
 import contextlib
 import signal
@@ -73,6 +73,7 @@ class LocalRun:
                 client = self._connect(stack, address)
                 live = stack.enter_context(Live(console=self.console, auto_refresh=False, transient=True))
                 while not stop:
+                    self.replace_killed(fleet)
                     ended = fleet.ended()
                     self.failed = next((child for child in ended if child.process.returncode), None)
                     if self.failed is not None or len(ended) == len(fleet.children):
@@ -121,6 +122,14 @@ class LocalRun:
         elif self.quiet and time.monotonic() - self._shown_at > PLAIN_EVERY_S:
             self._shown_at = time.monotonic()
             self.console.print(terminal.plain_line(status, is_supervised=is_supervised), soft_wrap=True, markup=False)
+
+    def replace_killed(self, fleet: Fleet) -> None:
+        """Start again what a signal ended: the system, short of memory, or a fault in native code. The run goes on where it was."""
+        for child in fleet.ended():
+            if child.process.returncode < 0 and self._restarts[child.role] < MAX_RESTARTS:
+                self._restarts[child.role] += 1
+                self._say(f"{describe(child)}; it is started again")
+                fleet.start_again(child)
 
     def _start_again(self, fleet: Fleet, child: Child, status: dict[str, Any] | None) -> None:
         self._restarts[child.role] += 1

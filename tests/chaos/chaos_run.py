@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "fixtures"), st
 from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
-from load_attack import LoadAttack  # noqa: E402
+from load_attack import LoadAttack, Report  # noqa: E402
 
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
@@ -491,10 +491,10 @@ def table(outcome: Outcome, struck: list[Struck]) -> Iterator[str]:
     yield from o.problems
 
 
-def run_load_attack(folder: Path, seed: int, messages: int, peers: int) -> int:
+def run_load_attack(folder: Path, strike: Callable[[LoadAttack], Report]) -> int:
     """Print what an attack did as one JSON object; the exit code."""
     with LoadAttack(folder) as attack:
-        report = attack.run(messages, peers=peers, seed=seed)
+        report = strike(attack)
     click.echo(msgspec.json.format(msgspec.json.encode(report)))
     return 0 if report.is_alive and not report.problems else 1
 
@@ -507,6 +507,7 @@ def run_load_attack(folder: Path, seed: int, messages: int, peers: int) -> int:
 @click.option("--durability", default="os", show_default=True, type=click.Choice(["fsync", "os"]), help="Of the broker.")
 @click.option("--folder", type=click.Path(path_type=Path), help="[path] Keep everything here; default: a folder of its own under /tmp.")
 @click.option("--hostile", type=click.IntRange(min=1000), help="[messages] Instead: send so many hostile ones to a live broker.")
+@click.option("--floods", type=click.IntRange(min=1), help="[floods] Instead: so many floods of a live broker, --minutes altogether.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def chaos(
     minutes: float,
@@ -516,6 +517,7 @@ def chaos(
     durability: str,
     folder: Path | None,
     hostile: int | None,
+    floods: int | None,
     as_json: bool,
 ) -> None:
     """Kill and stop the processes of a real run at random moments, restart them, and count what became of every prompt.
@@ -524,9 +526,11 @@ def chaos(
     and nothing beyond the staleness bound was trained; 1: otherwise.
     """
     seed = secrets.randbits(31) if seed is None else seed
-    if hostile:
-        sys.exit(run_load_attack(folder or Path(tempfile.mkdtemp(prefix=f"slimebus-load-attack-{seed}-")), seed, hostile, workers))
     folder = folder or Path(tempfile.mkdtemp(prefix=f"slimebus-chaos-{seed}-"))
+    if hostile:
+        sys.exit(run_load_attack(folder, lambda attack: attack.nonsense(hostile, peers=workers, seed=seed)))
+    if floods:
+        sys.exit(run_load_attack(folder, lambda attack: attack.flood(60 * minutes / floods, floods)))
     click.echo(f"chaos: seed {seed}, {minutes:g} minutes, {workers} workers, in {folder}", err=True)
     one = Chaos(folder, seed=seed, workers=workers, mean_gap_s=mean_gap_s, durability=durability)
     outcome = one.carry_out(minutes * 60)

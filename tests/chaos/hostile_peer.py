@@ -203,7 +203,7 @@ class RawTcp:
     """Connections that do not even speak ZMTP, or stop in the middle of it."""
 
     GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
-    READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
     def __init__(self, address: str, seed: int) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")

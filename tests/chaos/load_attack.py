@@ -1,6 +1,6 @@
-"""A live broker process under nonsense, with a well-behaved worker and trainer beside it, measured.
+"""A live broker process under nonsense or a flood, with a well-behaved worker and trainer beside it, measured.
 
-`bin/chaos --hostile 100000` runs this.
+`bin/chaos --hostile 100000` and `bin/chaos --floods 50` run this.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from slimebus.cli.launch import free_port  # noqa: E402
 RUN = "load-attack"
 BATCH_SIZE = 8
 QUIET_S = 2.0
+Command = list[str]
+"""Of a hostile process: a script of this folder and its arguments."""
 START_S = 60.0
 
 
@@ -46,6 +48,7 @@ class Report(msgspec.Struct, kw_only=True):
     shares: list[float]
     others_percent: float
     rss_before: int
+    rss_most: int
     rss_after: int
     log_bytes: int
     is_alive: bool
@@ -101,6 +104,7 @@ class LoadAttack:
                 env=environment,
             )
         self.peers: list[subprocess.Popen[bytes]] = []
+        self.rss_most = 0
 
     def __enter__(self) -> "LoadAttack":
         return self
@@ -123,22 +127,37 @@ class LoadAttack:
         status = Path(f"/proc/{self.broker.pid}/status").read_text()
         return 1024 * int(re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)[0])
 
-    def run(self, messages: int, *, peers: int = 1, seed: int = 1, rounds: int = 4) -> Report:
-        """In turns: measure in quiet, measure under attack."""
+    def nonsense(self, messages: int, *, peers: int = 1, seed: int = 1, rounds: int = 4) -> Report:
+        """So many hostile messages, from `peers` processes at once."""
+        share = str(messages // (rounds + 1) // peers)
+        seeds = [seed + 1000, *(seed + number * peers for number in range(rounds))]
+        return self._run([[["hostile_peer.py", self.address, str(first + i), share, RUN] for i in range(peers)] for first in seeds])
+
+    def flood(self, seconds: float, floods: int) -> Report:
+        """So many floods of status requests, one after the other; each ends with all its connections reset."""
+        return self._run([[["deaf_flood.py", self.address, str(seconds)]] for _ in range(floods + 1)])
+
+    def _run(self, attacks: Sequence[Sequence[Command]]) -> Report:
+        """In turns: measure in quiet, measure under attack; the first attack is not measured."""
         self._await(lambda: self.lines() and self.lines()[-1]["put"] > 50, "the honest pair puts groups")
-        told = self.attack(messages // (rounds + 1), peers, seed + 1000)  # buffers of sockets are allocated once: no growth
+        self._start(attacks[0])
+        self._measure(Rate(), self._are_over)
+        told = self._told()  # buffers of sockets are allocated once: no growth
         rss_before, log_before = self.rss(), self.broker.log.stat().st_size
+        self.rss_most = rss_before
         all_quiet, all_attacked = Rate(), Rate()
         shares = []
-        for number in range(rounds):
+        for attack in attacks[1:]:
             quiet, attacked = Rate(), Rate()
             self._measure(quiet, lambda began: time.monotonic() - began > QUIET_S)
-            self._start(messages // (rounds + 1), peers, seed + number * peers)
-            self._measure(attacked, lambda _: all(peer.poll() is not None for peer in self.peers))
+            self._start(attack)
+            self._measure(attacked, self._are_over)
             told += self._told()
             shares.append(round(attacked.per_s / max(1.0, quiet.per_s), 3))
             all_quiet.add(quiet)
             all_attacked.add(attacked)
+            if self.broker.popen.poll() is not None:
+                break
         time.sleep(1.0)
         assert self.pair.stdin is not None
         status = ask_status(Client(self.address, name="watcher"), 10.0) if self.broker.popen.poll() is None else {}
@@ -159,6 +178,7 @@ class LoadAttack:
             shares=shares,
             others_percent=self.others_percent,
             rss_before=rss_before,
+            rss_most=self.rss_most,
             rss_after=rss_after,
             log_bytes=self.broker.log.stat().st_size - log_before,
             is_alive=bool(status),
@@ -166,17 +186,15 @@ class LoadAttack:
             counted=status.get("counted", {}),
         )
 
-    def attack(self, messages: int, peers: int, seed: int) -> list[dict[str, Any]]:
-        """Send nonsense, wait until it is sent; what each hostile process did."""
-        self._start(messages, peers, seed)
-        for peer in self.peers:
-            peer.wait(600)
-        return self._told()
+    def _start(self, commands: Sequence[Command]) -> None:
+        for script, *words in commands:
+            command = [sys.executable, str(HERE / script), *words]
+            self.peers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment))
 
-    def _start(self, messages: int, peers: int, seed: int) -> None:
-        for i in range(peers):
-            words = [sys.executable, str(HERE / "hostile_peer.py"), self.address, str(seed + i), str(messages // peers), RUN]
-            self.peers.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment))
+    def _are_over(self, _: float) -> bool:
+        if self.broker.popen.poll() is None:
+            self.rss_most = max(self.rss_most, self.rss())
+        return all(peer.poll() is not None for peer in self.peers)
 
     def _told(self) -> list[dict[str, Any]]:
         told = []

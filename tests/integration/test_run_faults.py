@@ -63,6 +63,19 @@ def test_a_worker_told_to_end_gives_its_groups_back_at_once(tmp_path: Path, task
         trainer.kill()
 
 
+def test_up_starts_a_killed_broker_again_and_completes_the_run(tmp_path: Path, task: Path) -> None:
+    hook = slow_hook(tmp_path, 0.3)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
+        up = run.start("up")
+        run.wait_for("two trained steps", lambda s: s["step"] >= 2)
+        port = int(run.address.rpartition(":")[2])
+        (broker,) = [p for p in up.family() for c in p.net_connections() if (c.status, c.laddr.port) == (psutil.CONN_LISTEN, port)]
+        broker.kill()
+        run.complete()
+        assert up.text().count("broker was killed by SIGKILL") == 1
+        run.assert_accounted(num_steps=6)
+
+
 def test_a_broker_killed_and_started_again_completes_the_run(tmp_path: Path, task: Path) -> None:
     hook = slow_hook(tmp_path, 0.3)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:

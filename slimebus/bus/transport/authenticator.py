@@ -18,7 +18,17 @@ import zmq
 from zmq.utils import z85
 
 from slimebus.bus.security.keyring import Keyring
-from slimebus.bus.transport.curve import FULL, REFUSED, SERVER_EVENTS, ZAP_DOMAIN, end_watch, handshakes, serve_curve, watch_handshakes
+from slimebus.bus.transport.curve import (
+    FULL,
+    REFUSED,
+    SERVER_EVENTS,
+    ZAP_DOMAIN,
+    close_dead_connections,
+    end_watch,
+    handshakes,
+    serve_curve,
+    watch_handshakes,
+)
 
 log = logging.getLogger("slimebus.transport")
 
@@ -59,7 +69,8 @@ class ConnectionAuthenticator:
             return sum(len(watched.open) for watched in self._watched)
 
     def guard(self, socket: Any) -> None:
-        """Have connections to this socket asked about and counted; before it is bound."""
+        """Have connections to this socket asked about, counted, and closed when they are dead; before it is bound."""
+        close_dead_connections(socket)
         socket.zap_domain = ZAP_DOMAIN
         if self.keyring is not None:
             serve_curve(socket, self.keyring.pair)

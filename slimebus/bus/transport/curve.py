@@ -1,4 +1,4 @@
-"""CURVE on a socket, and what a failed handshake means in words.
+"""What every socket needs before it binds or connects: CURVE, an end to connections that are dead, and why a handshake failed, in words.
 
 libzmq says nothing to the one who waits: a refused client only sees silence. Its monitor sockets tell why.
 """
@@ -17,6 +17,16 @@ FULL = 500
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 CLIENT_EVENTS = _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED
 SERVER_EVENTS = _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+DEAD_S = 20
+"""A connection whose other side acknowledges nothing for so long, or reads none of what waits for it, is closed."""
+
+
+def close_dead_connections(socket: Any) -> None:
+    """Have the kernel find and close them (docs/decisions/no-zmtp-heartbeats.md); of a socket that is not bound or connected yet."""
+    socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 1, DEAD_S // 2, DEAD_S // 4, 2
+    socket.tcp_maxrt = DEAD_S * 1000
 
 
 def serve_curve(socket: Any, pair: KeyPair) -> None:

@@ -9,7 +9,7 @@ import zmq
 
 from slimebus.bus.security.credentials import Credentials
 from slimebus.bus.security.key_file import KeyPair
-from slimebus.bus.transport.curve import CLIENT_EVENTS, end_watch, handshakes, refusal, watch_handshakes
+from slimebus.bus.transport.curve import CLIENT_EVENTS, close_dead_connections, end_watch, handshakes, refusal, watch_handshakes
 
 log = logging.getLogger("slimebus.transport")
 
@@ -21,6 +21,7 @@ def connect(socket: Any, address: str, pair: KeyPair | None, server_key: str) ->
     """Connect a new socket to the address, encrypted for the server's key where there is a pair. Raises ZMQError for no address."""
     socket.linger = 0
     socket.ipv6 = "[" in address
+    close_dead_connections(socket)
     if pair is not None and server_key:
         socket.curve_serverkey = server_key.encode()
         socket.curve_publickey, socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
@@ -43,7 +44,6 @@ class Dealer:
     def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.identity, self.socket.sndhwm, self.socket.rcvhwm = self.identity, 4096, 4096
-        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = 5000, 20000
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 1000
         self.monitor = watch_handshakes(self.socket, CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
         self.is_connected = False

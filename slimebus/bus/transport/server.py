@@ -16,14 +16,14 @@ from zmq.backend import Socket as PlainSocket
 
 from slimebus.bus import envelope
 from slimebus.bus.errors import ProtocolError, SlimebusError, UsageError
-from slimebus.bus.messages import TYPES, Error, Hello, Message
+from slimebus.bus.messages import TYPES, Error, Hello, Message, StatusReply
 from slimebus.bus.security.allow_list import Grant
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.security.roles import JOINS_AS, PULL
 from slimebus.bus.transport.authenticator import ConnectionAuthenticator
 from slimebus.bus.transport.curve import serve_curve
 from slimebus.bus.transport.refusal_limiter import LIMIT, RefusalLimiter
-from slimebus.bus.transport.unsent import TRACKED_BYTES, Unsent
+from slimebus.bus.transport.unsent import Unsent
 
 log = logging.getLogger("slimebus.transport")
 
@@ -59,7 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections: open at once. max_queued: messages of one connection that wait to be looked at, before TCP makes its sender
     wait. burst_bytes: bulk after which a burst ends: a small request waits for at most that much to reach the disk, and at
-    some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of large replies on their way (transport/unsent.py).
+    some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of replies on their way (transport/unsent.py).
     """
 
     max_connections: int = 2048
@@ -96,7 +96,7 @@ class Server:
         self.socket.rcvhwm, self.socket.sndhwm = limits.max_queued, MAX_REPLIES
         self.socket.router_mandatory = 1  # a reply that has no place is an error, not a silent loss
         self.socket.router_handover = 1  # a client that reconnects keeps its identity
-        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout, self.socket.handshake_ivl = 5000, 20000, HANDSHAKE_MS
+        self.socket.handshake_ivl = HANDSHAKE_MS
         self.authenticator.guard(self.socket)
         try:
             self.endpoint = bind_socket(self.socket, bind)
@@ -176,14 +176,19 @@ class Server:
         """Answer a request; a peer that is gone or not reading is counted, not waited for."""
         self.answer(request.peer, request.header.id, message, bulk)
 
-    def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = ()) -> None:
+    def has_unread(self, peer: bytes) -> bool:
+        """True while a status or a large reply is on its way to this peer."""
+        return self.unsent.is_tracked(peer)
+
+    def answer(self, peer: bytes, request_id: int, message: Message, bulk: Sequence[Any] = (), *, is_excess: bool = False) -> None:
         """Answer request `request_id` of `peer`, however long ago it came. Errors are counted by their code.
 
-        A large reply is handed over if there is room for it; else the peer asks again when it has taken the one before.
+        A reply is handed over if there is room for it; else the peer asks again when it has taken those before.
+        is_excess: of a retryable error, that an honest peer gets now and then: a hundred within seconds silence it like others.
         """
         if isinstance(message, Error):
             self.refused[message.code] += 1
-            if not message.retryable and self.refusal_limiter.refused(peer):
+            if (is_excess or not message.retryable) and self.refusal_limiter.refused(peer):
                 text = "%s was refused %d times, the last: %s; it is not listened to for a while"
                 log.warning(text, describe(peer), LIMIT, message.text)
         try:
@@ -192,17 +197,20 @@ class Server:
             log.error("reply not sent: %s", bad.text)
             self.answer(peer, request_id, envelope.error_reply(bad))
             return
-        size = sum(map(len, bulk)) if bulk else 0
-        is_large = size >= TRACKED_BYTES
-        if is_large and not self.unsent.has_room(peer, size):
+        frames, size = [peer, header, *bulk], 0
+        if not isinstance(message, Error):
+            size = self.unsent.to_track(peer, len(header) + sum(map(len, bulk)), at_once=isinstance(message, StatusReply))
+        if size and not self.unsent.has_room(peer, size):
             waiting = self.unsent.total_bytes
             self._count("unsent_mib", "reply of %d bytes to %s put off: %d wait already", size, describe(peer), waiting)
             self.answer(peer, request_id, Error(code="busy", text=PUT_OFF, retryable=True))
             return
+        if size:
+            frames[-1] = self.unsent.frame(peer, frames[-1], size)
         try:
-            self._send([peer, header, *bulk[:-1], self.unsent.frame(peer, bulk[-1], size)] if is_large else [peer, header, *bulk])
+            self._send(frames)
         except zmq.ZMQError as bad:
-            if is_large:
+            if size:
                 self.unsent.reclaim(peer)
             if bad.errno == zmq.EHOSTUNREACH:
                 self._count("peer_gone", "reply to %s not sent: it is gone", describe(peer))

@@ -1,6 +1,7 @@
-"""How many bytes of large replies libzmq still holds for peers that are slow to take them.
+"""How many bytes of replies libzmq still holds for peers that are slow to take them.
 
-libzmq counts messages, not bytes, and sends each peer's in order: when it lets go of the last frame of a reply, the whole reply is gone.
+libzmq counts messages, not bytes, and sends each peer's in order: when it lets go of the last frame of a reply, that reply and all before
+it are gone. So large replies are tracked, and of small ones the one with which they come to TRACKED_BYTES.
 """
 
 from collections import deque
@@ -9,11 +10,12 @@ from typing import Any
 import zmq
 
 TRACKED_BYTES = 64 << 10
-"""Smaller replies are bounded by their number."""
+MAX_PEERS = 4096
+"""With so many peers the bytes of their small replies are forgotten, and counted anew."""
 
 
 class Unsent:
-    """Bytes handed over and not sent, by peer. Used by one thread.
+    """Bytes handed over and not sent, by peer: up to TRACKED_BYTES of each, and what is tracked. Used by one thread.
 
     A peer with nothing unsent may always have one reply, so that nobody is kept waiting by others; beyond that, all together
     have `limit_bytes`.
@@ -22,6 +24,7 @@ class Unsent:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._by_peer: dict[bytes, deque[tuple[Any, int]]] = {}
+        self._small: dict[bytes, int] = {}
         self._total = 0
 
     @property
@@ -31,13 +34,28 @@ class Unsent:
             self._let_go(peer)
         return self._total
 
+    def is_tracked(self, peer: bytes) -> bool:
+        """True while a reply to this peer that is tracked is not sent."""
+        self._let_go(peer)
+        return peer in self._by_peer
+
+    def to_track(self, peer: bytes, size: int, *, at_once: bool) -> int:
+        """The bytes for which the next reply, of `size` bytes, is to be tracked; 0 for not yet. at_once: whatever its size."""
+        size += self._small.get(peer, 0)
+        if at_once or size >= TRACKED_BYTES:
+            return size
+        if len(self._small) >= MAX_PEERS:
+            self._small.clear()
+        self._small[peer] = size
+        return 0
+
     def has_room(self, peer: bytes, size: int) -> bool:
         """True when `size` bytes more may be handed over for this peer."""
-        self._let_go(peer)
-        return peer not in self._by_peer or self._total + size <= self.limit_bytes or self.total_bytes + size <= self.limit_bytes
+        return not self.is_tracked(peer) or self._total + size <= self.limit_bytes or self.total_bytes + size <= self.limit_bytes
 
     def frame(self, peer: bytes, last: Any, size: int) -> zmq.Frame:
-        """The last frame of a reply of `size` bytes, held until it is sent."""
+        """The last frame of a reply, held until it is sent; `size` bytes with all before that is not tracked."""
+        self._small.pop(peer, None)
         frame = zmq.Frame(last, track=True, copy=False, copy_threshold=0)
         self._by_peer.setdefault(peer, deque()).append((frame.tracker, size))
         self._total += size

@@ -1,5 +1,7 @@
-"""Who left a run too early, and is started again."""
+"""Who left a run too early or was killed, and is started again."""
 
+import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from slimebus.bus.errors import UsageError
 from slimebus.cli.config import resolve
 from slimebus.cli.launch import Fleet
-from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, left_too_early, start_all
+from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, LocalRun, left_too_early, start_all
 
 HERE = ("broker", "trainer", "rollout", "rollout-2")
 
@@ -63,6 +65,20 @@ def test_a_broker_that_ended_while_others_work_is_started_again() -> None:
     found = left_too_early(children(broker=BROKER_EXIT_GRACE_S + 1), None)
     assert found is not None
     assert found.role == "broker"
+
+
+def test_what_a_signal_ended_is_started_again_so_often_and_what_failed_is_not(tmp_path: Path) -> None:
+    run = LocalRun(resolve(None, {}), [], quiet=True)
+    with Fleet(tmp_path) as fleet:
+        failed = fleet.start("trainer", ["no-such-command"])
+        fleet.start("broker", ["keys"])
+        failed.process.wait(20)
+        for _ in range(MAX_RESTARTS + 1):
+            killed = fleet.children[1]
+            os.kill(killed.process.pid, signal.SIGKILL)
+            killed.process.wait(20)
+            run.replace_killed(fleet)
+        assert fleet.children == [failed, killed], "it was not started a fourth time, and the trainer not at all"
 
 
 def test_another_process_takes_the_place_of_one_that_ended_and_the_first_stays_first(tmp_path: Path) -> None:
