@@ -143,10 +143,8 @@ class Machine:
     def _settled(self) -> list[Effect]:
         """Answer whoever waited for what just happened; all effects of it."""
         state = self.state
-        leases.deal(state)
-        if state.waiting_batches:
-            batches.assign(state)
-            leases.deal(state)  # what a batch takes, and what was too old for it, makes room
+        batches.assign(state)
+        leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
         consumers.serve(state)
         if state.is_finished and not state.finish_is_announced:
             state.finish_is_announced = True

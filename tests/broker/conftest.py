@@ -1,5 +1,7 @@
 """A broker's state machine at a desk: requests go in, answers come out, time moves when told."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +49,7 @@ class Desk:
         self.lives: list[Lives] = []
         self.buffer_filter: BufferFilter | None = None
         self.store_problem = ""
+        self._burst: list[Event] | None = None
         self.machine = self._boot()
 
     def _boot(self) -> Machine:
@@ -102,9 +105,20 @@ class Desk:
             message=message,
             bulk=bulk or [],
         )
-        lost = self.machine.holders([event]) if is_alone else ()
-        self.perform(self.machine.apply([event], self.now, store_problem=self.store_problem, lost_peers=lost))
+        if self._burst is None:
+            lost = self.machine.holders([event]) if is_alone else ()
+            self.perform(self.machine.apply([event], self.now, store_problem=self.store_problem, lost_peers=lost))
+        else:
+            self._burst.append(event)
         return number
+
+    @contextlib.contextmanager
+    def burst(self) -> Iterator[None]:
+        """What is sent within this context reaches the machine at once."""
+        self._burst = []
+        yield
+        events, self._burst = self._burst, None
+        self.perform(self.machine.apply(events, self.now, store_problem=self.store_problem))
 
     def ask(self, name: str, message: m.Message, **how: Any) -> Any:
         """Send a request and return its answer, None while it is parked."""

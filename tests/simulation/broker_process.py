@@ -215,7 +215,7 @@ class BrokerProcess:
             if i == last:
                 self._may_crash("answering")
             if isinstance(reply.message, m.BatchReply) and reply.message.groups:
-                self.world.invariants.handed_out(machine, reply.message)
+                self.world.invariants.handed_out(reply.to, reply.message)
             elif isinstance(reply.message, m.LeaseReply):
                 self.world.invariants.granted(machine, reply.to, reply.message)
             elif isinstance(reply.message, m.Ok):

@@ -40,7 +40,7 @@ class Invariants:
         self._asked: list[tuple[m.Put, bool]] = []
         self._diverged = self._begins_anew = False
         self._has_place: list[str] = []
-        self._rejected: dict[Address, tuple[str, int]] = {}
+        self._rejected: dict[Address, int] = {}
         self._forks: dict[str, int] = {}
 
     # --- hooks of the broker process ---
@@ -123,8 +123,8 @@ class Invariants:
             require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
         for event in events:
             if isinstance(event.message, m.Reject):
-                self._rejected[event.to] = (machine.state.meta.lineage, event.message.step)
-                self._note_rejected(*self._rejected[event.to])
+                self._rejected[event.to] = event.message.step
+                self._note_rejected(event.to.peer, event.message.step)
             if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
                 self._in_charge = event.to.peer
                 if self._begins_anew:  # what was freed is to be sampled again: from here on it counts as lost
@@ -251,8 +251,6 @@ class Invariants:
             group = state.groups.by_lease.get(leased.lease)
             if group is None or group.kind != TRAIN or not group.lease.lineage or state.lease_since.get(leased.lease) != state.now:
                 continue
-            if group.lease.is_recalled:  # the turn that let it in chose the batch that it would have been for
-                continue
             self._check_pace(state, group)
 
     def _check_pace(self, state: State, group: Group) -> None:
@@ -263,21 +261,24 @@ class Invariants:
         lag = self.world.version_of(step) - group.lease.version
         require(lag <= state.rules.max_staleness, f"{group.id} of version {group.lease.version} is let in for step {step}")
 
-    def _note_rejected(self, lineage: str, first: int) -> None:
+    def _note_rejected(self, peer: bytes, first: int) -> None:
         """The batches from this step on are chosen anew."""
-        for key in [key for key in self.world.handed_out if key[0] == lineage and key[1] >= first]:
+        for key in [key for key in self.world.handed_out if key[0] == peer and key[1] >= first]:
             del self.world.handed_out[key]
 
     def acknowledged(self, to: Address) -> None:
         """A request is answered with Ok. What was answered before a reject of the same burst is not the choice that follows it."""
         if to in self._rejected:
-            self._note_rejected(*self._rejected.pop(to))
+            self._note_rejected(to.peer, self._rejected.pop(to))
 
-    def handed_out(self, machine: Machine, reply: m.BatchReply) -> None:
-        """A batch leaves the broker: the same step of a timeline has the same groups, each once."""
+    def handed_out(self, to: Address, reply: m.BatchReply) -> None:
+        """A batch leaves the broker: the same step has the same groups for the same trainer, each once.
+
+        By trainer and not by the lineage in charge: an answer may go out to a trainer that another one replaced later in the same burst.
+        """
         names = [g.group for g in reply.groups]
         require(len(set(names)) == len(names), f"step {reply.step} has a group twice: {names}")
-        key = (machine.state.meta.lineage, reply.step)
+        key = (to.peer, reply.step)
         known = self.world.handed_out.setdefault(key, names)
         require(known == names or self.world.account.lost_suffix, f"step {reply.step} was {known}, now it is {names}")
         self.world.handed_out[key] = names

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import msgspec
 from simulation import broker_process
 
 from broker import suspend_tolerant_clock
@@ -15,11 +16,13 @@ from broker.state.features import partials
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
 from slimebus.bus import sample_table
+from slimebus.bus.messages import BatchReply
 
 Patch = tuple[Any, str, Callable[..., Any]]
 
 _apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
-_park, _restore_meta = WaitingRequests.park, Machine._restore_meta
+_park, _restore_meta, _settled = WaitingRequests.park, Machine._restore_meta, Machine._settled
+_reply_with_batch = batches._reply
 _recall = staleness.recall
 _commit = broker_process.BrokerProcess._commit
 
@@ -108,7 +111,20 @@ def _stay_finished(machine: Machine, meta: Any) -> None:
     meta.finishing = is_finishing
 
 
+def _deal_first(machine: Machine) -> Any:
+    leases.deal(machine.state)
+    return _settled(machine)
+
+
+def _answer_otherwise(state: State, step: int) -> BatchReply:
+    """A step that is asked for again has other groups: the same ones turned round, so that nothing else breaks first."""
+    reply = _reply_with_batch(state, step)
+    return msgspec.structs.replace(reply, groups=reply.groups[::-1]) if step in state.fetched_steps else reply
+
+
 MUTATIONS: dict[str, Patch] = {
+    "groups are leased before the batch of the turn is chosen": (Machine, "_settled", _deal_first),
+    "the batch of a step is another one when it is asked for again": (batches, "_reply", _answer_otherwise),
     "a repeated request waits anew": (WaitingRequests, "park", _wait_anew),
     "names may be of any length": (clients, "check_name", lambda what, name: None),
     "what a put says of its samples is believed": (sample_table, "_check_attempts", lambda table, num_samples: None),

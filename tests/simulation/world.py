@@ -45,7 +45,7 @@ class World:
         self.processes: dict[bytes, Actor] = {}
         self.half_open: dict[bytes, float] = {}
         """Connections of processes whose machine has lost its power, and until when the broker's machine does not know."""
-        self.handed_out: dict[tuple[str, int], list[str]] = {}
+        self.handed_out: dict[tuple[bytes, int], list[str]] = {}
         self.clock_jumps: list[float] = []
         """When the clocks of the broker's machine jumped."""
         self.clock_rates: dict[str, float] = {}

@@ -137,6 +137,21 @@ def test_on_policy_over_sampling_cuts_off_the_slowest_and_their_prompts_come_bac
     assert [g.group for g in desk.lease(99, serving=1)] == ["0/0", "0/3", "0/4", "0/5"]
 
 
+def test_a_batch_is_chosen_before_new_groups_are_leased_for_the_room_it_leaves(new_desk: Any) -> None:
+    desk = new_desk(batch_size=1, over_sampling=2, max_staleness=0)
+    desk.begin()
+    failed, good = desk.lease(2)
+    desk.join("other", "rollout")
+    batch, lease = desk.send("t", m.Batch(step=0, wait_s=60.0)), desk.send("other", m.Lease(want=1, wait_s=60.0, lineage="L", serving=0))
+    back = m.GiveBack(group=failed.group, lease=failed.lease, outcome="drop", reason="too easy")
+    put = m.Put(group=good.group, lease=good.lease, lineage="L")
+    with desk.burst():
+        desk.send("w", back)
+        desk.send("w", put, bulk=frames(made((0, 4), reward=1.0)))
+    assert [group.group for group in desk.answers[batch].groups] == [good.group]
+    assert lease not in desk.answers, "a group of version 0 would be trained in step 1, and the bound is 0"
+
+
 # --- the dynamic filter ---
 
 
