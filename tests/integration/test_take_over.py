@@ -40,6 +40,7 @@ def test_a_second_process_is_refused_a_killed_one_is_back_at_once_and_take_over_
             second.expected.add(2)
             assert second.wait() == 2, second.tail()
             assert f"(process {living.pid} on host " in second.text()
+            assert WAITS in second.text()
             assert "is alive; --take-over replaces it" in second.text()
         after = run.wait_for("the first to go on", lambda s: s["step"] >= before["step"] + 3)
         assert after["lineage"] == before["lineage"]
