@@ -84,6 +84,7 @@ class Machine:
         state.had_members = bool(state.clients)
         for client in state.clients.values():
             clients.touch(state, client)
+            client.newcomers = {}
         members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
         state.members_before = {(c.name, c.instance) for c in members}
         state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)
@@ -98,13 +99,20 @@ class Machine:
 
     # --- events ---
 
-    def apply(self, events: Sequence[Event], now: float, *, store_problem: str = "") -> list[Effect]:
+    def holders(self, events: Iterable[Event]) -> set[bytes]:
+        """The peers in whose place the hellos of a burst ask to be."""
+        asked = [(event.sender, event.message) for event in events if isinstance(event.message, m.Hello)]
+        return {holder.peer for name, hello in asked for holder in clients.holders(self.state, name, hello) if holder.peer}
+
+    def apply(
+        self, events: Sequence[Event], now: float, *, store_problem: str = "", lost_peers: Collection[bytes] = ()
+    ) -> list[Effect]:  # fmt: skip
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
         Waiting requests are answered once a burst, after its last request. `store_problem`: why the store takes no
-        samples now; empty when it does.
+        samples now; empty when it does. `lost_peers`: of the `holders`, those whose connection is gone.
         """
-        self.state.now, self.state.store_problem = now, store_problem
+        self.state.now, self.state.store_problem, self.state.lost_peers = now, store_problem, lost_peers
         for event in events:
             try:
                 clients.check_sender(self.state, event)

@@ -155,7 +155,9 @@ class Broker:
         return len(requests)
 
     def _apply(self, requests: Sequence[Request], now: float) -> list[Effect]:
-        return self.machine.apply([event_of(request) for request in requests], now, store_problem=self._store_problem)
+        events = [event_of(request) for request in requests]
+        lost = {peer for peer in self.machine.holders(events) if not self.server.is_connected(peer)}
+        return self.machine.apply(events, now, store_problem=self._store_problem, lost_peers=lost)
 
     def close(self) -> None:
         """Release addresses and store."""

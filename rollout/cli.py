@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context, take_over_option
 
 
 @click.command(cls=ConfigCommand)
@@ -14,8 +14,11 @@ from slimebus.cli.config.flags import ConfigCommand, config_argument, from_conte
 @click.option(
     "--teacher", metavar="MODEL", help="[path or URL] Be the run's teacher: score its samples with this model, or running engine."
 )
+@take_over_option
 @click.pass_context
-def rollout(ctx: click.Context, run_yaml: Path | None, broker: str | None, worker_name: str | None, teacher: str | None) -> None:
+def rollout(
+    ctx: click.Context, run_yaml: Path | None, broker: str | None, worker_name: str | None, teacher: str | None, take_over: bool
+) -> None:  # fmt: skip
     """Run a rollout worker: lease prompts, sample, reward, put.
 
     Starts its own engine (`--engine cpu|sglang`) or uses running ones (`--engine-url http://host:port`). Workers may join
@@ -27,7 +30,7 @@ def rollout(ctx: click.Context, run_yaml: Path | None, broker: str | None, worke
     if teacher:
         from rollout.teacher import run_teacher
 
-        return run_teacher(resolved, broker, teacher, worker_name, debug=debug)
+        return run_teacher(resolved, broker, teacher, worker_name, take_over=take_over, debug=debug)
     from rollout.process import run_worker
 
-    run_worker(resolved, broker, worker_name, debug=debug)
+    run_worker(resolved, broker, worker_name, take_over=take_over, debug=debug)

@@ -21,7 +21,7 @@ from slimebus.client import connect
 log = logging.getLogger("rollout")
 
 
-def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debug: bool) -> None:
+def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, take_over: bool, debug: bool) -> None:
     """Run one worker until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("rollout", debug=debug, run_dir=resolved.run_dir)
     interrupt_on_sigterm()
@@ -32,7 +32,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, debu
     client.rejoins = True
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
-        welcome = connect.join(client, "rollout", resolved.config.broker.connect_timeout_s)
+        welcome = connect.join(client, "rollout", resolved.config.broker.connect_timeout_s, take_over=take_over)
         connect.say_starting(client, welcome, "loads its tokenizer")
         data = resolved.config.data
         kwargs = data.apply_chat_template_kwargs

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -34,14 +35,14 @@ READ_S = 1.0
 SAMPLES_AT_ONCE = 128
 
 
-def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str | None, *, debug: bool) -> None:
+def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str | None, *, take_over: bool, debug: bool) -> None:
     """Score groups until the run is over or a signal ends it. teacher: a model folder, or the URL of an engine. Raises SlimebusError."""
     logs.set_up("teacher", debug=debug)
     raise_all(teacher_problems(resolved, teacher))
     engines, b = engines_of(resolved, teacher), resolved.config.broker
-    keys = resolved.keys_path or ""
+    how: Any = {"timeout_s": b.connect_timeout_s, "keys": resolved.keys_path or "", "take_over": take_over}
     name = name or "teacher"
-    with Consumer(broker_address(resolved, broker), name=name, timeout_s=b.connect_timeout_s, keys=keys) as consumer:
+    with Consumer(broker_address(resolved, broker), name=name, **how) as consumer:
         work = Work(consumer)
         exporter = MetricsServer(resolved, "teacher", name, work.metrics)
         try:

@@ -34,7 +34,7 @@ class BrokerSession:
     """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order.
 
     It joins when it is made, before anything heavy is imported: a model may take minutes to load, and the broker hears meanwhile that
-    this process lives. broker: its address, where another than the config's was given.
+    this process lives. broker: its address, where another than the config's was given. take_over: replace a living trainer.
     """
 
     publication: "Publication"
@@ -42,13 +42,13 @@ class BrokerSession:
     """Both since `begin`."""
     tracker: Tracker | None = None
 
-    def __init__(self, resolved: Resolved, broker: str | None) -> None:
+    def __init__(self, resolved: Resolved, broker: str | None, *, take_over: bool = False) -> None:
         self.config, self.base = resolved.config, resolved.base
         self.client = connect.client_of(resolved, broker, role="trainer", name="trainer")
         self.lost: SlimebusError | None = None
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}
-        welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s)
+        welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s, take_over=take_over)
         connect.say_starting(self.client, welcome, "loads its model", self._on_lost)
         self._beat_every_s = welcome.heartbeat_s
         t, run = self.config.trainer, {"name": self.config.name, "config": without_secrets(self.config)}

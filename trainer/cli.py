@@ -12,7 +12,7 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import ConfigCommand, ForeignOptions, config_argument, from_context
+from slimebus.cli.config.flags import ConfigCommand, ForeignOptions, config_argument, from_context, take_over_option
 
 if TYPE_CHECKING:
     from trainer.launch.plan import NodeOptions
@@ -74,6 +74,7 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
 )
 @click.option("--from-step", type=click.IntRange(min=0), default=0, help="[step] Where a replay begins; default: the first of its folder.")
 @click.option("--profile-steps", metavar="A:B", help="[steps] Trace steps A to B - 1 into RUN_DIR/profile; on CUDA with a memory snapshot.")
+@take_over_option
 @node_options
 @click.pass_context
 def trainer(
@@ -85,6 +86,7 @@ def trainer(
     replay: Path | None,
     from_step: int,
     profile_steps: str | None,
+    take_over: bool,
     **node: object,
 ) -> None:
     """Run the trainer: fetch batches, train, publish weights.
@@ -106,8 +108,8 @@ def trainer(
 
         if replay or profile:
             raise UsageError("--replay and --profile-steps are of --role policy; leave them out")
-        return run_critic(resolved, broker, debug=debug)
-    run_trainer(resolved, broker, Debugging(replay, profile, run_yaml, from_step), debug=debug)
+        return run_critic(resolved, broker, take_over=take_over, debug=debug)
+    run_trainer(resolved, broker, Debugging(replay, profile, run_yaml, from_step), take_over=take_over, debug=debug)
 
 
 def steps_of(text: str) -> range:

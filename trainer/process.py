@@ -85,7 +85,7 @@ class Debugging(NamedTuple):
     from_step: int = 0
 
 
-def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, debug: bool) -> None:
+def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, take_over: bool, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug, run_dir=resolved.run_dir)
     stop = StopRequest()
@@ -96,7 +96,10 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
     try:
         if int(os.environ.get("RANK", "0")) == 0:
             replay = debugging.replay
-            source = BrokerSession(resolved, broker) if replay is None else ReplaySource(replay, resolved, debugging.from_step)
+            if replay is None:
+                source = BrokerSession(resolved, broker, take_over=take_over)
+            else:
+                source = ReplaySource(replay, resolved, debugging.from_step)
         with stop.one_rank_says_it():
             _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The state that every decision reads and changes, and how changes become effects."""
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -72,6 +72,8 @@ class State:
         self.had_members = False
         self.bound_hits: Counter[str] = Counter()
         self.max_message_bytes, self.hints_address, self.store_problem = 0, "", ""
+        self.lost_peers: Collection[bytes] = ()
+        """Of the processes whose place a hello of this burst asks for, those whose connection is gone."""
         self._saved_meta = b""
         self._effects: list[Effect] = []
         self._changed: dict[tuple[Table, str | int], None] = {}

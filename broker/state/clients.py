@@ -1,8 +1,15 @@
 """Who takes part: joining, epochs, fencing, silence.
 
-Each joining process gets an epoch that rises over the whole run. A hello alone fences nobody, for it may have been on its way while its
-process ended: a process takes the place of an older one of its name with its first request under its own epoch, which only a living one
-can know. The older one's requests are then `fenced`; so are those of every older trainer, whatever its name, once a newer one resumes.
+Each joining process gets an epoch that rises over the whole run. It gets none while a living process holds its place, the name or, of a
+trainer, the run, unless it says `take_over`. A holder lives while its connection stands and it is heard; so a newcomer waits for a sign:
+
+    hello -> the holder's connection is gone, or it was silent for SILENT_BEATS -> welcome
+          -> it was heard after the newcomer's first hello                      -> name_in_use
+          -> neither                                                            -> name_in_doubt: ask again
+
+A hello alone fences nobody, for it may have been on its way while its process ended: a process takes the place of an older one of its
+name with its first request under its own epoch, which only a living one can know. The older one's requests are then `fenced`; so are
+those of every older trainer, whatever its name, once a newer one resumes.
 """
 
 from collections.abc import Collection, Iterable
@@ -30,6 +37,8 @@ MAX_PREVIOUS = 16
 MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
 SILENT_BEATS = 3
+RECONNECT_S = 2.0
+"""Once the broker is started again, a living process is heard within this: libzmq connects anew at least every second."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -68,15 +77,15 @@ def sender_of(state: State, event: Event) -> Client:
         raise SlimebusError(text, code="forbidden")
     if event.epoch < client.epoch or client.is_fenced:
         raise Fenced(f"a newer {client.role} has taken the place of {event.sender!r} (epoch {event.epoch}); stop this process")
-    touch(state, client)
+    touch(state, client, event.to.peer)
     return client
 
 
-def touch(state: State, client: Client) -> None:
-    """A sign of life."""
+def touch(state: State, client: Client, peer: bytes = b"") -> None:
+    """A sign of life, heard from `peer`."""
     if not state.finish_is_confirmed and (client.name, client.instance) in state.members_before:
         state.finish_is_confirmed = True
-    client.heard_at, client.is_gone = state.now, False
+    client.heard_at, client.is_gone, client.peer = state.now, False, peer
     state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
 
 
@@ -104,14 +113,16 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
         if (client.instance, client.role, client.key) == (ask.instance, ask.role, event.key):
             client.settings = ask.settings
             if client is known:
-                touch(state, client)
+                touch(state, client, event.to.peer)
             return client
+    _check_place(state, event.sender, ask)
     _make_room(state, known)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
+    client.host, client.pid = ask.host, ask.pid
     if known is None:
         _enter(state, client)
-        touch(state, client)
+        touch(state, client, event.to.peer)
     else:
         known.successors = [*known.successors, client][-MAX_SUCCESSORS:]
         _keep(state, known)
@@ -128,12 +139,39 @@ def _check_hello(state: State, event: Event, ask: m.Hello) -> None:
 
 
 def _check_key(event: Event, ask: m.Hello, known: Client | None) -> None:
-    """A name belongs to the key that joined under it while it is alive. Among trainers the newest takes over, whatever its key."""
-    if known is None or known.is_gone or known.is_fenced or known.role == ask.role == "trainer":
+    """A name belongs to the key that joined under it while it is alive. No key keeps out a trainer, which only a trainer's key may be."""
+    if known is None or not is_present(known) or ask.role == "trainer":
         return
     if known.key != event.key and known.key and event.key:  # without one of both, it is from a time when the broker had no keys
         text = f"the name {event.sender!r} belongs to the key {known.key!r} while its process is alive; choose another name (--worker-name)"
         raise SlimebusError(text, code="forbidden")
+
+
+def holders(state: State, name: str, ask: m.Hello) -> list[Client]:
+    """Who is where this hello asks to be: of a trainer every other trainer, of others the process that has their name."""
+    among = [c for c in state.clients.values() if c.role == "trainer"] if ask.role == "trainer" else [state.clients.get(name)]
+    return [c for c in among if c is not None and is_present(c) and (c.name, c.instance) != (name, ask.instance)]
+
+
+def _check_place(state: State, name: str, ask: m.Hello) -> None:
+    """Raise SlimebusError while a process holds the place: `name_in_doubt` until it is heard and so lives, then `name_in_use`."""
+    for holder in holders(state, name, ask):
+        may_replace = ask.take_over and holder.role == ask.role
+        limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S
+        silent_s = state.now - holder.heard_at
+        if may_replace or holder.peer in state.lost_peers or silent_s > limit_s:
+            continue
+        who = f"{holder.title} (process {holder.pid or 'unknown'} on host {holder.host or 'unknown'}, last heard {silent_s:.1f} s ago)"
+        remedies = ["--take-over replaces it"] if holder.role == ask.role else []
+        remedies += ["--worker-name gives this one another name"] if holder.name == name and ask.role == "rollout" else []
+        remedy = "; ".join([*remedies, "or stop it first"])
+        if holder.heard_at > holder.newcomers.get(ask.instance, state.now):
+            del holder.newcomers[ask.instance]
+            raise SlimebusError(f"{name!r} may not join: {who} is alive; {remedy}", code="name_in_use")
+        newcomers = {ask.instance: state.now} | holder.newcomers
+        holder.newcomers = dict(list(newcomers.items())[:MAX_SUCCESSORS])
+        text = f"{name!r} waits for a sign of {who}, which counts as gone after {limit_s:g} s of silence; {remedy}"
+        raise SlimebusError(text, code="name_in_doubt", retryable=True)
 
 
 def _make_room(state: State, known: Client | None) -> None:
@@ -331,7 +369,7 @@ def keep_alive(state: State, event: Event) -> bool:
     client = state.clients.get(event.sender)
     if client is None or client.epoch != event.epoch or client.is_fenced or event.run != state.meta.run:
         return False
-    touch(state, client)
+    touch(state, client, event.to.peer)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     _extend(state, client, leases)
     for lease in leases.unconfirmed:

@@ -97,7 +97,8 @@ class Client(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
     previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. is_told: that the run is
-    finished.
+    finished. host, pid: where it says it is. peer: the socket identity it was last heard from, empty until it is heard.
+    newcomers: instances that were told to wait for its place, and when they first asked.
     """
 
     name: str
@@ -108,8 +109,12 @@ class Client(msgspec.Struct, kw_only=True):
     is_fenced: bool = False
     key: str = ""
     successors: list["Client"] = []
+    host: str = ""
+    pid: int = 0
     settings: dict[str, str] = {}
     heard_at: float = 0.0
+    peer: bytes = b""
+    newcomers: dict[str, float] = {}
     is_gone: bool = False
     is_told: bool = False
     state: str = ""

@@ -77,6 +77,7 @@ class Hello(Message):
     `protocol` and `oldest` are the newest and the oldest protocol version that the client speaks, `release` is its software's.
     Their defaults are version 1 whatever this release speaks, so that what is left out never changes its meaning.
     `settings` are those on which the processes of a run must agree: dotted name -> value as JSON.
+    `take_over`: replace a living process of this name and role. `host`, `pid`: where this process is, for messages.
     """
 
     role: str
@@ -85,6 +86,9 @@ class Hello(Message):
     oldest: Count = 1
     release: str = ""
     settings: dict[str, str] = {}
+    take_over: bool = False
+    host: Annotated[str, Meta(max_length=255)] = ""
+    pid: Count = 0
 
 
 class Welcome(Message):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import signal
@@ -17,7 +18,7 @@ from types import FrameType
 LineSink = Callable[[str, str], None]
 """Called with (role, line) for every line a child writes, from that child's reader thread."""
 
-STOP_S = 3.0
+STOP_S, LOOK_S = 3.0, 0.2
 PORTS = range(20_000, 32_768)
 """Below those that Linux gives to whoever asks for any port (ip_local_port_range): one found free stays so until it is bound."""
 PR_SET_PDEATHSIG = 1
@@ -149,6 +150,19 @@ def interrupt_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, handler)
+
+
+def wait_until_left(run_dir: Path, timeout_s: float) -> bool:
+    """True once no broker of this machine has this run directory: one that was killed with its parent may be on its way out."""
+    file, until = run_dir / "broker" / "owner.lock", time.monotonic() + timeout_s
+    while file.is_file():
+        with file.open("a") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK_S)
+    return True
 
 
 def free_port() -> int:

@@ -37,7 +37,7 @@ COMMANDS = {
 }
 """Command -> its module and name there, and what `slimebus --help` says of it, for which nothing is imported."""
 MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
-MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook", "wrong_run")
+MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook", "wrong_run", "name_in_use")
 
 WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Of a file that the user named: another path helps."""

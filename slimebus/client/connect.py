@@ -28,6 +28,8 @@ ANSWER_S = 5.0
 CONNECT_S, LOOK_AGAIN_S = 1.0, 0.2
 RESTART_S = 3.0
 """A broker that is started again listens within this."""
+NAME_IN_DOUBT = "name_in_doubt"
+"""Code of the answer to a hello while the broker waits for a sign of the process that has the name."""
 WRONGLY_ASKED = ("forbidden", "no_dataset")
 """Codes of errors that a person mends by giving another key or name."""
 
@@ -109,15 +111,22 @@ def process_name(role: str) -> str:
     return f"{role}-{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def join(client: "Client", role: str, timeout_s: float) -> Welcome:
-    """Join; every few seconds log what is waited for. Differences of settings are logged. Raises Unreachable after `timeout_s`."""
+def join(client: "Client", role: str, timeout_s: float, *, take_over: bool = False) -> Welcome:
+    """Join; every few seconds log what is waited for. Differences of settings are logged. Raises Unreachable after `timeout_s`.
+
+    take_over: replace a living process of this name and role. Without it, SlimebusError `name_in_use` is raised where there is one.
+    """
     waited = 0.0
     while True:
         patience = min(ANSWER_S, timeout_s - waited)
         try:
-            welcome = client.join(role, timeout_s=patience)
-        except Unreachable:
+            welcome = client.join(role, timeout_s=patience, take_over=take_over)
+        except SlimebusError as bad:
             waited += patience
+            if bad.code == NAME_IN_DOUBT and waited < timeout_s:
+                continue
+            if not isinstance(bad, Unreachable):
+                raise
             if waited >= timeout_s:
                 remedy = client.refusal or "start one with `slimebus broker RUN.yaml`, or give its address with --broker"
                 raise Unreachable(f"{role} {client.name}: no broker answered at {client.address} in {timeout_s:.0f} s; {remedy}") from None

@@ -43,11 +43,14 @@ class ConsumedGroup(msgspec.Struct):
 class Consumer:
     """A consumer named `name` of the broker at an address. As a context manager it leaves in good order.
 
-    keys: folder of keys with one of role consumer, or one key file.
-    Raises Unreachable when no broker answers within `timeout_s`. num_skipped: groups that were gone before they were read.
+    keys: folder of keys with one of role consumer, or one key file. take_over: replace a living consumer of this name.
+    Raises Unreachable when no broker answers within `timeout_s`, SlimebusError `name_in_use` while another consumer has the name.
+    num_skipped: groups that were gone before they were read.
     """
 
-    def __init__(self, broker: str, *, name: str, timeout_s: float = 120.0, keys: str | Path = "") -> None:
+    def __init__(
+        self, broker: str, *, name: str, timeout_s: float = 120.0, keys: str | Path = "", take_over: bool = False
+    ) -> None:  # fmt: skip
         self.client = Client(broker, name=name, credentials=credentials_at(Path(keys), "consumer") if keys else None)
         self.client.rejoins = True
         self.num_skipped = 0
@@ -56,7 +59,7 @@ class Consumer:
         self._goes_back = False
         self._finished = threading.Event()
         try:
-            welcome = join(self.client, "consumer", timeout_s)
+            welcome = join(self.client, "consumer", timeout_s, take_over=take_over)
         except SlimebusError:
             self.client.close(goodbye=False)
             raise

@@ -6,7 +6,6 @@ FOLDER/logs/NAME.log           all that its processes wrote
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ import msgspec
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, DataError, SlimebusError, UsageError
 from slimebus.cli.commands.up import arguments_of
-from slimebus.cli.launch import Child, Fleet
+from slimebus.cli.launch import Child, Fleet, wait_until_left
 from slimebus.sweep.plan import EarlyStop, Sweep, Trial
 from slimebus.view import report
 from slimebus.view.report import main_dataset
@@ -131,7 +130,7 @@ class Runner:
         plan, outcome = self.sweep.plan, self.outcomes[trial.name]
         outcome.state, outcome.reason, outcome.starts = "running", "", outcome.starts + 1
         write_outcome(self.sweep, trial, outcome)
-        wait_until_left(self.sweep.run_dir(trial))
+        wait_until_left(self.sweep.run_dir(trial), 2 * STOP_S)
         share = min(set(range(plan.parallel)) - {running.share for running in self.running})
         gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
         arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
@@ -192,16 +191,6 @@ def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
     """The ids that one of `parallel` trials gets."""
     size = len(ids) // parallel
     return ids[share * size : (share + 1) * size]
-
-
-def wait_until_left(run_dir: Path, timeout_s: float = 2 * STOP_S) -> None:
-    """Until no broker has this run directory: a sweep that was killed may have left one that is on its way out."""
-    file, until = run_dir / "broker" / "owner.lock", time.monotonic() + timeout_s
-    while file.is_file() and time.monotonic() < until:
-        with file.open("a") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(POLL_S)
 
 
 def hopeless(rows: report.Rows, others: Sequence[report.Rows], rule: EarlyStop) -> str:

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError
+from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError, UsageError
 from slimebus.bus.security.exposure import reachable
 from slimebus.bus.transport.server import bind_socket
 from slimebus.cli.commands.status import ask_status
 from slimebus.cli.config import Resolved
 from slimebus.cli.engine_plan import placement, visible
-from slimebus.cli.launch import Child, Fleet, free_port
+from slimebus.cli.launch import Child, Fleet, free_port, wait_until_left
 from slimebus.client.connect import visit
 from slimebus.view import report, terminal
 from slimebus.view.result_table import result_table
@@ -36,6 +36,8 @@ CTRL_C_ECHO = 2
 EXIT_GRACE_S, BROKER_EXIT_GRACE_S = 3.0, 30.0
 """A process that left is looked at after so long: the others of a run that has finished are on their way out, too."""
 MAX_RESTARTS = 3
+LEAVE_S = 3.0
+"""In which the broker of an `up` that was killed has left."""
 
 
 class LocalRun:
@@ -66,7 +68,15 @@ class LocalRun:
         self._page = ""
 
     def run(self) -> int:
-        """Run until all processes ended; the exit code: 0, that of the first that failed (`failed`), or 130 and 143 for a signal."""
+        """Run until all processes ended; the exit code: 0, that of the first that failed (`failed`), or 130 and 143 for a signal.
+
+        Raises UsageError before anything is written or started where a broker has the run directory.
+        """
+        run_dir = self.resolved.run_dir
+        if not wait_until_left(run_dir, LEAVE_S):
+            raise UsageError(
+                f"the run in {run_dir} is running: its broker has the folder open; end it first, or give another --name or --run-dir"
+            )
         with Fleet(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as fleet:
             address = start_all(fleet, self.resolved, self.arguments, self.workers, self.consumers)
             with _signals() as stop, contextlib.ExitStack() as stack:

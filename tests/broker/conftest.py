@@ -85,9 +85,10 @@ class Desk:
                 self.lives.append(effect)
 
     def send(
-        self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None, run: str = "r"
-    ) -> int:
-        """Send a request; its answer appears in `answers` under the returned id."""
+        self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None, run: str = "r",
+        is_alone: bool = False,
+    ) -> int:  # fmt: skip
+        """Send a request; its answer appears in `answers` under the returned id. is_alone: whoever it replaces is connected no more."""
         self.request += 1
         number = request or self.request
         try:
@@ -105,7 +106,8 @@ class Desk:
             bulk=bulk or [],
         )
         if self._burst is None:
-            self.perform(self.machine.apply([event], self.now, store_problem=self.store_problem))
+            lost = self.machine.holders([event]) if is_alone else ()
+            self.perform(self.machine.apply([event], self.now, store_problem=self.store_problem, lost_peers=lost))
         else:
             self._burst.append(event)
         return number
@@ -130,7 +132,8 @@ class Desk:
     # --- what clients do ---
 
     def join(self, name: str, role: str, instance: str = "1") -> m.Welcome:
-        welcome = self.ask(name, m.Hello(role=role, instance=instance), epoch=0)
+        """A process comes, with --take-over, and speaks."""
+        welcome = self.ask(name, m.Hello(role=role, instance=instance, take_over=True), epoch=0)
         assert isinstance(welcome, m.Welcome), welcome
         self.epochs[name] = welcome.epoch
         self.ask(name, m.Heartbeat())

@@ -72,8 +72,8 @@ def keep(samples):
 class Keeper:
     """One process that is started again whenever it has ended. `why`: the fault that ended it last; empty: it ended by itself."""
 
-    def __init__(self, name: str, start: Callable[[], Process]) -> None:
-        self.name, self._start = name, start
+    def __init__(self, name: str, start: Callable[..., Process]) -> None:
+        self.name, self._start, self._flags = name, start, list[str]()
         self.process: Process | None = None
         self.restart_at = 0.0
         self.restart_after_s = RESTART_S
@@ -85,7 +85,8 @@ class Keeper:
         """Start it if it is time to."""
         if self.process is None:
             if now >= self.restart_at:
-                self.process, self.why, self.started_at = self._start(), "", now
+                self.process, self.why, self.started_at = self._start(*self._flags), "", now
+                self._flags = []
             return
         code = self.process.popen.poll()
         if code is not None:
@@ -99,8 +100,9 @@ class Keeper:
         self.process.popen.kill()
 
     def let_go(self) -> Process:
-        """Give up the present process without ending it; another takes its place at once."""
+        """Give up the present process without ending it; another takes its place at once, also should it wake up before that."""
         assert self.process is not None
+        self._flags = ["--take-over"]
         process, self.process, self.restart_at = self.process, None, 0.0
         self.ends["replaced"] += 1
         return process
@@ -180,7 +182,7 @@ class Chaos:
         self.started = 0.0
 
     def _keeper(self, name: str, role: str) -> Keeper:
-        return Keeper(name, lambda: self.run.start(role, name=name))
+        return Keeper(name, lambda *flags: self.run.start(role, *flags, name=name))
 
     # --- the course of it ---
 

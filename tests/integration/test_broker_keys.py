@@ -58,6 +58,17 @@ def test_a_name_belongs_to_the_key_that_joined_under_it(live: Live) -> None:
     assert isinstance(owner.call(m.Heartbeat(), timeout_s=60).message, m.HeartbeatReply), "a goodbye in its name did nothing"
 
 
+def test_a_workers_key_keeps_no_trainer_out(live: Live) -> None:
+    squatter, trainer = live.with_key("rollout", "trainer"), live.with_key("trainer", "trainer")
+    squatter.join("rollout", timeout_s=60)
+    squatter.call(m.Heartbeat(), timeout_s=60)
+    trainer.join("trainer", timeout_s=60)
+    assert trainer.call(m.Resume(step=0, version=0, lineage="L"), timeout_s=60).message == m.Ok()
+    with pytest.raises(SlimebusError, match="joined with another key") as refused:
+        squatter.call(m.Heartbeat(), timeout_s=60)
+    assert refused.value.code == "forbidden"
+
+
 def test_the_holder_of_a_revoked_key_is_out_and_its_groups_are_queued_again(live: Live) -> None:
     worker = live.with_key("node2", "w2")
     worker.join("rollout", timeout_s=60)

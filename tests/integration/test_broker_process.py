@@ -89,9 +89,10 @@ def test_a_broker_killed_between_put_and_reply_loses_nothing(broker: LiveBroker)
     assert before | set(train(trainer, 1)) == set(groups)
 
 
-def test_a_second_worker_of_the_same_name_fences_the_first(broker: LiveBroker) -> None:
+def test_a_second_worker_of_the_same_name_fences_the_first_with_take_over(broker: LiveBroker) -> None:
     _, worker = _begin(broker)
-    second = broker.client("w", "rollout")
+    second = broker.client("w")
+    second.join("rollout", timeout_s=60, take_over=True)
     assert _put_one(second, 0), "with its first request the newer one takes the place"
     with pytest.raises(Fenced, match="newer"):
         worker.call(Lease(want=1, wait_s=0))

@@ -21,6 +21,8 @@ RETRY_S = 0.5
 PATIENT_CODES = ("disk_full", "store")
 MAX_RECONNECTS = 8
 """Under way at once. Each sends all bulk again, and each of those messages may be lost: behind a cut network they would never stop."""
+POWER_CUTS, HALF_OPEN_S = 0.2, 20.0
+"""Share of the deaths in which the whole machine ends, so that nobody closes its connection; ZeroMQ's heartbeats do after so long."""
 TIMEOUT_RESENDS = 12
 """A request is given up after so many times the client sends it again, beyond what the broker may keep it waiting."""
 
@@ -52,8 +54,8 @@ class Actor:
 
     role = ""
 
-    def __init__(self, world: "World", name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(self, world: "World", name: str, *, take_over: bool = False) -> None:
+        self.world, self.name, self.take_over = world, name, take_over
         self.instance = f"{name[:32]}#{world.timeline.serial()}"
         self.is_dead, self.stopped_until, self.epoch, self.run = False, 0.0, 0, ""
         self._ids = itertools.count(1)
@@ -68,7 +70,9 @@ class Actor:
     def die(self) -> None:
         """End without a word."""
         self.is_dead = True
-        self.world.processes.pop(self.instance.encode(), None)
+        peer = self.instance.encode()
+        if self.world.processes.pop(peer, None) is not None and not self.world.is_calm and self.world.random.random() < POWER_CUTS:
+            self.world.half_open[peer] = self.world.now + HALF_OPEN_S
         self._pending.clear()
 
     def stop_for(self, seconds: float) -> None:
@@ -171,10 +175,10 @@ class Actor:
     def hello(self) -> None:
         """Join, or join again."""
         self.epoch = 0
-        self.ask(m.Hello(role=self.role, instance=self.instance), self._welcomed)
+        self.ask(m.Hello(role=self.role, instance=self.instance, take_over=self.take_over), self._welcomed)
 
     def _welcomed(self, welcome: m.Welcome, _: list[Any]) -> None:
-        is_first, self.epoch, self.run = not self._is_beating, welcome.epoch, welcome.run
+        is_first, self.epoch, self.run, self.take_over = not self._is_beating, welcome.epoch, welcome.run, False
         if is_first:
             self._is_beating = True
             self.begin(welcome)

@@ -126,7 +126,8 @@ class BrokerProcess:
         events = self._admitted(events, problem)
         for part in self._parts(events) or [[]]:
             watch.before(machine, part)
-            decided = machine.apply(part, now, store_problem=problem)
+            lost = {peer for peer in machine.holders(part) if not self.world.is_connected(peer)}
+            decided = machine.apply(part, now, store_problem=problem, lost_peers=lost)
             watch.applied(machine, part, decided)
             effects += decided
         if self.broker_clock.may_check_deadlines(all_heard=len(events) < BURST):

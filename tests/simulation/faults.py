@@ -7,6 +7,7 @@ from simulation.broker_process import CRASH_POINTS
 from simulation.operator_client import Operator
 from simulation.rude import WideName
 from simulation.trainer import Checkpoint, Trainer
+from simulation.worker import Worker
 
 from slimebus.bus import messages as m
 
@@ -86,10 +87,16 @@ def stop_trainer(world: "World") -> None:
 
 
 def second_trainer(world: "World") -> None:
-    """Another trainer comes, of another name or of the same, while the first one lives on."""
+    """Another trainer comes, of another name or of the same, while the first one lives on; by mistake or with --take-over."""
     old = world.trainer
     if not old.is_done:
-        world.trainer = Trainer(world, world.random.choice(["t2", old.name]))
+        Trainer(world, world.random.choice(["t2", old.name]), take_over=world.random.random() < 0.5)
+
+
+def second_worker(world: "World") -> None:
+    """Another worker of a name comes while the first one lives on; by mistake or with --take-over."""
+    old = world.random.choice(world.workers)
+    Worker(world, old.name, old.plan, take_over=world.random.random() < 0.5)
 
 
 def restart_everything(world: "World") -> None:
@@ -165,6 +172,7 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
         (rewind_trainer, 2),
         (stop_trainer, 1),
         (second_trainer, 2),
+        (second_worker, 2),
         (restart_everything, 1),
         (cut_network, 2),
         (fill_disk, 1),

@@ -8,6 +8,7 @@ from simulation.actor import require
 
 from broker.machine import Machine
 from broker.state.broker_state import State
+from broker.state.clients import RECONNECT_S, SILENT_BEATS
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.records import Client
@@ -38,6 +39,7 @@ class Invariants:
         self._granted: dict[Address, set[int]] = {}
         self._asked: list[tuple[m.Put, bool]] = []
         self._diverged = self._begins_anew = False
+        self._has_place: list[str] = []
         self._rejected: dict[Address, int] = {}
         self._forks: dict[str, int] = {}
 
@@ -92,6 +94,7 @@ class Invariants:
             self._note_divergence(machine.state, event)
         if len(events) == 1 and isinstance(put := events[0].message, m.Put):
             self._asked = [(put, _holds(machine.state, events[0].sender, put))]
+        self._has_place = self._living(machine.state, events[0]) if len(events) == 1 and isinstance(events[0].message, m.Hello) else []
 
     def _note_divergence(self, state: State, event: Event) -> None:
         """A trainer goes on from steps that the broker was told to forget by another one: it warns, and their prompts may come again."""
@@ -132,11 +135,37 @@ class Invariants:
             require(is_refused or is_told, "a trainer goes on from steps that the broker has not, and nobody is told")
         if len(events) == 1:
             self._check_trainer(machine, events[0], replies.get(events[0].to))
+            if isinstance(hello := events[0].message, m.Hello):
+                self._check_place(machine.state, events[0].sender, hello, replies[events[0].to])
         for message in replies.values():
             if isinstance(message, m.BatchReply) and message.groups:
                 self._check_bound(message)
             elif isinstance(message, m.LeaseReply) and message.groups:
                 self._check_grant(machine.state, message)
+
+    def _living(self, state: State, event: Event) -> list[str]:
+        """Who has the place that a hello asks for, is connected and was heard."""
+        hello, silent_s, now = event.message, SILENT_BEATS * state.rules.heartbeat_s, self.world.broker.broker_clock.now
+        assert isinstance(hello, m.Hello)
+        known = state.clients.get(event.sender)
+        if known is not None and hello.instance in {c.instance for c in (known, *known.successors)}:
+            return []
+        others = [c for c in state.clients.values() if c.name == event.sender or c.role == hello.role == "trainer"]
+        others = [c for c in others if c.role == hello.role and not c.is_fenced and now - c.heard_at <= silent_s]
+        return [c.instance for c in others if c.peer == c.instance.encode() and self.world.is_connected(c.peer)]
+
+    def _check_place(self, state: State, name: str, hello: m.Hello, reply: m.Message) -> None:
+        """A living process keeps its place, and one whose connection is gone keeps nobody out once the broker has run for a while."""
+        if isinstance(reply, m.Welcome):
+            require(hello.take_over or not self._has_place, f"{hello.instance} is let in beside {self._has_place}")
+        elif (
+            isinstance(reply, m.Error)
+            and reply.code in ("name_in_use", "name_in_doubt")
+            and self.world.broker.broker_clock.now > RECONNECT_S
+        ):
+            others = [c for c in state.clients.values() if c.name == name or c.role == hello.role == "trainer"]
+            is_kept_out = any(self.world.is_connected(c.peer) for c in others if c.instance != hello.instance)
+            require(is_kept_out, f"a process that is gone keeps {hello.instance} out: {reply.text}")
 
     def committed(self, machine: Machine) -> None:
         """A turn is on the disk, and nobody is answered yet."""

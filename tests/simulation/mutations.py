@@ -134,6 +134,8 @@ MUTATIONS: dict[str, Patch] = {
     "a rewind keeps samples of abandoned versions": (transitions, "apply_transition", _keep_abandoned),
     "a run begun anew forgets what was freed": (prompts, "begin_anew", lambda state: None),
     "a rewind leaves old leases": (timeline, "_revoke_leases", lambda state: None),
+    "a living process is replaced without take-over": (clients, "_check_place", lambda state, name, ask: None),
+    "a process that was killed keeps its place": (Machine, "holders", lambda machine, events: set()),
     "two trainers may train": (timeline, "fence_older_trainers", lambda state, newest: None),
     "a fenced trainer's parked requests are forgotten": (clients, "_answer_fenced", _forget_parked),
     "an older process of the same name is still served": (clients, "sender_of", _ignore_epoch),

@@ -37,7 +37,7 @@ class Trainer(Actor):
 
     role = "trainer"
 
-    def __init__(self, world: "World", name: str) -> None:
+    def __init__(self, world: "World", name: str, *, take_over: bool = False) -> None:
         self.start = start = world.checkpoints[-1]
         self.step, self.trained, self.parent = start.step, dict(start.trained), start.lineage
         self.version = world.version_of(start.step)
@@ -49,7 +49,7 @@ class Trainer(Actor):
         self.rejected: list[int] = []
         self.num_rejecting = 0
         self.is_training = self.is_done = self.has_resumed = False
-        super().__init__(world, name)
+        super().__init__(world, name, take_over=take_over)
 
     def crash(self) -> None:
         """kill -9; it starts again from the newest checkpoint."""
@@ -60,9 +60,18 @@ class Trainer(Actor):
         if self.world.trainer is self:
             self.world.trainer = Trainer(self.world, self.name)
 
+    def _turned_away(self) -> None:
+        """Another trainer lives, and the run counts on it; where it is dead by now, this one is started again."""
+        self.die()
+        living = [p for p in self.world.processes.values() if isinstance(p, Trainer) and p.epoch]
+        if self.world.trainer is self and living:
+            self.world.trainer = max(living, key=lambda p: p.epoch)
+        self.world.timeline.later(self.world.random.expovariate(0.5), self._start_again)
+
     # --- timeline ---
 
     def begin(self, welcome: m.Welcome) -> None:
+        self.world.trainer = self
         if not self._has_newest():
             self.crash()
             return
@@ -232,6 +241,8 @@ class Trainer(Actor):
     def refused(self, error: m.Error, request: Request) -> None:
         if isinstance(request.message, m.Goodbye) or (self.is_done and error.code == "not_joined"):  # a heartbeat behind the goodbye
             self.die()
+        elif error.code == "name_in_use":
+            self._turned_away()
         elif error.code == "not_assigned" and self.rejected:
             pass  # what was asked for before its batch was chosen anew
         elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step < self.step:

@@ -38,7 +38,7 @@ class Worker(Actor):
 
     role = "rollout"
 
-    def __init__(self, world: "World", name: str, plan: WorkerPlan) -> None:
+    def __init__(self, world: "World", name: str, plan: WorkerPlan, *, take_over: bool = False) -> None:
         self.plan, self.lineage, self.serving = plan, "", m.NO_VERSION
         self.held: dict[int, m.LeasedGroup] = {}
         self.begun: dict[int, tuple[str, int, list[tuple[str, int]]]] = {}
@@ -46,7 +46,7 @@ class Worker(Actor):
         self.putting: set[int] = set()
         self.is_leasing = self.is_leaving = self.lists_leases = False
         self._wanted = ("", m.NO_VERSION)
-        super().__init__(world, name)
+        super().__init__(world, name, take_over=take_over)
 
     def crash(self) -> None:
         """kill -9; whoever looks after it starts it again, sooner or later."""
@@ -131,6 +131,7 @@ class Worker(Actor):
     # --- groups ---
 
     def begin(self, welcome: m.Welcome) -> None:
+        self.world.joined(self)
         self._news(welcome.lineage, welcome.version)
         self._lease()
 
@@ -242,7 +243,7 @@ class Worker(Actor):
         if isinstance(request.message, m.Put) and error.code == "bad_samples" and (self.world.account.lost_suffix or self.plan.is_rude):
             self._release(request.message.lease)  # spoiled, or made by a version whose publish was torn off
             return
-        require(error.code in ("fenced", "not_joined"), f"{self.name}: {error.code}: {error.text}")
+        require(error.code in ("fenced", "not_joined", "name_in_use"), f"{self.name}: {error.code}: {error.text}")
         if isinstance(request.message, m.Goodbye):
             self.die()
         elif error.code == "not_joined" and self.plan.rejoins and not self.is_leaving:

@@ -45,6 +45,8 @@ class World:
         self.recent: deque[str] = deque(maxlen=TRACED)
         self.faults: Counter[str] = Counter()
         self.processes: dict[bytes, Actor] = {}
+        self.half_open: dict[bytes, float] = {}
+        """Connections of processes whose machine has lost its power, and until when the broker's machine does not know."""
         self.handed_out: dict[tuple[bytes, int], list[str]] = {}
         self.clock_jumps: list[float] = []
         """When the clocks of the broker's machine jumped."""
@@ -188,6 +190,10 @@ class World:
         if process is not None:
             self.network.carry(process.name, lambda: process.hear(to.request, message, bulk), process.reconnect)
 
+    def is_connected(self, peer: bytes) -> bool:
+        """What the broker's machine knows of a connection."""
+        return peer in self.processes or self.half_open.get(peer, 0.0) > self.now
+
     def hint(self, hint: m.Hint) -> None:
         """Publish to every worker; each may miss it."""
         for worker in [*self.workers, *self.guests]:
@@ -201,6 +207,11 @@ class World:
     def counts_on(self, worker: Worker) -> bool:
         """False for one that another has taken the place of."""
         return worker in self.workers or worker in self.guests
+
+    def joined(self, worker: Worker) -> None:
+        """It has the place of whoever had its name."""
+        for old in [w for w in [*self.workers, *self.guests] if w.name == worker.name and w is not worker]:
+            self.replace_worker(old, worker)
 
     def replace_worker(self, old: Worker, new: Worker) -> None:
         """`new` takes the place of `old`."""

@@ -16,7 +16,7 @@ from trainer.stop_request import StopRequest
 log = logging.getLogger("critic")
 
 
-def run_critic(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
+def run_critic(resolved: Resolved, broker: str | None, *, take_over: bool, debug: bool) -> None:
     """Give values and learn until the run is over. Raises SlimebusError."""
     logs.set_up("critic", debug=debug, run_dir=resolved.run_dir)
     stop = StopRequest()
@@ -24,7 +24,7 @@ def run_critic(resolved: Resolved, broker: str | None, *, debug: bool) -> None:
     session, model_dir = None, str(resolved.model_dir)
     try:
         if int(os.environ.get("RANK", "0")) == 0:
-            session = CriticSession(resolved, broker)
+            session = CriticSession(resolved, broker, take_over=take_over)
             stop.is_broker_silent = lambda: session.consumer.client.silent_s >= SILENT_S
         with stop.one_rank_says_it():
             _run(resolved, model_dir, session, stop)

@@ -25,11 +25,11 @@ CONFIRM_TIMEOUT_S = 600.0
 class CriticSession:
     """The groups behind the critic's position, in order. It joins when it is made, before anything heavy is imported."""
 
-    def __init__(self, resolved: Resolved, broker: str | None) -> None:
+    def __init__(self, resolved: Resolved, broker: str | None, *, take_over: bool = False) -> None:
         self.config = resolved.config
         keys: str | Path = resolved.keys_path or ""
         address, timeout_s = broker_address(resolved, broker), self.config.broker.connect_timeout_s
-        self.consumer = Consumer(address, name=NAME, timeout_s=timeout_s, keys=keys)
+        self.consumer = Consumer(address, name=NAME, timeout_s=timeout_s, keys=keys, take_over=take_over)
         self.writer = MetricsWriter(resolved.run_dir / "metrics", NAME, tensorboard=self.config.trainer.tensorboard)
         self._metrics: dict[str, float] = {}
         self.exporter = MetricsServer(resolved, NAME, NAME, lambda: self._metrics)

@@ -132,6 +132,7 @@ class Launcher:
             code, are_all_here = self._watch(self.ranks, peers, attempt)
             if code in FINAL_CODES or self.is_stopping or not are_all_here or attempt == self.max_restarts:
                 break
+            self.arguments = [word for word in self.arguments if word != "--take-over"]  # once: two launchers would replace each other
             log.warning("the ranks start again from the newest checkpoint (%d of %d)", attempt + 1, self.max_restarts)
         for peer in peers:
             peer.send(finish=code)

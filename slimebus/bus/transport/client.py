@@ -133,13 +133,17 @@ class Client:
 
     # --- membership ---
 
-    def join(self, role: str, *, timeout_s: float) -> m.Welcome:
-        """Say hello until welcomed or `timeout_s` ran out; then remember run and epoch for every later request."""
-        self._role = role
-        return self._enter(self.call(self._hello(), timeout_s=timeout_s))
+    def join(self, role: str, *, timeout_s: float, take_over: bool = False) -> m.Welcome:
+        """Say hello until welcomed or `timeout_s` ran out; then remember run and epoch for every later request.
 
-    def _hello(self) -> m.Hello:
-        hello = m.Hello(role=self._role, instance=self.instance, release=protocol.release(), settings=self.settings)
+        take_over: replace a living process of this name and role.
+        """
+        self._role = role
+        return self._enter(self.call(self._hello(take_over=take_over), timeout_s=timeout_s))
+
+    def _hello(self, *, take_over: bool = False) -> m.Hello:
+        hello = m.Hello(role=self._role, instance=self.instance, release=protocol.release(), settings=self.settings, take_over=take_over)
+        hello.host, hello.pid = host_socket.gethostname()[:255], os.getpid()
         hello.protocol, hello.oldest = m.PROTOCOL_VERSION, m.OLDEST_PROTOCOL
         return hello
 
@@ -331,7 +335,10 @@ class Client:
         if pending.future.cancelled():
             return
         if self.epoch and problem.code in PATIENT_CODES:
-            self._be_patient(pending, problem)
+            pending.deadline = time.monotonic() + pending.timeout_s
+            self._say(problem, logging.WARNING)
+        elif problem.retryable and isinstance(pending.message, m.Hello):
+            self._say(problem, logging.INFO)
         left_s = pending.deadline - time.monotonic()
         pause_s = BULK_RETRY_S if pending.bulk and left_s > BULK_RETRY_S else RETRY_S
         is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, m.Goodbye)
@@ -347,12 +354,11 @@ class Client:
         pending.retry_in(pause_s)
         self._pending[request_id] = pending
 
-    def _be_patient(self, pending: Pending, problem: SlimebusError) -> None:
+    def _say(self, problem: SlimebusError, level: int) -> None:
         now = time.monotonic()
-        pending.deadline = now + pending.timeout_s
         if now >= self._say_at:
             self._say_at = now + SAY_AGAIN_S
-            log.warning("%s", problem.text)
+            log.log(level, "%s", problem.text)
 
     def _rejoin(self) -> None:
         """The server does not know us: it lost its memory, or has not heard us for long. What we leased there is lost."""

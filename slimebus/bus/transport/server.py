@@ -16,7 +16,7 @@ from zmq.backend import Socket as PlainSocket
 
 from slimebus.bus import envelope
 from slimebus.bus.errors import ProtocolError, SlimebusError, UsageError
-from slimebus.bus.messages import TYPES, Error, Hello, Message, StatusReply
+from slimebus.bus.messages import TYPES, Error, Hello, Message, Ok, StatusReply
 from slimebus.bus.security.allow_list import Grant
 from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.security.roles import JOINS_AS, PULL
@@ -38,6 +38,8 @@ MAX_JUNK = 4
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 MAX_REPLIES = 1024
 """Replies that wait for one peer; more than a burst, so that only one that reads none has more."""
+NO_REQUEST = 0
+"""The id of what answers no request; clients ignore it."""
 PUT_OFF = "what you asked for before is not taken yet, and there is no room for more"
 HANDSHAKE_MS = 10_000
 """A connection that has not said by then who it is, is closed."""
@@ -216,6 +218,14 @@ class Server:
                 self._count("peer_gone", "reply to %s not sent: it is gone", describe(peer))
             else:
                 self._count("max_replies", "reply to %s not sent: %d wait for it already", describe(peer), MAX_REPLIES)
+
+    def is_connected(self, peer: bytes) -> bool:
+        """Whether a connection of this identity stands. It is sent an `ok` that answers nothing: libzmq refuses what has nowhere to go."""
+        try:
+            self._send([peer, envelope.encode(Ok(), id=NO_REQUEST, run=self.run, sender=self.name)])
+        except zmq.ZMQError as bad:
+            return bad.errno != zmq.EHOSTUNREACH
+        return True
 
     def _count(self, reason: str, text: str, *words: object) -> None:
         self.refused[reason] += 1

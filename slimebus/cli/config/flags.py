@@ -227,6 +227,13 @@ def _seconds(_context: click.Context, _option: click.Parameter, value: float) ->
     return value
 
 
+def take_over_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--take-over of a command that joins a run."""
+    return click.option("--take-over", is_flag=True, help="Replace a living process of this name; without it, one is left in place.")(
+        function
+    )
+
+
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RUN.yaml argument of a command."""
     return click.argument("run_yaml", type=click.Path(path_type=Path), required=False)(function)

@@ -54,7 +54,7 @@ def test_trainer_and_worker_of_different_models_are_told_in_either_order(new_des
         assert desk.ask("first", hello(first, **one), epoch=0).differences == []
         (told,) = desk.ask("second", hello(second, **other), epoch=0).differences
         assert f"of second (hash bbbb) differs from that of {first} first (hash aaaa)" in told
-        assert desk.ask("third", hello(second, instance="3", **one), epoch=0).differences == []
+        assert desk.ask("third", hello(second, instance="3", **one), epoch=0, is_alone=True).differences == []
 
 
 def test_settings_without_a_bound_are_refused(new_desk: Any) -> None:

@@ -108,7 +108,7 @@ def test_only_the_finisher_resuming_or_another_trainer_reopens_a_finished_run(de
 def test_a_late_hello_of_a_dead_process_changes_nothing_for_the_living_one(desk: Any, name: str, role: str) -> None:
     (group,) = desk.lease()
     for instance in ("0", "0", "00"):
-        assert isinstance(desk.ask(name, m.Hello(role=role, instance=instance), epoch=0), m.Welcome)
+        assert isinstance(desk.ask(name, m.Hello(role=role, instance=instance, take_over=True), epoch=0), m.Welcome)
     assert desk.put(group).result == "accepted"
     assert isinstance(desk.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
     desk.restart()
@@ -117,8 +117,8 @@ def test_a_late_hello_of_a_dead_process_changes_nothing_for_the_living_one(desk:
 
 def test_of_two_living_processes_of_one_name_the_newer_goes_on_and_the_older_is_told(desk: Any) -> None:
     (group,) = desk.lease()
-    newer = desk.ask("w", m.Hello(role="rollout", instance="2"), epoch=0).epoch
-    newest = desk.ask("w", m.Hello(role="rollout", instance="3"), epoch=0).epoch
+    newer = desk.ask("w", m.Hello(role="rollout", instance="2", take_over=True), epoch=0).epoch
+    newest = desk.ask("w", m.Hello(role="rollout", instance="3", take_over=True), epoch=0).epoch
     assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newer), m.HeartbeatReply)
     assert desk.ask("w", m.Heartbeat(leases=[group.lease])).code == "fenced"
     assert desk.ask("w", m.Hello(role="rollout", instance="1"), epoch=0).code == "fenced"
@@ -129,17 +129,17 @@ def test_of_two_living_processes_of_one_name_the_newer_goes_on_and_the_older_is_
 
 
 def test_a_process_that_was_welcomed_before_the_broker_restarted_keeps_its_epoch(desk: Any) -> None:
-    newer = desk.ask("w", m.Hello(role="rollout", instance="2"), epoch=0).epoch
+    newer = desk.ask("w", m.Hello(role="rollout", instance="2", take_over=True), epoch=0).epoch
     desk.restart()
-    newest = desk.ask("w", m.Hello(role="rollout", instance="3"), epoch=0).epoch
-    assert desk.ask("w", m.Hello(role="rollout", instance="2"), epoch=0).epoch == newer
+    newest = desk.ask("w", m.Hello(role="rollout", instance="3", take_over=True), epoch=0).epoch
+    assert desk.ask("w", m.Hello(role="rollout", instance="2", take_over=True), epoch=0).epoch == newer
     assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newer), m.HeartbeatReply)
     assert isinstance(desk.ask("w", m.Heartbeat(), epoch=newest), m.HeartbeatReply)
     assert desk.ask("w", m.Heartbeat(), epoch=newer).code == "fenced"
 
 
 def test_a_hello_repeated_by_a_living_process_gives_the_same_epoch_before_and_after_it_speaks(desk: Any) -> None:
-    hello = m.Hello(role="rollout", instance="2")
+    hello = m.Hello(role="rollout", instance="2", take_over=True)
     first = desk.ask("w", hello, epoch=0).epoch
     assert desk.ask("w", hello, epoch=0).epoch == first
     desk.ask("w", m.Heartbeat(), epoch=first)
@@ -160,7 +160,7 @@ def test_of_two_living_trainers_the_one_that_joined_later_goes_on_once_it_resume
 
 
 def test_a_trainer_that_had_only_said_hello_when_a_newer_one_resumed_is_told_to_stop(desk: Any) -> None:
-    older = desk.ask("t", m.Hello(role="trainer", instance="2"), epoch=0).epoch
+    older = desk.ask("t", m.Hello(role="trainer", instance="2", take_over=True), epoch=0).epoch
     desk.join("t2", "trainer")
     assert desk.ask("t2", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
     assert desk.ask("t", m.Hello(role="trainer", instance="2"), epoch=0).code == "fenced"
@@ -182,6 +182,107 @@ def test_fenced_names_are_forgotten_in_the_end(desk: Any) -> None:
     desk.pass_time(30.0)
     desk.pass_time(4000.0)
     assert not [name for name in desk.state.clients if name.startswith("t")]
+
+
+# --- a place that is taken ---
+
+PLACES = [("w", "rollout"), ("t", "trainer"), ("t2", "trainer")]
+"""Who comes: under the name of the living one or, as a trainer, under any."""
+
+
+def newcomer(role: str, **how: Any) -> m.Hello:
+    return m.Hello(role=role, instance="new", **how)
+
+
+@pytest.mark.parametrize(("name", "role"), PLACES)
+def test_a_living_process_is_not_replaced_and_the_newcomer_is_told_where_it_is(new_desk: Any, name: str, role: str) -> None:
+    desk = new_desk()
+    holder = name if role == "rollout" else "t"
+    desk.ask(holder, m.Hello(role=role, instance="1", host="node3", pid=4711), epoch=0)
+    desk.epochs[holder] = desk.state.clients[holder].epoch
+    desk.now += 0.5
+    waits = desk.ask(name, newcomer(role), epoch=0)
+    assert (waits.code, waits.retryable) == ("name_in_doubt", True)
+    assert "(process 4711 on host node3, last heard 0.5 s ago), which counts as gone after 3 s of silence" in waits.text
+    desk.now += 0.5
+    desk.ask(holder, m.Heartbeat())
+    desk.now += 0.5
+    refused = desk.ask(name, newcomer(role), epoch=0)
+    assert (refused.code, refused.retryable) == ("name_in_use", False)
+    assert "(process 4711 on host node3, last heard 0.5 s ago) is alive; --take-over replaces it" in refused.text
+    assert isinstance(desk.ask(holder, m.Heartbeat()), m.HeartbeatReply), "it goes on"
+
+
+@pytest.mark.parametrize(("name", "role"), PLACES)
+def test_a_process_whose_connection_is_gone_is_replaced_at_once(desk: Any, name: str, role: str) -> None:
+    assert isinstance(desk.ask(name, newcomer(role), epoch=0, is_alone=True), m.Welcome)
+
+
+@pytest.mark.parametrize(("name", "role"), PLACES)
+def test_a_living_process_is_replaced_with_take_over(desk: Any, name: str, role: str) -> None:
+    welcome = desk.ask(name, newcomer(role, take_over=True), epoch=0)
+    desk.ask(name, m.Resume(step=0, version=0, lineage="M") if role == "trainer" else m.Heartbeat(), epoch=welcome.epoch)
+    assert desk.ask("w" if role == "rollout" else "t", m.Heartbeat()).code == "fenced"
+
+
+def test_a_connected_process_is_replaced_once_three_heartbeats_are_missing_and_fenced_when_it_wakes_up(desk: Any) -> None:
+    desk.ask("w", m.Heartbeat())
+    for _ in range(3):
+        desk.pass_time(1.0)
+        assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
+    desk.pass_time(0.1)
+    epoch = desk.ask("w", newcomer("rollout"), epoch=0).epoch
+    assert isinstance(desk.ask("w", m.Heartbeat(), epoch=epoch), m.HeartbeatReply)
+    assert desk.ask("w", m.Heartbeat()).code == "fenced"
+
+
+def test_what_a_dead_process_had_sent_is_no_sign_of_life(desk: Any) -> None:
+    """Its last heartbeat is read behind the hello of the process that comes after it."""
+    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
+    desk.now += 0.1
+    desk.ask("w", m.Heartbeat())
+    assert isinstance(desk.ask("w", newcomer("rollout"), epoch=0, is_alone=True), m.Welcome)
+
+
+def test_of_several_newcomers_each_waits_for_a_sign_after_its_own_hello(desk: Any) -> None:
+    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
+    desk.now += 0.1
+    desk.ask("w", m.Heartbeat())
+    desk.now += 0.1
+    later = m.Hello(role="rollout", instance="newer")
+    assert desk.ask("w", later, epoch=0).retryable
+    assert not desk.ask("w", newcomer("rollout"), epoch=0).retryable
+    assert desk.ask("w", later, epoch=0).retryable
+    for number in range(100):
+        desk.ask("w", m.Hello(role="rollout", instance=str(100 + number)), epoch=0)
+    assert len(desk.state.clients["w"].newcomers) <= 8
+
+
+def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds(desk: Any) -> None:
+    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
+    desk.restart()
+    desk.now += 1.9
+    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable, "the others connect anew"
+    desk.now += 0.2
+    assert isinstance(desk.ask("w", newcomer("rollout"), epoch=0), m.Welcome)
+
+
+def test_a_process_that_is_heard_when_the_broker_is_back_keeps_its_place(desk: Any) -> None:
+    desk.restart()
+    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
+    desk.now += 1.0
+    desk.ask("w", m.Heartbeat())
+    desk.now += 1.5
+    assert not desk.ask("w", newcomer("rollout"), epoch=0).retryable
+
+
+def test_no_other_role_keeps_a_trainer_out_or_takes_its_place(desk: Any) -> None:
+    desk.join("trainer", "rollout")
+    welcome = desk.ask("trainer", m.Hello(role="trainer", instance="2", take_over=True), epoch=0)
+    assert isinstance(desk.ask("trainer", m.Resume(step=0, version=0, lineage="M"), epoch=welcome.epoch), m.Ok)
+    refused = desk.ask("trainer", m.Hello(role="rollout", instance="3", take_over=True), epoch=0)
+    assert refused.code == "name_in_doubt"
+    assert "--take-over" not in refused.text
 
 
 # --- a finished run that goes on ---

@@ -54,6 +54,18 @@ def test_a_failed_set_starts_again_as_often_as_asked(ranks_are: Callable[[str], 
     assert (tmp_path / "1").read_text() == "xxx"
 
 
+def test_a_set_that_starts_again_replaces_no_living_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def start(plan: Plan, arguments: list[str], port: int, local: int) -> "subprocess.Popen[bytes]":
+        started.append(arguments)
+        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"])
+
+    monkeypatch.setattr(launcher, "_start", start)
+    assert Launcher(Plan("", ranks_here=1), ["trainer", "--take-over", "run.yaml"], 1).run() == 1
+    assert started == [["trainer", "--take-over", "run.yaml"], ["trainer", "run.yaml"]]
+
+
 def test_a_set_that_recovers_ends_well(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
     ranks_are(f"f = open('{tmp_path}/' + os.environ['RANK'], 'a'); f.write('x'); f.close(); os.path.getsize(f.name) < 2 and sys.exit(1)")
     assert Launcher(Plan("", ranks_here=1), [], 3).run() == 0

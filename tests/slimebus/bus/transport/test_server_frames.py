@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from waiting import wait_until
 
 from slimebus.bus import envelope
 from slimebus.bus.messages import Ok, Status
@@ -82,3 +83,27 @@ def test_a_server_that_does_not_read_takes_in_four_messages_of_a_connection_and_
             dealer.send(bytes(4 << 20), zmq.NOBLOCK)
             taken += 1
     assert 4 <= taken <= 12, "four that wait to be read, one on its way, and what the sockets of both ends hold"
+
+
+def test_the_server_knows_at_once_whose_connection_is_gone(server: Server) -> None:
+    peers = []
+    with zmq.Context() as context:
+        for identity in (b"w/1", b"w/2"):
+            socket = context.socket(zmq.DEALER)
+            socket.identity, socket.linger = identity, 0
+            socket.connect(server.endpoint)
+            socket.send(envelope.encode(Status(), id=1, sender="w"))
+            peers.append(socket)
+            assert server.receive(5.0)
+        first, second = peers
+        first.close()
+        wait_until("the closed connection to be noticed", lambda: not server.is_connected(b"w/1"), 5.0)
+        assert server.is_connected(b"w/2")
+        assert not server.is_connected(b"nobody")
+        assert not server.refused, "nobody was refused anything"
+        second.send(envelope.encode(Status(), id=2, sender="w"))
+        [request] = server.receive(5.0)
+        server.reply(request, Ok())
+        headers = [envelope.decode([second.recv()]).header.id for _ in range(2)]
+        assert headers == [0, 2], "the question answers no request"
+        second.close()
