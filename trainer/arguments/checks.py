@@ -2,6 +2,8 @@
 
 Importing Megatron takes seconds and most of a gigabyte, which a launcher or `slimebus config check` does not need: a process of its own
 imports it, judges the options (megatron_check.py) and ends. No torch here.
+
+python -m trainer.arguments.checks  < CheckRequest   writes a CheckReply, both as JSON
 """
 
 import importlib.util
@@ -24,10 +26,6 @@ from trainer.objective.plugin_settings import known_settings, settings_of_file
 
 log = logging.getLogger("trainer")
 
-CHECK = (
-    "from trainer.compat.cpu_compat import import_megatron; import_megatron();"
-    " from trainer.arguments import megatron_check; megatron_check.main()"
-)
 CHECK_S = 120.0
 """As long as a busy machine may take to import Megatron."""
 
@@ -81,14 +79,9 @@ def megatron_problems(resolved: Resolved, world_size: int = 0) -> list[str]:
 
 def ask_megatron(request: CheckRequest) -> CheckReply | None:
     """The reply of a process that imports Megatron; None, with a warning, where it fails or takes longer than CHECK_S."""
+    command, given = [sys.executable, "-P", "-m", "trainer.arguments.checks"], json.dumps(msgspec.to_builtins(request)).encode()
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", CHECK],
-            input=json.dumps(msgspec.to_builtins(request)).encode(),
-            capture_output=True,
-            timeout=CHECK_S,
-            check=True,
-        )
+        done = subprocess.run(command, input=given, capture_output=True, timeout=CHECK_S, check=True)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as bad:
         lines = (bad.stderr or b"").decode(errors="replace").strip().splitlines()
         why = lines[-1] if lines else str(bad)
@@ -166,3 +159,12 @@ def check_layout(trainer: TrainerConfig, world_size: int, expert_ranks: tuple[in
                 f"{world_size} trainer ranks do not divide by {ranks} = tensor {tensor} x pipeline {pipeline} x {kind} {size};"
                 f" start a multiple of {ranks} (--nproc-per-node, --nnodes), or lower {above_1} parallelism"
             )
+
+
+if __name__ == "__main__":
+    from trainer.compat.cpu_compat import import_megatron
+
+    import_megatron()
+    from trainer.arguments import megatron_check
+
+    megatron_check.main()

@@ -34,7 +34,7 @@ Found = Iterator[tuple[str, str]]
 
 
 def main() -> None:
-    """Read a CheckRequest, write its CheckReply."""
+    """Read a CheckRequest from stdin, write its CheckReply to stdout."""
     reply = check(msgspec.convert(json.load(sys.stdin), CheckRequest))
     sys.stdout.buffer.write(msgspec.json.encode(reply))
 
