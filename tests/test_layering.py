@@ -72,6 +72,7 @@ LOWER = [
     ("broker/state", "broker.observe"),
     ("broker/state", "broker.machine"),
     ("broker/state", "slimebus.view"),
+    *((f"trainer/{folder}", "trainer.arguments") for folder in ("objective", "algorithms", "corrections")),
 ]
 """A folder, and what it must not import: that imports the folder."""
 

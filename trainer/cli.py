@@ -12,7 +12,7 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import ConfigCommand, ForeignOptions, config_argument, from_context, take_over_option
+from slimebus.cli.config.flags import ConfigCommand, ExternalOptions, config_argument, from_context, take_over_option
 
 if TYPE_CHECKING:
     from trainer.launch.plan import NodeOptions
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
 
 
-def foreign_flags() -> ForeignOptions:
-    """Fields of megatron-core's configs and settings of the algorithms and corrections as flags, read from source without importing it."""
-    from trainer.arguments.command_line import TrainerFlags
+def external_options() -> ExternalOptions:
+    """Fields of megatron-core's configs and settings of the algorithms and corrections as flags."""
+    from trainer.arguments.command_line import TrainerOptions
 
-    return TrainerFlags()
+    return TrainerOptions()
 
 
 def show_megatron_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -61,7 +61,7 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
     return algorithm_problems(resolved)
 
 
-@click.command(cls=ConfigCommand, foreign=foreign_flags, problems=algorithm_problems)
+@click.command(cls=ConfigCommand, external=external_options, problems=algorithm_problems)
 @config_argument
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
 @click.option("--role", type=click.Choice(["policy", "critic"]), default="policy", show_default=True, help="[choice] What it trains.")
@@ -121,7 +121,7 @@ def steps_of(text: str) -> range:
     return steps
 
 
-@click.command(cls=ConfigCommand, foreign=foreign_flags)
+@click.command(cls=ConfigCommand, external=external_options)
 @config_argument
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="[path] Directory to write.")
 @click.option("--step", type=click.IntRange(min=0), help="[step] Of the checkpoint: how many steps it has trained; default: the newest.")

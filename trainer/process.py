@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from slimebus.bus.errors import ConfigError, SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.bus.security.exposure import check_bind
 from slimebus.bus.transport.silence import SILENT_S
 from slimebus.cli import logs
@@ -18,15 +18,14 @@ from slimebus.cli.config.load import raise_all
 from slimebus.cli.engine_plan import visible
 from slimebus.cli.launch import end_with_parent
 from slimebus.cli.spans import Spans
-from trainer.arguments.agreement import note_settings, shared_settings
-from trainer.arguments.checks import check_layout, megatron_problems, model_problems
+from trainer.arguments.checks import megatron_problems, model_problems
+from trainer.arguments.rank_settings import note_settings, shared_settings
 from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
 from trainer.compat.cpu_compat import import_megatron
 from trainer.launch.launcher import Launcher
 from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
 from trainer.model.determinism import make_deterministic
-from trainer.model.megatron_fields import refusals_in_one_line
 from trainer.replay import NoPublication, ReplaySource, ReplayStart
 from trainer.stop_request import StopRequest
 
@@ -65,12 +64,7 @@ def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:
         return
     yield from trainer_problems(resolved)
     yield from model_problems(resolved)
-    yield from (problems := megatron_problems(resolved))
-    if not problems:
-        try:
-            check_layout(resolved.config, world_size)
-        except ConfigError as bad:
-            yield bad.text
+    yield from megatron_problems(resolved, world_size)
 
 
 class Debugging(NamedTuple):
@@ -132,8 +126,7 @@ def _train(
 
     raise_all(algorithm_problems(resolved))
     torch.set_num_threads(resolved.config.trainer.train_threads)
-    with refusals_in_one_line():
-        policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
+    policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         if debugging.replay is None:
@@ -188,8 +181,7 @@ def export_checkpoint(resolved: Resolved, out: Path, step: int | None, say: Call
     from trainer.model.policy import Policy
 
     say(f"building the model of {resolved.model_dir}")
-    with refusals_in_one_line():
-        policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
+    policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
     try:
         say(f"reading the {'newest checkpoint' if step is None else f'checkpoint of step {step}'} of {resolved.run_dir / 'checkpoints'}")
         found = load_weights(resolved.run_dir / "checkpoints", policy, step)

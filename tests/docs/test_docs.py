@@ -1,6 +1,7 @@
 """The documents say what is there: commands, options, fields, files, links, codes, packages."""
 
 import ast
+import functools
 import os
 import re
 import tomllib
@@ -99,13 +100,27 @@ def problem_of(words: list[str]) -> str:
         command = found
     for word in rest:
         option = word.partition("=")[0]
-        if word.startswith("-") and word != "-" and option not in options(command) and not is_foreign(command, option):
+        if word.startswith("-") and word != "-" and option not in options(command) and not is_external(command, option):
             return f"no option {option}"
     return ""
 
 
-def is_foreign(command: click.Command, option: str) -> bool:
-    return isinstance(command, ConfigCommand) and command.foreign_flag(option) is not None
+def is_external(command: click.Command, option: str) -> bool:
+    """Whether it is an option of another project; one that may be Megatron's is asked of Megatron's classes."""
+    found = command.external_option(option, is_alone=True) if isinstance(command, ConfigCommand) else None
+    return found is not None and (not found.name.startswith("megatron.") or found.name.removeprefix("megatron.") in megatron_names())
+
+
+@functools.cache
+def megatron_names() -> set[str]:
+    """Every name under `megatron`, and what --no-NAME leaves of those that begin with no."""
+    from trainer.compat.cpu_compat import import_megatron
+
+    import_megatron()
+    from trainer.arguments.megatron_options import options, spellings
+
+    names = {*options(), *spellings()}
+    return names | {name.removeprefix("no_") for name in names}
 
 
 # --- commands ---
@@ -123,6 +138,7 @@ def test_command_lines_are_found_and_wrong_ones_are_refused() -> None:
     assert problem_of(["teleport"]) == "no command 'teleport'"
     assert problem_of(["broker", "r.yaml", "--bimd", "x"]) == "no option --bimd"
     assert problem_of(["trainer", "r.yaml", "--recompute-granularity", "full"]) == ""
+    assert problem_of(["trainer", "r.yaml", "--recompute-granularty", "full"]) == "no option --recompute-granularty"
     assert len(command_lines(read("README.md"), "slimebus")) > 8
 
 

@@ -1,1 +1,1 @@
-"""Megatron's options: read from the installed megatron-core's source, checked before any rank starts. No torch here."""
+"""Megatron's options and the settings that ranks share. megatron_options.py and megatron_check.py import Megatron; nothing else does."""

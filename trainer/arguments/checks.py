@@ -1,32 +1,101 @@
-"""What is wrong with a run's Megatron options and layout, found before any rank starts. Only Megatron's own checks need torch."""
+"""What is wrong with a run's model folder, Megatron options and layout, found before any rank starts.
 
-from collections.abc import Iterator, Mapping
+Importing Megatron takes seconds and most of a gigabyte, which a launcher or `slimebus config check` does not need: a process of its own
+imports it, judges the options (megatron_check.py) and ends. No torch here.
+
+python -m trainer.arguments.checks  < CheckRequest   writes a CheckReply, both as JSON
+"""
+
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config import Resolved, RunConfig
+from slimebus.cli.config import Resolved
+from slimebus.cli.config.schema import TrainerConfig
 from slimebus.model_folder import read_config
-from trainer.arguments.megatron_checks import megatron_refusal
-from trainer.arguments.option_table import option_table, said_by
-from trainer.arguments.options import MegatronOptions, read_options, shown
+from trainer.arguments.option_table import megatron_values_from_hf
 from trainer.model.families import ALWAYS, check_features, family_of
+from trainer.objective.plugin_settings import known_settings, settings_of_file
 
-OF_SOME_MODELS = ("num_moe", "moe_", "q_lora", "kv_lora", "qk_", "v_head")
-"""Of the names in `config_keys`, those that not every model's config.json says something of."""
+log = logging.getLogger("trainer")
+
+CHECK_S = 120.0
+"""As long as a busy machine may take to import Megatron."""
 
 
-def megatron_problems(resolved: Resolved) -> list[str]:
-    """A sentence for each option that is unknown, wrong, decided elsewhere, or contradicts another, the layout or the model folder."""
-    config, options = resolved.config, read_options(resolved.config.megatron)
-    shape = shape_of(resolved)
-    looks = (_contradicts_model, _experts, _noise, _pipeline, _recompute)
-    for look in looks:
-        for name, text in look(options, config, shape):
-            options.problems.setdefault(options.places.get(name, name), text)
-    found = [f"{_place(resolved, key)}: megatron.{key}: {text}" for key, text in options.problems.items()]
-    if not found and shape and options.values and (refusal := megatron_refusal(config, shape)):
-        found.append(f"megatron: {refusal} (Megatron's own check of {', '.join(sorted(options.places.values()))} in this layout)")
+class CheckRequest(msgspec.Struct):
+    """given: the `megatron` section. shape: what config.json says of the model, by Megatron's names; empty without a model folder.
+
+    other_names: what an unknown name may have been meant for besides Megatron's and the config's.
+    """
+
+    given: dict[str, Any]
+    trainer: TrainerConfig
+    shape: dict[str, Any]
+    other_names: list[str]
+
+
+class CheckReply(msgspec.Struct):
+    """problems: key as given -> what is wrong. refusal: Megatron's own, of all options together. expert_ranks: expert parallel and expert
+    tensor parallel size.
+    """
+
+    problems: dict[str, str] = {}
+    refusal: str = ""
+    expert_ranks: tuple[int, int] = (1, 1)
+
+
+def is_installed() -> bool:
+    """Whether there is a megatron-core to ask."""
+    return importlib.util.find_spec("megatron") is not None
+
+
+def megatron_problems(resolved: Resolved, world_size: int = 0) -> list[str]:
+    """A sentence for each option that is unknown, wrong, decided elsewhere, or contradicts another, the layout or the model folder; and
+    where the ranks are known, and do not divide by the layout.
+    """
+    config, reply = resolved.config, CheckReply()
+    if config.megatron:
+        request = CheckRequest(config.megatron, config.trainer, shape_of(resolved), plugin_settings(resolved))
+        if (asked := ask_megatron(request)) is None:
+            return []
+        reply = asked
+    places = {key: resolved.origin.get(f"megatron.{key}", "config") for key in reply.problems}
+    found = [*(f"{places[key]}: megatron.{key}: {text}" for key, text in reply.problems.items()), *filter(None, [reply.refusal])]
+    if world_size and not found:
+        try:
+            check_layout(config.trainer, world_size, reply.expert_ranks)
+        except ConfigError as bad:
+            found.append(bad.text)
     return found
+
+
+def ask_megatron(request: CheckRequest) -> CheckReply | None:
+    """The reply of a process that imports Megatron; None, with a warning, where it fails or takes longer than CHECK_S."""
+    command, given = [sys.executable, "-P", "-m", "trainer.arguments.checks"], json.dumps(msgspec.to_builtins(request)).encode()
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, timeout=CHECK_S, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as bad:
+        lines = (bad.stderr or b"").decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else str(bad)
+        log.warning("Megatron could not check its options before the ranks start, which check them again: %s", why)
+        return None
+    return msgspec.json.decode(done.stdout, type=CheckReply)
+
+
+def plugin_settings(resolved: Resolved) -> list[str]:
+    """The dotted name of each setting of the algorithms and corrections of this package, and of the chosen ones in files."""
+    chosen = [resolved.config.algorithm.advantage_estimator, *resolved.config.algorithm.corrections]
+    files = [resolved.path(name.rpartition(":")[0]) for name in chosen if ".py:" in name]
+    own = [setting for file in files if file.is_file() for setting in settings_of_file(file)]
+    return [f"algorithm.settings.{name}" for name in [*known_settings(), *own]]
 
 
 def model_problems(resolved: Resolved) -> list[str]:
@@ -61,101 +130,41 @@ def shape_of(resolved: Resolved) -> dict[str, Any]:
         return {}
     text = tree.get("text_config") or tree
     text = text | {key: value for key, value in (text.get("rope_parameters") or {}).items() if key not in text}
-    said = said_by(text) | ALWAYS
-    said |= {"position_embedding_type": "rope", "use_rotary_position_embeddings": True}
-    if said.get("num_query_groups") and said.get("num_attention_heads"):
-        said["group_query_attention"] = said["num_query_groups"] < said["num_attention_heads"]
+    shape = megatron_values_from_hf(text) | ALWAYS
+    shape |= {"position_embedding_type": "rope", "use_rotary_position_embeddings": True}
+    if shape.get("num_query_groups") and shape.get("num_attention_heads"):
+        shape["group_query_attention"] = shape["num_query_groups"] < shape["num_attention_heads"]
     if "tie_word_embeddings" in tree:
-        said["untie_embeddings_and_output_weights"] = not tree["tie_word_embeddings"]
-    return said
+        shape["untie_embeddings_and_output_weights"] = not tree["tie_word_embeddings"]
+    return shape
 
 
-def _place(resolved: Resolved, key: str) -> str:
-    return resolved.origin.get(f"megatron.{key}", "config")
+def check_layout(trainer: TrainerConfig, world_size: int, expert_ranks: tuple[int, int]) -> None:
+    """Raise ConfigError unless the ranks divide by tensor x pipeline x context, and by expert tensor x pipeline x expert.
 
-
-Found = Iterator[tuple[str, str]]
-
-
-def _contradicts_model(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
-    for name, value in options.model.items():
-        if name in shape and shape[name] != value:
-            yield name, contradiction_text(value, shape[name])
-        elif shape and name not in shape and name in option_table().config_keys and name.startswith(OF_SOME_MODELS):
-            yield name, f"{shown(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
-
-
-def contradiction_text(given: Any, actual: Any) -> str:
-    """The sentence about a model option that the model folder contradicts."""
-    return f"{shown(given)}, but the model folder's config.json makes it {shown(actual)}, and decides; leave it out"
-
-
-def _experts(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
-    experts, size = shape.get("num_moe_experts"), options.values.get("expert_model_parallel_size") or 1
-    if not shape:
-        return
-    if experts is None:
-        for name in options.values:
-            is_of_experts = name.startswith(("expert_", "moe_")) and name != "moe_token_dispatcher_type"  # which pipelines need too
-            if is_of_experts and options.values[name] not in (1, None, False):
-                yield name, f"{shown(options.values[name])}, but the model has no experts (config.json); leave it out"
-        return
-    if experts % size:
-        yield "expert_model_parallel_size", f"{size} does not divide the model's {experts} experts"
-    if config.trainer.tensor_model_parallel_size > 1 and not config.trainer.sequence_parallel:
-        yield "expert_model_parallel_size", "experts with tensor parallelism need trainer.sequence_parallel: true"
-
-
-def _noise(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
-    if not (config.algorithm.is_supervised or ":" in config.algorithm.advantage_estimator):  # what a class of the user's is, it says itself
-        yield from noise(options)
-
-
-def noise(options: MegatronOptions) -> Found:
-    """The options that only an algorithm that is supervised may have."""
-    for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
-        if options.values.get(name):
-            text = "only sft trains with noise; the ratio of new to old logprobs, and the clip, would measure it. Leave it out"
-            yield name, f"{shown(options.values[name])}, but {text}"
-
-
-def _pipeline(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
-    if config.trainer.pipeline_model_parallel_size > 1:
-        return
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):
-        if options.values.get(name) is not None:
-            yield name, "there is one pipeline stage; set trainer.pipeline_model_parallel_size"
-
-
-def _recompute(options: MegatronOptions, config: RunConfig, shape: dict[str, Any]) -> Found:
-    given = options.values.get("recompute_granularity")
-    if given == "selective" and options.values.get("recompute_method"):
-        yield "recompute_method", "recompute_granularity selective recomputes its modules in every layer; leave it out"
-    if given == "full" and options.values.get("recompute_modules"):
-        yield "recompute_modules", "recompute_granularity full recomputes whole layers; leave it out, or set selective"
-
-
-def expert_ranks(config: RunConfig) -> tuple[int, int]:
-    """Expert parallel and expert tensor parallel size: 1 unless given, also where tensor parallelism is not."""
-    values = read_options(config.megatron).values
-    return values.get("expert_model_parallel_size") or 1, values.get("expert_tensor_parallel_size") or 1
-
-
-def check_layout(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError unless the ranks divide by tensor x pipeline x context, and by expert tensor x pipeline x expert."""
-    t = config.trainer
-    pipeline, (experts, expert_tensor) = t.pipeline_model_parallel_size, expert_ranks(config)
+    expert_ranks: expert parallel and expert tensor parallel size.
+    """
+    pipeline, (experts, expert_tensor) = trainer.pipeline_model_parallel_size, expert_ranks
     inner = {
-        "context": (t.tensor_model_parallel_size, t.context_parallel_size),
+        "context": (trainer.tensor_model_parallel_size, trainer.context_parallel_size),
         "expert": (expert_tensor, experts),
     }
     for kind, (tensor, size) in inner.items():
         ranks = tensor * pipeline * size
         if world_size % ranks:
-            split = {"tensor": t.tensor_model_parallel_size, "expert tensor": expert_tensor if kind == "expert" else 1}
+            split = {"tensor": trainer.tensor_model_parallel_size, "expert tensor": expert_tensor if kind == "expert" else 1}
             split |= {"pipeline": pipeline, kind: size}
             above_1 = " or ".join(name for name, of in split.items() if of > 1 and (name, kind) != ("tensor", "expert"))
             raise ConfigError(
                 f"{world_size} trainer ranks do not divide by {ranks} = tensor {tensor} x pipeline {pipeline} x {kind} {size};"
                 f" start a multiple of {ranks} (--nproc-per-node, --nnodes), or lower {above_1} parallelism"
             )
+
+
+if __name__ == "__main__":
+    from trainer.compat.cpu_compat import import_megatron
+
+    import_megatron()
+    from trainer.arguments import megatron_check
+
+    megatron_check.main()

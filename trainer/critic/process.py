@@ -10,7 +10,6 @@ from slimebus.cli.spans import Spans
 from trainer.compat.cpu_compat import import_megatron
 from trainer.critic.session import CriticSession
 from trainer.model.determinism import make_deterministic
-from trainer.model.megatron_fields import refusals_in_one_line
 from trainer.stop_request import StopRequest
 
 log = logging.getLogger("critic")
@@ -45,8 +44,7 @@ def _run(resolved: Resolved, model_dir: str, session: CriticSession | None, stop
     from trainer.critic.loop import run
 
     torch.set_num_threads(resolved.config.trainer.train_threads)
-    with refusals_in_one_line():
-        critic = Critic.build(resolved.config, model_dir, resolved.base)
+    critic = Critic.build(resolved.config, model_dir, resolved.base)
     rank = int(os.environ.get("RANK", "0"))
     spans = Spans(resolved.run_dir / "metrics", f"critic-{rank}" if rank else "critic", run=resolved.config.name, counts_cpu=True)
     if session:

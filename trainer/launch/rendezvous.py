@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimebus.bus.errors import SlimebusError, UsageError
-from trainer.arguments.agreement import disagreements, refusal
+from trainer.arguments.rank_settings import disagreements, refusal
 from trainer.launch.plan import Plan
 
 log = logging.getLogger("trainer")
@@ -73,7 +73,7 @@ class NodeConnection:
 
 def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None = None) -> list[NodeConnection]:
     """Node 0: a connection from each other node, in order. Another node: the one to node 0. With `problem` this node only says so.
-    settings: what all nodes must share (trainer/arguments/agreement.py).
+    settings: what all nodes must share (trainer/arguments/rank_settings.py).
 
     Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem. Node 0
     tells the others what it raises, or its problem.

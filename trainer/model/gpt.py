@@ -15,13 +15,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import TrainerConfig
+from trainer.arguments.megatron_options import make_config, split_megatron_options
 from trainer.compat import cpu_compat, te_compat
 from trainer.model import parallel
 from trainer.model.glm4_layers import add_post_norms
 from trainer.model.hf_config import hf_map, read_hf_config, rotary_percent, transformer_fields
 from trainer.model.hf_load import load_weights
 from trainer.model.hf_map import HfMap
-from trainer.model.megatron_fields import split_megatron_options
 from trainer.model.value_head import put_value_head
 
 log = logging.getLogger("trainer")
@@ -75,13 +75,13 @@ def build_model(config: RunConfig, folder: str, *, role: Role = "policy") -> Mod
         put_value_head(gpt, parallel.device())
     # gradients in fp32, sharded for the distributed optimizer, reduced once a step, unless the options say otherwise
     chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **options["DistributedDataParallelConfig"]}
-    module = DistributedDataParallel(settings, DistributedDataParallelConfig(**chosen), module)
+    module = DistributedDataParallel(settings, make_config(DistributedDataParallelConfig, chosen), module)
     settings.finalize_model_grads_func = finalize_model_grads
     return Model(module, gpt, hf, folder, role)
 
 
 def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The TransformerConfig of the model, this layout and these options."""
+    """The TransformerConfig of the model, this layout and these options. Raises ConfigError where Megatron refuses them."""
     dtype = parallel.params_dtype(trainer)
     chosen = {
         **fields,
@@ -96,7 +96,7 @@ def transformer_config(trainer: TrainerConfig, fields: dict[str, Any], options: 
         "overlap_p2p_comm": False,
         **options,
     }
-    return (MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig)(**chosen)
+    return make_config(MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig, chosen)
 
 
 def warn_of_balancing(settings: Any) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 
 from slimebus.model_folder import read_config
-from trainer.arguments.option_table import said_by
+from trainer.arguments.option_table import megatron_values_from_hf
 from trainer.model.families import ALWAYS, VERIFIED, check_features, family_of
 from trainer.model.hf_map import HfMap
 
@@ -59,16 +59,16 @@ def hf_map(family: str, config: Any) -> HfMap:
 
 def transformer_fields(family: str, config: Any) -> dict[str, Any]:
     """TransformerConfig's fields that follow from the model."""
-    said = said_by(config.to_dict())
+    given = megatron_values_from_hf(config.to_dict())
     return {
-        **{name: value for name, value in said.items() if name not in NOT_OF_LAYERS},
+        **{name: value for name, value in given.items() if name not in NOT_OF_LAYERS},
         "kv_channels": head_dim(config),
         "attention_dropout": 0.0,  # see read_hf_config
         "hidden_dropout": 0.0,
         "activation_func": F.silu,
         **ALWAYS,
         "add_qkv_bias": bool(getattr(config, "attention_bias", False)),
-        **(EXPERTS if "num_moe_experts" in said else {}),
+        **(EXPERTS if "num_moe_experts" in given else {}),
         **FAMILIES[family](config),
     }
 

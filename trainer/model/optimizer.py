@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from slimebus.cli.config import RunConfig, schema
+from trainer.arguments.megatron_options import check_architecture, make_config, split_megatron_options
 from trainer.compat import cpu_compat
 from trainer.model import parallel
 from trainer.model.gpt import Model
-from trainer.model.megatron_fields import check_architecture, split_megatron_options
 
 COPIED = ("lr", "min_lr", "adam_beta1", "adam_beta2", "clip_grad")
 
@@ -29,7 +29,7 @@ def build_optimizer(config: RunConfig, model: Model) -> Any:
     }
     check_architecture(model.config, config.megatron)
     options = split_megatron_options(config.megatron)["OptimizerConfig"]
-    optimizer = get_megatron_optimizer(OptimizerConfig(**{**chosen, **options}), [model.module])
+    optimizer = get_megatron_optimizer(make_config(OptimizerConfig, chosen | options), [model.module])
     model.config.grad_scale_func = optimizer.scale_loss
     if model.module.ddp_config.overlap_grad_reduce:  # else each row's gradients would be reduced, and those of the others left out
         model.config.no_sync_func = model.module.no_sync

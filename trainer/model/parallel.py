@@ -17,8 +17,9 @@ from megatron.core import parallel_state, tensor_parallel
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import RunConfig
 from slimebus.cli.config.schema import TrainerConfig
-from trainer.arguments.agreement import disagreements, refusal
-from trainer.arguments.checks import check_layout, expert_ranks
+from trainer.arguments.checks import check_layout
+from trainer.arguments.megatron_options import expert_ranks
+from trainer.arguments.rank_settings import disagreements, refusal
 from trainer.compat.gloo_device import shared_gloo_device
 
 # a rank that has died is noticed after this long
@@ -30,12 +31,12 @@ Value = TypeVar("Value")
 def start(config: RunConfig, settings: Mapping[str, str]) -> None:
     """Join the other ranks and lay out tensor, pipeline, context, expert and data parallelism.
 
-    settings: those that all ranks must share (agreement.py). Raises ConfigError on every rank when they do not, and when the ranks do
+    settings: those that all ranks must share (rank_settings.py). Raises ConfigError on every rank when they do not, and when the ranks do
     not divide by the layout.
     """
     sizes, world_size = config.trainer, int(os.environ.get("WORLD_SIZE", "1"))
-    check_layout(config, world_size)
-    expert_size, expert_tensor_size = expert_ranks(config)
+    expert_size, expert_tensor_size = expert_ranks(config.megatron)
+    check_layout(sizes, world_size, (expert_size, expert_tensor_size))
     if expert_tensor_size > 1 and not torch.cuda.is_available():
         why = "needs NCCL: gloo gathers equal sizes only; leave it out here"
         raise ConfigError(f"megatron.expert_tensor_parallel_size: {expert_tensor_size} {why}")

@@ -13,8 +13,6 @@ import torch
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.cli import hooks
 from slimebus.cli.config import RunConfig
-from trainer.arguments.checks import noise
-from trainer.arguments.options import read_options
 from trainer.batches.batch import Batch, Column, Group
 from trainer.batches.flatten import COLUMNS, flatten
 from trainer.objective.aggregation import AGGREGATIONS, token_weights
@@ -29,6 +27,8 @@ NEUTRAL |= {"json_schema": ("",), "ebnf": ("",)}
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
+NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+"""Megatron's options with which two forward passes of the same weights differ."""
 METRICS = {
     *("loss", "grad_norm", "lr", "updated", "nonfinite", "entropy", "kl_loss", "approx_kl", "logprob_mismatch_mean"),
     *("logprob_mismatch_max", "grad_cosine", "samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups"),
@@ -209,10 +209,15 @@ class Objective:
         if self.algorithm.is_supervised:
             yield from self._meaningless()
         else:
-            if ":" in a.advantage_estimator:
-                yield from (f"megatron.{name}: {text}" for name, text in noise(read_options(self.config.megatron)))
+            yield from self._noise()
             yield from self._weighing()
             yield from self._cut_distribution()
+
+    def _noise(self) -> Iterator[str]:
+        for key, value in self.config.megatron.items():
+            if key.replace("-", "_") in NOISE and value and value != "none":
+                why = "only sft trains with noise; the ratio of new to old logprobs, and the clip, would measure it"
+                yield f"megatron.{key}: {value}, but {why}. Leave it out"
 
     def _weighing(self) -> Iterator[str]:
         """What contradicts the corrections that weigh old against the sampler."""

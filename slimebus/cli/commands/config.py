@@ -8,8 +8,8 @@ import click
 import msgspec
 
 from slimebus.cli.config.field_rules import evaluation_problems
-from slimebus.cli.config.file_checks import can_check_algorithms, file_problems, teacher_problems
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_flags
+from slimebus.cli.config.file_checks import external_problems, file_problems, teacher_problems, unchecked
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
 from slimebus.cli.config.load import raise_all, read, without
 from slimebus.cli.config.schema import OPEN_MAPS, paths
 from slimebus.cli.formatting import columns
@@ -20,13 +20,15 @@ def config() -> None:
     """Look at the config of a run."""
 
 
-@config.command(cls=ConfigCommand, foreign=trainer_flags)
+@config.command(cls=ConfigCommand, external=trainer_options)
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: name to [value, origin].")
 @click.pass_context
 def show(ctx: click.Context, run_yaml: Path | None, as_json: bool) -> None:
     """Print the resolved config and where each value came from: a flag, the file's line, the environment or the default."""
     resolved = from_context(ctx, run_yaml)
+    if any(name.startswith("megatron.") for name in ctx.meta.get(META, {})):  # any flag that is not slimebus's own is one of these so far
+        raise_all(external_problems(resolved))
     values = {name: operator.attrgetter(name)(resolved.config) for name in [*paths(), *OPEN_MAPS] if name != "eval.datasets"}
     values |= {f"eval.datasets.{name}": dataset for name, dataset in resolved.config.eval.datasets.items()}
     rows = {name: [msgspec.to_builtins(value), resolved.origin.get(name, "default")] for name, value in values.items()}
@@ -34,7 +36,7 @@ def show(ctx: click.Context, run_yaml: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))
 
 
-@config.command(cls=ConfigCommand, foreign=trainer_flags)
+@config.command(cls=ConfigCommand, external=trainer_options)
 @config_argument
 @click.option("--teacher", metavar="MODEL", help="[path or URL] Also whether `rollout --teacher` could score the run with this model.")
 @click.option("--syntax", is_flag=True, help="Look at the values alone, not at the files, hooks and packages that they name.")
@@ -45,6 +47,6 @@ def check(ctx: click.Context, run_yaml: Path | None, teacher: str | None, syntax
     named = [*evaluation_problems(resolved.config), *([] if syntax else file_problems(resolved))]
     named += teacher_problems(resolved, teacher) if teacher else []
     raise_all([*problems, *without(broken, named)])
-    if not syntax and not can_check_algorithms():
-        click.echo("section algorithm: its plug-ins were not checked, as torch or the trainer is not installed here", err=True)
+    for text in () if syntax else unchecked(resolved):
+        click.echo(text, err=True)
     click.echo(f"ok: {run_yaml or 'defaults'}: run {resolved.config.name!r}")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_flags
+from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
 from slimebus.cli.config.schema import OPEN_MAPS, flag_of
 
 
-@click.command(cls=ConfigCommand, foreign=trainer_flags)
+@click.command(cls=ConfigCommand, external=trainer_options)
 @config_argument
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
 @click.option("--critic", is_flag=True, help="Also start a critic, for advantage_estimator ppo.")

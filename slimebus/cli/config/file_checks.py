@@ -7,7 +7,8 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +17,7 @@ from slimebus.bus.prompt_files import FileSpec, parse
 from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader
 from slimebus.cli import hooks
 from slimebus.cli.config.convert import nearest
-from slimebus.cli.config.flags import trainer_command, trainer_flags
+from slimebus.cli.config.flags import trainer_command, trainer_options
 from slimebus.cli.config.load import Resolved
 from slimebus.cli.dynamic_filter import is_reward_spread
 from slimebus.cli.engine_plan import engine_specs
@@ -40,9 +41,12 @@ SGLANG_SOURCES = ("srt/server_args.py", "srt/arg_groups/**/*.py")
 def file_problems(resolved: Resolved) -> list[str]:
     """Everything that a run on this machine lacks."""
     data, broker = resolved.config.data, resolved.config.broker
-    looks = (_keys, _prompt_files, label_problems, _layout, _trainer, _algorithm)
+    looks = (_keys, _prompt_files, label_problems, _layout, _algorithm)
     wanted = [("data.source_path", data.source_path, ""), ("broker.buffer_filter_path", broker.buffer_filter_path, "groups batch")]
-    return [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
+    with ThreadPoolExecutor(1) as beside:
+        external = beside.submit(external_problems, resolved)  # with options of Megatron's it waits seconds for a process that imports it
+        found = [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
+        return [*found, *external.result()]
 
 
 def trainer_problems(resolved: Resolved) -> list[str]:
@@ -189,15 +193,23 @@ def _layout(resolved: Resolved) -> Iterator[str]:
         yield f"trainer.pipeline_model_parallel_size: {pipeline} ranks cannot share the model's {layers} layers; expected a divisor of them"
 
 
-def _trainer(resolved: Resolved) -> Iterable[str]:
-    """What the trainer says of the model and of `megatron`."""
-    flags = trainer_flags()
-    return flags.problems(resolved) if flags is not None else ()
+def external_problems(resolved: Resolved) -> Sequence[str]:
+    """What the trainer finds wrong with the model and with `megatron`."""
+    options = trainer_options()
+    return options.problems(resolved) if options is not None else ()
 
 
 def can_check_algorithms() -> bool:
     """Whether the trainer and torch, with which algorithms are written, are installed here."""
     return trainer_command() is not None and importlib.util.find_spec("torch") is not None
+
+
+def unchecked(resolved: Resolved) -> Iterator[str]:
+    """A sentence for each section that this machine cannot check."""
+    if not can_check_algorithms():
+        yield "section algorithm: its plug-ins were not checked, as torch or the trainer is not installed here"
+    if resolved.config.megatron and (trainer_command() is None or importlib.util.find_spec("megatron") is None):
+        yield "section megatron: its options were not checked, as megatron-core or the trainer is not installed here"
 
 
 def _algorithm(resolved: Resolved) -> list[str]:

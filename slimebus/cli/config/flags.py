@@ -2,9 +2,10 @@
 
 import difflib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_origin
+from typing import Any, NamedTuple, Protocol, get_origin
 
 import click
 import msgspec
@@ -17,32 +18,28 @@ from slimebus.cli.config.schema import flag_of, paths
 META = "slimebus.flags"
 SIMILAR = 0.8
 """Of two names, by difflib: below it nothing is suggested."""
+MISSPELLED = 0.9
+"""Of a name and one of slimebus's options: from here on it is taken for that one misspelled, and not for an option of Megatron's, of which
+none is so near (0.875 at most).
+"""
 LONGEST_WAIT_S = 86_400
 """The longest --timeout-s."""
 OF_RUN = "that of the run directory, else broker.bind"
 """Which broker a command asks where none is given."""
-SWITCH_WORDS = ("true", "false", "True", "False")
 
 
-class ForeignFlag(msgspec.Struct, frozen=True):
-    """What a flag of another project sets: the config field `name`, and its value where the flag stands alone.
-
-    takes: which of the words behind it belong to it; a switch takes true or false, if one of them is there.
-    """
+class ExternalOption(msgspec.Struct, frozen=True):
+    """An option of another project: the config field `name`, and its value where it stands alone."""
 
     name: str
     alone: str = "true"
-    takes: Literal["nothing", "switch", "word", "words", "any"] = "any"
 
 
-class ForeignOptions(Protocol):
+class ExternalOptions(Protocol):
     """The options of another project that a command takes beside the config fields."""
 
-    def flag(self, name: str) -> ForeignFlag | None:
-        """What `--name` sets; None where there is no such option."""
-
-    def nearest(self, name: str, words: Sequence[str]) -> list[str]:
-        """What `--name` may have been meant for, as flags; words: the command line."""
+    def option(self, name: str) -> ExternalOption | None:
+        """What `--name` sets, if there is such an option, which `problems` judges; None where there can be none. Raises UsageError."""
 
     def problems(self, resolved: Resolved) -> Sequence[str]:
         """A sentence for each of these options that is wrong in this config."""
@@ -51,7 +48,7 @@ class ForeignOptions(Protocol):
 class ConfigCommand(click.Command):
     """A command that takes a RUN.yaml and any config field as a flag.
 
-    foreign: gives the options of another project; asked only when one is used. problems: what only the role of this command can find in a
+    external: gives the options of another project; asked only when one is used. problems: what only the role of this command can find in a
     config, a sentence each (`slimebus config check` asks it too).
     """
 
@@ -61,48 +58,52 @@ class ConfigCommand(click.Command):
     """What the flags of a section begin with whose keys belong to another project."""
 
     def __init__(
-        self, name: str | None, *, foreign: Callable[[], ForeignOptions | None] = lambda: None,
+        self, name: str | None, *, external: Callable[[], ExternalOptions | None] = lambda: None,
         problems: Callable[[Resolved], list[str]] | None = None, **kw: Any,
     ) -> None:  # fmt: skip
         kw["params"] = [*kw.get("params", []), *(_option(*flag) for flag in _flags(self.fields).items())]
         super().__init__(name, **kw)
-        self.foreign, self.problems = foreign, problems
+        self.external, self.problems = external, problems
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, rest = [], list(args)
         while rest:
             word = rest.pop(0)
-            flag = self.foreign_flag(word)
-            if flag is None:
+            values = _values_of(word, rest)
+            option = self.external_option(word, is_alone=not values)
+            if option is None:
                 own.append(word)
             else:
-                ctx.meta.setdefault(META, {})[flag.name] = _value_of(flag, word, rest)
+                ctx.meta.setdefault(META, {})[option.name] = ",".join(values) if values else option.alone
+                del rest[: 0 if "=" in word else len(values)]
         try:
             return super().parse_args(ctx, own)
         except click.NoSuchOption as bad:
-            options, name = self.foreign(), bad.option_name.removeprefix("--")
-            near = [f"--{flag}" for flag, field in _flags(self.fields).items() if field == name.replace("-", "_")]
-            near += options.nearest(name, args) if options and bad.option_name != name and not near else []
-            own_near = difflib.get_close_matches(bad.option_name, bad.possibilities or [], cutoff=SIMILAR)
-            meant = " or ".join(f"'{flag}'" for flag in dict.fromkeys([*near, *own_near]))
+            name = bad.option_name.removeprefix("--").replace("-", "_")
+            near = [f"--{flag}" for flag, field in _flags(self.fields).items() if field == name]
+            near += difflib.get_close_matches(bad.option_name, bad.possibilities or [], cutoff=SIMILAR)
+            meant = " or ".join(f"'{flag}'" for flag in dict.fromkeys(near))
             text = f"No such option '{bad.option_name}'.{f' Did you mean {meant}?' if meant else ''}"
             raise click.NoSuchOption(bad.option_name, text, ctx=ctx) from None  # its own possibilities are only those spelled alike
 
-    def foreign_flag(self, word: str) -> ForeignFlag | None:
-        """The option of another project that this word of the command line is; None for any other word."""
+    def external_option(self, word: str, *, is_alone: bool = False) -> ExternalOption | None:
+        """The option of another project that this word of the command line may be; None for any other word. is_alone: no value follows."""
         option = word.partition("=")[0]
-        name = option.removeprefix("--")
-        if name == option or name.removeprefix("no-") in _flags() or any(option in p.opts for p in self.params):
+        name, own = option.removeprefix("--"), {"--help", *(one for p in self.params for one in p.opts)}
+        if name == option or name.removeprefix("no-") in _flags() or option in own:
             return None
-        for prefix, section in self.prefixes.items():
-            if name.startswith(prefix):
-                known = self.foreign() if section == "megatron" else None
-                found = known.flag(name.removeprefix(prefix)) if known else None
-                if found is not None and found.name.startswith("megatron."):
-                    return found
-                return ForeignFlag(f"{section}.{name.removeprefix(prefix).replace('-', '_')}")
-        options = self.foreign()
-        return options.flag(name) if options else None
+        prefix = next((one for one in self.prefixes if name.startswith(one)), "")
+        section, key = self.prefixes.get(prefix), name.removeprefix(prefix)
+        is_off = is_alone and key.startswith("no-") and section in (None, "megatron")
+        key = key.removeprefix("no-") if is_off else key
+        if section:
+            found: ExternalOption | None = ExternalOption(f"{section}.{key.replace('-', '_')}")
+        else:
+            options = self.external()
+            found = options.option(key) if options else None
+            if found and found.name.startswith("megatron.") and difflib.get_close_matches(option, own, 1, MISSPELLED):
+                return None
+        return ExternalOption(found.name, "false") if found and is_off else found
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -139,19 +140,10 @@ def _option(flag: str, name: str) -> click.Option:
     return click.Option(names, default=None, multiple=is_list, hidden=True, expose_value=False, callback=remember)
 
 
-def _value_of(flag: ForeignFlag, word: str, rest: list[str]) -> str:
-    """The text of its value; words that belong to it are taken from `rest`."""
-    option, equals, value = word.partition("=")
-    if equals:
-        return value
-    if flag.takes == "nothing" or (flag.takes == "switch" and rest[:1] and rest[0] not in SWITCH_WORDS):
-        return flag.alone
-    taken = [rest.pop(0)] if rest and not rest[0].startswith("--") else []
-    while flag.takes == "words" and taken and rest and not rest[0].startswith("--") and not is_run_file(rest[0]):
-        taken.append(rest.pop(0))
-    if not taken and flag.takes in ("word", "words"):
-        raise click.BadOptionUsage(option, f"Option {option!r} requires an argument.")
-    return ",".join(taken) or flag.alone
+def _values_of(word: str, rest: Sequence[str]) -> list[str]:
+    """The words that are values of this one, where it is an option of another project: those up to the next option, or the RUN.yaml."""
+    _, equals, value = word.partition("=")
+    return [value] if equals else list(itertools.takewhile(lambda other: not other.startswith("--") and not is_run_file(other), rest))
 
 
 def is_run_file(word: str) -> bool:
@@ -167,10 +159,10 @@ def trainer_command() -> ConfigCommand | None:
     return command if isinstance(command, ConfigCommand) else None
 
 
-def trainer_flags() -> ForeignOptions | None:
+def trainer_options() -> ExternalOptions | None:
     """What the trainer's command takes besides: flags of the algorithms and of megatron-core; None where no trainer is installed."""
     command = trainer_command()
-    return command.foreign() if command is not None else None
+    return command.external() if command is not None else None
 
 
 def from_context(ctx: click.Context, file: Path | None) -> Resolved:

@@ -12,7 +12,6 @@ from loss_rows import batch_of, row_of
 from slimebus.bus.errors import ConfigError, HookError
 from slimebus.cli.config import RunConfig, resolve
 from slimebus.cli.config.schema import AlgorithmConfig, TrainerConfig
-from trainer.arguments.checks import megatron_problems
 from trainer.batches.batch import Batch, Column
 from trainer.model.policy import Policy
 from trainer.objective.build_objective import algorithm_problems
@@ -278,14 +277,17 @@ def test_a_kl_coef_that_the_advantages_leave_out_is_refused() -> None:
         Objective(config, NoKl(config, NoKl.Settings()), []).advantages(batch)
 
 
-@pytest.mark.parametrize(("base", "refused"), [("sft.Sft", 0), ("grpo.Grpo", 1)])
-def test_dropout_is_for_algorithms_of_ones_own_that_are_supervised(tmp_path: Path, base: str, refused: int) -> None:
-    module = base.partition(".")[0]
-    (tmp_path / "own.py").write_text(f"from trainer.algorithms import {module}\n\n\nclass Own({base}):\n    pass\n")
-    resolved = resolve(None, {"algorithm.advantage_estimator": f"{tmp_path}/own.py:Own", "megatron.hidden_dropout": 0.1}, environ={})
-    found = [*megatron_problems(resolved), *algorithm_problems(resolved)]
+@pytest.mark.parametrize("key", ["hidden_dropout", "attention-dropout", "moe_input_jitter_eps"])
+@pytest.mark.parametrize(("chosen", "refused"), [("own.py:OwnSft", 0), ("own.py:OwnGrpo", 1), ("sft", 0), ("grpo", 1)])
+def test_noise_is_for_algorithms_that_are_supervised(tmp_path: Path, chosen: str, refused: int, key: str) -> None:
+    imports = "from trainer.algorithms import grpo, sft\n"
+    (tmp_path / "own.py").write_text(f"{imports}\n\nclass OwnSft(sft.Sft):\n    pass\n\n\nclass OwnGrpo(grpo.Grpo):\n    pass\n")
+    estimator = chosen.replace("own.py", f"{tmp_path}/own.py")
+    found = algorithm_problems(resolve(None, {"algorithm.advantage_estimator": estimator, f"megatron.{key}": "0.1"}, environ={}))
     assert len(found) == refused
-    assert all("megatron.hidden_dropout: 0.1, but only sft trains with noise" in text for text in found)
+    assert all(f"megatron.{key}: 0.1, but only sft trains with noise" in text for text in found)
+    for off in ("0.0", "none"):
+        assert not algorithm_problems(resolve(None, {"algorithm.advantage_estimator": estimator, f"megatron.{key}": off}, environ={}))
 
 
 class Misnamed(PolicyGradient):

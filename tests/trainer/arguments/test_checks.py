@@ -8,11 +8,12 @@ import pytest
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.config import Resolved, RunConfig
 from slimebus.cli.config.file_checks import file_problems
-from slimebus.cli.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
-from trainer.arguments import megatron_checks
+from slimebus.cli.config.load import resolve
+from slimebus.cli.config.schema import ModelConfig, TrainerConfig
+from trainer.arguments import checks
 from trainer.arguments.checks import check_layout, megatron_problems, model_problems
-from trainer.compat.cpu_compat import import_megatron
-from trainer.model.megatron_fields import check_architecture, refusals_in_one_line
+from trainer.arguments.megatron_check import check
+from trainer.arguments.megatron_options import check_architecture, make_config
 
 DENSE = {
     "model_type": "qwen3",
@@ -27,6 +28,7 @@ DENSE = {
     "rope_parameters": {"rope_theta": 1e6},
     "tie_word_embeddings": True,
 }
+UNKNOWN = "no field of Megatron's configs, and no option of slimebus"
 MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -34,14 +36,13 @@ MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok
 def megatron_is_asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a process of its own, which takes seconds, except where that is the point."""
     if "in_its_own_process" not in request.node.name:
-        import_megatron()
-        monkeypatch.setattr(megatron_checks, "refusal_elsewhere", megatron_checks.refusal)
+        monkeypatch.setattr(checks, "ask_megatron", check)
 
 
-def problems(folder: Path, megatron: dict, model: dict = DENSE, **trainer: object) -> list[str]:
+def problems(folder: Path, megatron: dict, model: dict = DENSE, *, world_size: int = 0, **trainer: object) -> list[str]:
     (folder / "config.json").write_text(json.dumps(model))
     config = RunConfig(megatron=megatron, trainer=TrainerConfig(**trainer), model=ModelConfig(hf_checkpoint=str(folder)))
-    return megatron_problems(Resolved(config, {}, folder))
+    return megatron_problems(Resolved(config, {}, folder), world_size)
 
 
 SCRIPT = {
@@ -76,17 +77,38 @@ def test_the_model_arguments_of_a_script_may_stay(tmp_path: Path) -> None:
     assert not problems(tmp_path, SCRIPT, tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
 
 
-def test_megatron_is_asked_in_its_own_process(tmp_path: Path) -> None:
+def test_all_mistakes_are_found_in_its_own_process_with_their_places(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Own:\n    class Settings:\n        soft_cap: float = 1.0\n")
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "algorithm: {corrections: [own.py:Own]}\nmegatron:\n  adam_eps: .nan\n  bucket_size: 123456789012345678901234\n  soft_cep: 1\n"
+    )
+    flags = {"megatron.max_token_per_gpu": "3", "megatron.recompute_granularty": "full"}
+    assert megatron_problems(resolve(run, flags, environ={})) == [
+        f"{run}:3: megatron.adam_eps: got nan; expected a number",
+        f"{run}:5: megatron.soft_cep: {UNKNOWN}; did you mean 'algorithm.settings.soft_cap'?",
+        f"--max-token-per-gpu: megatron.max_token_per_gpu: {UNKNOWN}; did you mean 'trainer.max_tokens_per_gpu'?",
+        f"--recompute-granularty: megatron.recompute_granularty: {UNKNOWN}; did you mean 'recompute_granularity'?",
+    ]
+
+
+def test_megatrons_refusal_is_told_in_its_own_process(tmp_path: Path) -> None:
     [refused] = problems(tmp_path, {"recompute_granularity": "full"})
-    assert 'recompute_method must be "block" or "uniform"' in refused
+    assert 'recompute_method must be "block" or "uniform" (Megatron\'s own check of recompute_granularity in this layout)' in refused
 
 
 def test_what_cannot_be_asked_in_its_own_process_is_left_to_the_ranks_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(megatron_checks.sys, "executable", "/bin/false")
+    monkeypatch.setattr(checks.sys, "executable", "/bin/false")
     assert not problems(tmp_path, {"recompute_granularity": "full"})
-    assert "could not be made before the ranks start" in caplog.text
+    assert "Megatron could not check its options before the ranks start" in caplog.text
+
+
+def test_without_options_nothing_is_asked_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.subprocess, "run", lambda *args, **kw: pytest.fail("a process was started"))
+    assert not problems(tmp_path, {}, world_size=4)
+    assert problems(tmp_path, {}, world_size=3, pipeline_model_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +150,6 @@ def test_a_contradiction_is_one_line(tmp_path: Path, megatron: dict, text: str) 
         ({"moe_expert_capacity_factor": 1.0}, {}, "1.0 is not possible: what an expert drops"),
         ({"moe_z_loss_coeff": 1e-3}, {}, "0.001 is not possible: each packed row weighs the same"),
         ({"moe_router_force_load_balancing": True}, {}, "true is not possible: it routes at random"),
-        ({"moe_input_jitter_eps": 0.1}, {}, "0.1, but only sft trains with noise"),
         ({"moe_router_load_balancing_type": "aux_loss,none"}, {}, "moe_aux_loss_coeff must be a list of the same length"),
         ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, ""),
         ({"num_layers_in_first_pipeline_stage": 1}, {"pipeline_model_parallel_size": 2}, ""),
@@ -141,30 +162,21 @@ def test_contradictions_of_a_model_with_experts(tmp_path: Path, megatron: dict, 
     assert all(text in one for one in found)
 
 
-@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
-def test_dropout_is_for_supervised_training(tmp_path: Path, name: str) -> None:
-    (found,) = problems(tmp_path, {name: 0.1})
-    assert f"megatron.{name}: 0.1, but only sft trains with noise" in found
-    config = RunConfig(megatron={name: 0.1}, algorithm=AlgorithmConfig(advantage_estimator="sft"))
-    assert not megatron_problems(Resolved(config, {}, tmp_path))
-
-
-def test_ranks_that_do_not_divide_are_refused_in_one_line() -> None:
-    config = RunConfig(trainer=TrainerConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+def test_ranks_that_do_not_divide_are_refused_in_one_line(tmp_path: Path) -> None:
+    two = TrainerConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     with pytest.raises(
         ConfigError,
         match=r"6 trainer ranks do not divide by 4 = tensor 2 x pipeline 2 x context 1;.* or lower tensor or pipeline parallelism$",
     ):
-        check_layout(config, 6)
-    config = RunConfig(megatron={"expert_model_parallel_size": 4})
+        check_layout(two, 6, (1, 1))
     with pytest.raises(
         ConfigError, match=r"6 trainer ranks do not divide by 4 = tensor 1 x pipeline 1 x expert 4;.* or lower expert parallelism$"
     ):
-        check_layout(config, 6)
-    wide = TrainerConfig(tensor_model_parallel_size=2, sequence_parallel=True)
-    check_layout(RunConfig(megatron={"expert_model_parallel_size": 4}, trainer=wide), 4)
-    with pytest.raises(ConfigError, match="tensor 2 x pipeline 1 x expert 4"):
-        check_layout(RunConfig(megatron={"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}, trainer=wide), 4)
+        check_layout(TrainerConfig(), 6, (4, 1))
+    wide: dict = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert not problems(tmp_path, {"expert_model_parallel_size": 4}, MOE, world_size=4, **wide)
+    (found,) = problems(tmp_path, {"expert_model_parallel_size": "4", "expert-tensor-parallel-size": 2}, MOE, world_size=4, **wide)
+    assert "4 trainer ranks do not divide by 8 = tensor 2 x pipeline 1 x expert 4" in found
 
 
 def test_what_only_a_rank_knows_is_refused_there() -> None:
@@ -179,10 +191,8 @@ def test_what_only_a_rank_knows_is_refused_there() -> None:
 def test_megatrons_own_refusal_on_a_rank_is_a_config_error() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
-    with pytest.raises(ConfigError, match="megatron: --use-precision-aware-optimizer only supported with"), refusals_in_one_line():
-        OptimizerConfig(use_precision_aware_optimizer=True)
-    with pytest.raises(ValueError, match="mine"), refusals_in_one_line():
-        raise ValueError("mine")
+    with pytest.raises(ConfigError, match="megatron: --use-precision-aware-optimizer only supported with"):
+        make_config(OptimizerConfig, {"use_precision_aware_optimizer": True})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -1,25 +1,21 @@
 """Megatron's options: each accepted with its value, or refused in one sentence; the same on the command line and in a file."""
 
-import ast
-import contextlib
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import click
 import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
 
-from slimebus.bus.errors import ConfigError
-from slimebus.cli.config.flags import META
+from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.cli.config.flags import META, ExternalOption
 from slimebus.cli.config.schema import paths
 from slimebus.cli.root import root
-from trainer.arguments.command_line import TrainerFlags, help_text
-from trainer.arguments.fields import class_of, megatron_fields
-from trainer.arguments.option_table import kind_of, option_table, spellings
-from trainer.arguments.options import read_options
-from trainer.model.megatron_fields import split_megatron_options
+from trainer.arguments import command_line
+from trainer.arguments.command_line import TrainerOptions, help_text
+from trainer.arguments.megatron_options import options, read_options, spellings, split_megatron_options
+from trainer.arguments.option_table import option_table
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,7 +31,7 @@ ROOT = Path(__file__).parents[3]
         ("overlap_grad_reduce", False, "overlap_grad_reduce", False),
         ("recompute_granularity", "full", "recompute_granularity", "full"),
         ("recompute_granularity", None, "recompute_granularity", None),
-        ("attention_backend", "flash", "attention_backend", "flash"),
+        ("attention_backend", "flash", "attention_backend", AttnBackend.flash),
         ("attention_dropout", 0, "attention_dropout", 0.0),
         ("moe_aux_loss_coeff", "0.1,0.2", "moe_aux_loss_coeff", [0.1, 0.2]),
         ("moe_aux_loss_coeff", 0.1, "moe_aux_loss_coeff", 0.1),
@@ -47,15 +43,16 @@ ROOT = Path(__file__).parents[3]
         ("recompute_activations", True, "recompute_granularity", "selective"),
         ("accumulate_allreduce_grads_in_fp32", "true", "grad_reduce_in_fp32", True),
         ("no_bias_swiglu_fusion", True, "bias_activation_fusion", False),
-        ("use_flash_attn", True, "attention_backend", "flash"),
+        ("bias_swiglu_fusion", False, "bias_activation_fusion", False),
+        ("use_flash_attn", True, "attention_backend", AttnBackend.flash),
         ("decoder_first_pipeline_num_layers", 3, "num_layers_in_first_pipeline_stage", 3),
         ("check_for_nan_in_loss_and_grad", False, "check_for_nan_in_grad", False),
     ],
 )
 def test_a_right_value_is_taken(key: str, value: object, field: str, held: object) -> None:
-    options = read_options({key: value})
-    assert not options.problems
-    assert options.values == {field: held}
+    found = read_options({key: value})
+    assert not found.problems
+    assert found.values == {field: held}
 
 
 @pytest.mark.parametrize(
@@ -67,13 +64,13 @@ def test_a_right_value_is_taken(key: str, value: object, field: str, held: objec
         ("num_experts", 8, "num_moe_experts", 8),
         ("apply_layernorm_1p", True, "layernorm_zero_centered_gamma", True),
         ("untie_embeddings_and_output_weights", True, "untie_embeddings_and_output_weights", True),
-        ("window_size", [128, -1], "window_size", [128, -1]),
+        ("window_size", [128, -1], "window_size", (128, -1)),
     ],
 )
 def test_what_is_said_of_the_model_is_kept_apart(key: str, value: object, field: str, held: object) -> None:
-    options = read_options({key: value})
-    assert not options.problems
-    assert (options.values, options.model) == ({}, {field: held})
+    found = read_options({key: value})
+    assert not found.problems
+    assert (found.values, found.model) == ({}, {field: held})
 
 
 @pytest.mark.parametrize(
@@ -87,11 +84,15 @@ def test_what_is_said_of_the_model_is_kept_apart(key: str, value: object, field:
         ({"swiglu": "very"}, "got 'very'; expected true or false"),
         ({"recompute_granularity": "ful"}, "got 'ful'; expected none or one of full, selective"),
         ({"attention_backend": "flsh"}, "got 'flsh'; expected one of flash, fused, unfused, local, auto"),
-        ({"exp_avg_dtype": "int8"}, "got 'int8'; expected one of fp32, bf16, fp16, fp8"),
+        ({"exp_avg_dtype": "int8"}, "got 'int8'; expected one of fp32, bf16, fp16, fp8, float32, bfloat16, float16"),
+        ({"use_flash_attn": False}, "got none; expected one of flash"),
+        ({"initialization": True}, "no field of Megatron's configs"),
         ({"window_size": "3"}, "got '3'; expected none or 2 values with commas between"),
         ({"recompute_modules": "core_atn"}, "expected none or several with commas between, each one of core_attn, moe_act"),
         ({"init_method": "x"}, "is an object of Python's, which no option can carry"),
-        ({"recompute_granularty": "full"}, "no field of Megatron's configs; did you mean 'recompute_granularity'?"),
+        ({"recompute_granularty": "full"}, "and no option of slimebus; did you mean 'recompute_granularity'?"),
+        ({"max_token_per_gpu": 3}, "and no option of slimebus; did you mean 'trainer.max_tokens_per_gpu'?"),
+        ({"rollout_batch_size": 3}, "not here; set rollout.rollout_batch_size"),
         ({"qwertyuiop": 1}, "no field of Megatron's configs"),
         ({"lr": 1e-5}, "not here; set optimizer.lr"),
         ({"tensor_model_parallel_size": 2}, "not here; set trainer.tensor_model_parallel_size"),
@@ -117,48 +118,39 @@ def test_a_wrong_option_is_told_in_one_sentence(given: dict, text: str) -> None:
 
 
 def test_options_reach_the_classes_that_have_them() -> None:
-    import torch
-    from megatron.core.transformer.enums import AttnBackend
-
     given = {"attention_backend": "flash", "overlap_grad_reduce": True, "overlap_param_gather": True, "swiglu": True}
-    split = split_megatron_options(given | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"})
+    split = split_megatron_options(
+        given | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.float16"}
+    )
     assert split["TransformerConfig"] == {"attention_backend": AttnBackend.flash}
     assert split["DistributedDataParallelConfig"] == {"overlap_grad_reduce": True, "overlap_param_gather": True}
     assert split["OptimizerConfig"]["exp_avg_dtype"] is torch.bfloat16
+    assert split["OptimizerConfig"]["exp_avg_sq_dtype"] is torch.float16
     assert split["OptimizerConfig"]["overlap_param_gather"] is True
 
 
-def test_every_field_that_is_no_object_has_a_kind_that_takes_its_default() -> None:
+def test_every_field_takes_its_default_or_is_an_object() -> None:
     """Of the installed version: where its own default cannot be read, an annotation has come that nothing here knows."""
-    for name, field in megatron_fields().items():
-        if field.is_option:
-            assert kind_of(name).words, field
-            with contextlib.suppress(ValueError, SyntaxError):
-                default = ast.literal_eval(field.default)
-                assert name == "suggested_communication_unit_size" or _reads(name, default), field
-
-
-def _reads(name: str, default: object) -> bool:
-    try:
-        return kind_of(name).read(default) == default
-    except ValueError:
-        return megatron_fields()[name].annotation == "torch.dtype"  # one of them has the default None
+    objects = {name for name, option in options().items() if not option.alternatives}
+    assert all(name.endswith(("_func", "init_method", "_context")) or name in ("timers", "quant_recipe") for name in objects)
+    own = options().keys() - option_table().model_options.keys() - objects
+    plain = {name: options()[name].default for name in own if isinstance(options()[name].default, int | float | str | list)}
+    assert len(plain) > 200
+    assert {name: options()[name].convert(value) for name, value in plain.items()} == plain
 
 
 def test_the_tables_name_fields_of_the_installed_version() -> None:
-    known = megatron_fields().keys()
     table = option_table()
+    known = options().keys() - table.model_options.keys()
+    assert len(known) > 300, "the config classes of megatron-core"
     assert not table.of_the_model - known
     assert not table.fixed.keys() - known
-    assert not table.in_force.keys() - table.fixed.keys()
+    assert not table.forced_value.keys() - table.fixed.keys()
     assert not {*table.needs, *table.needs.values()} - known
-    assert not table.choices.keys() - known - table.model_options.keys()
+    assert not table.choices.keys() - options().keys()
     assert not {spelling.field for spelling in table.spellings.values()} - known
-    assert not table.instead.keys() & (known | spellings().keys())
+    assert not table.rejected_with_hint.keys() & (known | spellings().keys())
     assert not table.of_the_model & table.fixed.keys()
-    assert not table.model_options.keys() & known
-    assert len(known) > 300, "the config classes of megatron-core"
-    assert class_of("TransformerConfig").name == "TransformerConfig"
 
 
 # --- the command line ---
@@ -179,6 +171,9 @@ def flags(*words: str, command: str = "trainer") -> dict:
         ("--swiglu run.yaml", {"megatron.swiglu": "true"}),
         ("--no-overlap-grad-reduce run.yaml", {"megatron.overlap_grad_reduce": "false"}),
         ("--overlap-grad-reduce false run.yaml", {"megatron.overlap_grad_reduce": "false"}),
+        ("--megatron-no-overlap-grad-reduce run.yaml", {"megatron.overlap_grad_reduce": "false"}),
+        ("--no-rope-freq 4 run.yaml", {"megatron.no_rope_freq": "4"}),
+        ("--window-size -1 128 run.yaml", {"megatron.window_size": "-1,128"}),
         ("--no-masked-softmax-fusion run.yaml", {"megatron.masked_softmax_fusion": "false"}),
         ("--no-check-for-nan-in-loss-and-grad run.yaml", {"megatron.check_for_nan_in_loss_and_grad": "false"}),
         ("--bf16 run.yaml", {"trainer.params_dtype": "bfloat16"}),
@@ -197,73 +192,66 @@ def test_flags_set_fields(command: str, words: str, config: dict | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("word", "nearest"),
     [
-        ("--recompute-granularty full", "--recompute-granularity"),
-        ("--max-token-per-gpu 3", "--max-tokens-per-gpu"),
-        ("--recompute-granularity", "requires an argument"),
+        ("--max-token-per-gpu", "--max-tokens-per-gpu"),
+        ("--num-rolout", "--num-rollout"),
+        ("--max-restart", "--max-restarts"),
+        ("--broker.bind", "--bind"),
     ],
 )
-def test_a_wrong_flag_is_told_with_the_nearest(words: str, text: str) -> None:
-    with pytest.raises(click.UsageError) as bad:
-        flags(*words.split())
-    assert text in bad.value.format_message()
+def test_an_option_that_is_nearly_one_of_slimebus_is_refused_at_once(word: str, nearest: str) -> None:
+    with pytest.raises(click.NoSuchOption) as bad:
+        flags(word, "3", "run.yaml")
+    assert f"Did you mean '{nearest}'" in bad.value.format_message()
+
+
+def test_no_option_of_megatron_is_taken_for_a_misspelled_one_of_slimebus() -> None:
+    names = {*options(), *spellings(), *option_table().rejected_with_hint} - {name.rpartition(".")[2] for name in paths()}
+    for command in ("trainer", "up", "export"):
+        found = root.get_command(click.Context(root), command)
+        assert not [name for name in names if found.external_option(f"--{name.replace('_', '-')}") is None]
 
 
 @pytest.mark.parametrize("words", ["--use-tis", "--learning-rate 1e-6", "--ppo-epochs 2", "--use-kl-loss"])
 def test_a_flag_of_slime_or_verl_is_told_with_its_name_here(words: str) -> None:
-    with pytest.raises(click.NoSuchOption) as bad:
+    with pytest.raises(UsageError) as bad:
         flags(*words.split())
-    assert bad.value.format_message().endswith(f"Did you mean '{option_table().other_names[words.split()[0][2:]]}'?")
+    assert bad.value.text.endswith(f"did you mean {option_table().other_names[words.split()[0][2:]]}?")
 
 
 def test_what_is_suggested_for_other_names_exists_and_the_document_has_it() -> None:
     fields = {name.rpartition(".")[2].replace("_", "-") for name in paths()}
     for other, ours in option_table().other_names.items():
         flag = ours.split()[0].removeprefix("--")
-        assert flag in fields or TrainerFlags().flag(flag) is not None
+        assert flag in fields or TrainerOptions().option(flag).name.startswith("algorithm.settings.")
         assert other not in fields
-        assert TrainerFlags().flag(other) is None
+        assert other.replace("-", "_") not in options()
     page = (ROOT / "docs" / "algorithms.md").read_text()
     assert dict(re.findall(r"^\| `--([\w-]+)` \| `(--[\w -]+)` \|$", page, re.MULTILINE)) == option_table().other_names
 
 
-def test_a_setting_of_an_own_plug_in_is_told_with_its_prefix(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("class Own:\n    class Settings:\n        soft_cap: float = 1.0\n")
-    (tmp_path / "run.yaml").write_text("algorithm:\n  corrections: [own.py:Own]\n")
-    with pytest.raises(click.NoSuchOption) as bad:
-        flags("--soft-cap", "2", str(tmp_path / "run.yaml"))
-    assert bad.value.format_message() == "No such option '--soft-cap'. Did you mean '--algorithm-soft-cap'?"
+def test_without_megatron_only_the_settings_of_algorithms_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "is_installed", lambda: False)
+    assert TrainerOptions().option("eps-clip") == ExternalOption("algorithm.settings.eps_clip")
+    with pytest.raises(click.NoSuchOption, match="No such option '--overlap-grad-reduce'"):
+        flags("--overlap-grad-reduce", "run.yaml")
 
 
-@pytest.mark.parametrize("word", ["--soft-cap", "--frobnicate", "--wandb-project"])
-def test_for_a_name_that_is_like_no_other_nothing_is_suggested(word: str) -> None:
-    with pytest.raises(click.NoSuchOption) as bad:
-        flags(word, "2", "run.yaml")
-    assert "mean" not in bad.value.format_message()
-
-
-def test_every_option_is_a_flag_and_is_in_the_help() -> None:
+def test_every_option_is_in_the_help_once() -> None:
     text = help_text(100)
-    for name, field in megatron_fields().items():
-        flag = f"--{name.replace('_', '-')}"
-        if field.is_option:
-            assert f"\n  {flag}  [" in text
-            assert TrainerFlags().flag(flag.removeprefix("--")) is not None
-        else:
-            assert f"\n  {flag}  [" not in text
+    for name, option in options().items():
+        times = text.count(f"\n  --{name.replace('_', '-')}  [")
+        assert times == (1 if option.alternatives and name not in option_table().model_options else 0), name
     assert "the memory intensive part of attention" in text.replace("\n     ", ""), "Megatron's own words"
+    order = [
+        "ModelParallelConfig:",
+        "--overlap-p2p-comm  [true or false; default false]",
+        "OptimizerConfig:",
+        "--adam-eps  [a number; default 1e-08]",
+    ]
+    assert sorted(order, key=text.index) == order
     assert all(f"--{name.replace('_', '-')}  =  " in text for name in spellings())
-
-
-def test_megatrons_help_needs_no_torch_and_less_than_a_second() -> None:
-    code = "import sys; from slimebus.__main__ import main; sys.argv = ['slimebus', 'trainer', '--help-megatron']\n"
-    code += "try: main()\nfinally: assert not {'torch', 'megatron.core'} & set(sys.modules)"
-    start = time.process_time(), time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    used = time.monotonic() - start[1]
-    assert "TransformerConfig:" in done.stdout
-    assert used < 10, "0.3 s on an idle core"
 
 
 def test_the_spellings_table_of_the_document_is_the_codes() -> None:
@@ -272,6 +260,6 @@ def test_the_spellings_table_of_the_document_is_the_codes() -> None:
     for name, spelling in option_table().spellings.items():
         value = "" if spelling.value is None else f": {str(spelling.value).lower()}"
         assert f"| `--{name.replace('_', '-')}` | `{spelling.field}{value}` |" in rows
-    for name, instead in option_table().instead.items():
-        assert f"| `--{name.replace('_', '-')}` | {instead} |" in rows
-    assert len(rows) == len(option_table().spellings) + len(option_table().instead)
+    for name, hint in option_table().rejected_with_hint.items():
+        assert f"| `--{name.replace('_', '-')}` | {hint} |" in rows
+    assert len(rows) == len(option_table().spellings) + len(option_table().rejected_with_hint)

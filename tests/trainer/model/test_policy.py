@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from slimebus.bus.errors import ConfigError, SlimebusError
 from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.algorithms.grpo import Grpo
+from trainer.arguments.megatron_options import split_megatron_options
 from trainer.batches.batch import Group
 from trainer.model import update
-from trainer.model.megatron_fields import split_megatron_options
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import TokenLoss
 

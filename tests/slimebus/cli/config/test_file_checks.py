@@ -1,5 +1,6 @@
 """What a config names is looked for on this machine, and everything that is missing is told at once."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import yaml
 from click.testing import CliRunner
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.commands.config import check
+from slimebus.cli.commands.config import check, show
 from slimebus.cli.config import resolve
 from slimebus.cli.config.file_checks import file_problems
+from trainer.arguments.checks import CheckReply
 
 REWARD = "def reward(response):\n    return 1.0\n"
 
@@ -43,6 +45,24 @@ def test_a_run_that_has_everything_is_ok(tmp_path: Path) -> None:
     done = CliRunner().invoke(check, [str(file)])
     assert done.exit_code == 0, done.exception
     assert "ok: " in done.output
+
+
+def test_a_machine_without_megatron_says_that_its_options_were_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "megatron" else find(name, *rest))
+    done = CliRunner().invoke(check, [str(complete(tmp_path, megatron={"recompute_granularty": "full"}))])
+    assert done.exit_code == 0, done.exception
+    assert "section megatron: its options were not checked, as megatron-core or the trainer is not installed here" in done.output
+    assert "section megatron" not in CliRunner().invoke(check, [str(complete(tmp_path))]).output
+    assert "section megatron" not in CliRunner().invoke(check, ["--syntax", str(tmp_path / "run.yaml")]).output
+
+
+def test_show_refuses_an_option_that_is_neither_slimebus_nor_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.arguments.checks.ask_megatron", lambda request: CheckReply({"frobnicate": "no field"}))
+    refused = CliRunner().invoke(show, ["--frobnicate", "2"])
+    assert isinstance(refused.exception, ConfigError)
+    assert refused.exception.text == "--frobnicate: megatron.frobnicate: no field"
+    assert CliRunner().invoke(show, ["--max-staleness", "2"]).exit_code == 0
 
 
 def test_everything_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
@@ -165,9 +185,9 @@ def test_a_layout_that_the_models_heads_or_layers_cannot_have_is_told(tmp_path: 
 
 def test_an_unknown_field_of_megatron_is_told_with_the_nearest(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    file = complete(tmp_path, megatron__recompute_granularty="full")
-    assert "megatron.recompute_granularty: no field of Megatron's configs; did you mean 'recompute_granularity'?" in problems(file)
-    assert not problems(complete(tmp_path, megatron__recompute_granularity="full"))
+    found = problems(complete(tmp_path, megatron__recompute_granularty="full"))
+    assert "run.yaml:5: megatron.recompute_granularty: no field of Megatron's configs" in found
+    assert found.endswith("did you mean 'recompute_granularity'?")
 
 
 def test_an_unknown_argument_of_sglang_is_told_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
