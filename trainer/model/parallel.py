@@ -46,7 +46,7 @@ def start(config: RunConfig, settings: Mapping[str, str]) -> None:
     with shared_gloo_device():
         dist.init_process_group(
             backend,
-            store=dist.HashStore() if world_size == 1 else None,
+            store=_store(world_size),
             rank=int(os.environ.get("RANK", "0")),
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
@@ -62,6 +62,17 @@ def start(config: RunConfig, settings: Mapping[str, str]) -> None:
     seed = config.seed + 1  # megatron refuses 0
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _store(world_size: int) -> dist.Store | None:
+    """None: rank 0 serves one. torchrun's static nodes keep theirs when ranks start again, with the addresses of the ranks that ended."""
+    if world_size == 1:
+        return dist.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
 
 
 def _check_agreement(settings: Mapping[str, str]) -> None:
