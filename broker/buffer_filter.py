@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from broker.plugins import call_plugin
+from broker.source.plugins import call_plugin
 from broker.state.groups import Group
 from broker.state.records import BatchWanted, BufferFilter
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import MAX_BATCH_SIZE, NO_VERSION
-from slimebus.cli import hooks
+from slimebus.process import hooks
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):

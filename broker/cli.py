@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context
+from slimebus.config.flags import ConfigCommand, config_argument, from_context
 
 
 @click.command(cls=ConfigCommand)

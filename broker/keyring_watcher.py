@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from slimebus.bus.messages import Keys, KeysReply
-from slimebus.bus.security.exposure import insecure_note
-from slimebus.bus.security.keyring import Keyring, rows_of
 from slimebus.bus.transport.server import Request, Server
+from slimebus.security.exposure import insecure_note
+from slimebus.security.keyring import Keyring, rows_of
 
 log = logging.getLogger("slimebus.broker")
 

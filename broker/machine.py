@@ -9,12 +9,26 @@ from typing import Any
 
 import msgspec
 
-from broker.observe import status, watchdog
-from broker.source.interface import PromptSource
-from broker.state import batches, clients, damage, ending, leases, staleness, timeline
+from broker.state import (
+    batches,
+    clients,
+    commands,
+    consumers,
+    damage,
+    edits,
+    ending,
+    evaluation,
+    leases,
+    pushes,
+    settings,
+    staleness,
+    status,
+    timeline,
+    watchdog,
+)
 from broker.state.broker_state import State
 from broker.state.effects import Effect, Event, Reply, Table
-from broker.state.features import commands, consumers, edits, evaluation, pushes, settings
+from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter, Meta
 from broker.state.rules import Rules
 from slimebus.bus import messages as m
@@ -215,7 +229,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Command: commands.command,
     m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
 }
-"""What answers each request; slimebus/bus/security/roles.py says who may send it."""
+"""What answers each request; slimebus/security/roles.py says who may send it."""
 
 DUE: dict[str, Callable[[State, Any], None]] = {
     "unconfirmed lease": leases.expire_unconfirmed,

@@ -17,23 +17,23 @@ from broker.page.history import History
 from broker.page.process import PageProcess
 from broker.service import Broker
 from broker.source import FileRows, FileSource, HookSource, load_source
-from broker.source.interface import PromptSource
-from broker.state.features import settings
+from broker.state import settings
+from broker.state.prompt_source import PromptSource
 from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, UsageError
-from slimebus.bus.security.exposure import check_bind, insecure_note
-from slimebus.bus.security.keyring import FolderKeyring
 from slimebus.bus.transport.server import Limits
-from slimebus.cli import logs
-from slimebus.cli.config import Resolved, RunConfig
-from slimebus.cli.config.agreement import settings_of
-from slimebus.cli.config.field_rules import evaluation_problems
-from slimebus.cli.config.file_checks import label_problems
-from slimebus.cli.config.load import raise_all
-from slimebus.cli.config.saved import save_config
-from slimebus.cli.dynamic_filter import is_reward_spread
+from slimebus.config import Resolved, RunConfig
+from slimebus.config.agreement import settings_of
+from slimebus.config.dynamic_filter import is_reward_spread
+from slimebus.config.field_rules import evaluation_problems
+from slimebus.config.file_checks import label_problems
+from slimebus.config.load import raise_all
+from slimebus.config.saved import save_config
+from slimebus.security.exposure import check_bind, insecure_note
+from slimebus.security.keyring import FolderKeyring
+from slimebus.telemetry import logs
 
 log = logging.getLogger("broker")
 

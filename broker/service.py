@@ -20,24 +20,24 @@ import msgspec
 from broker.hints import HintPublisher
 from broker.keyring_watcher import KeyringWatcher, security
 from broker.machine import Machine
-from broker.reply_frames import ReplyFrames, Writes
 from broker.source import FileRows
-from broker.source.interface import PromptSource
 from broker.state.effects import Address, Effect, Event, Lives, Note, Notify, Record, Reply, RowTable, Write
+from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.status_askers import StatusAskers
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import damaged_store
+from broker.store.reply_frames import ReplyFrames, Writes
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from slimebus.bus.clock import Clock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Error, HeartbeatReply, Hint, StatusReply
-from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Limits, Request, Server
-from slimebus.cli.metrics import JsonLines
-from slimebus.cli.spans import Spans
+from slimebus.security.keyring import Keyring
+from slimebus.telemetry.metrics import JsonLines
+from slimebus.telemetry.spans import Spans
 
 log = logging.getLogger("slimebus.broker")
 

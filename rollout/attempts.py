@@ -21,9 +21,9 @@ from slimebus.bus.messages import GiveBack, LeasedGroup, Put, PutReply
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.samples import encode_group
 from slimebus.bus.transport.client import Client
-from slimebus.cli.config.schema import RolloutConfig
-from slimebus.cli.metrics import BusyMeter
-from slimebus.cli.spans import Spans
+from slimebus.config.schema import RolloutConfig
+from slimebus.telemetry.metrics import BusyMeter
+from slimebus.telemetry.spans import Spans
 
 log = logging.getLogger("rollout")
 

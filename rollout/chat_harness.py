@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-from slimebus.environment import messages_of
+from slimebus.prompts.verifiers_tasks import messages_of
 
 __all__ = ["ChatHarness"]
 

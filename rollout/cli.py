@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context, take_over_option
+from slimebus.config.flags import ConfigCommand, config_argument, from_context, take_over_option
 
 
 @click.command(cls=ConfigCommand)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.bus.messages import Command, CommandReply
-from slimebus.cli.hooks import text_of
+from slimebus.process.hooks import text_of
 
 log = logging.getLogger("rollout")
 

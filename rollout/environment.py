@@ -16,7 +16,7 @@ from rollout.endpoint import Agent
 from rollout.endpoint.server import Seat
 from rollout.plugins import PluginError
 from rollout.session import Session
-from slimebus.environment import TASK, load, tasks_of
+from slimebus.prompts.verifiers_tasks import TASK, load, tasks_of
 
 HARNESS = "slimebus_chat"
 

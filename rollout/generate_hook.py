@@ -9,7 +9,7 @@ from rollout.plugins import Plugin, PluginError, failure
 from rollout.response import Response
 from rollout.session import Session
 from slimebus.bus.errors import HookError
-from slimebus.cli.hooks import check_takes, text_of
+from slimebus.process.hooks import check_takes, text_of
 
 TEARDOWN_S = 10.0
 

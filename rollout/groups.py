@@ -24,10 +24,10 @@ from rollout.worker_hooks import WorkerHooks
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
-from slimebus.cli.config.schema import RunConfig
-from slimebus.cli.dynamic_filter import is_reward_spread
-from slimebus.cli.hooks import text_of
-from slimebus.cli.spans import Spans
+from slimebus.config.dynamic_filter import is_reward_spread
+from slimebus.config.schema import RunConfig
+from slimebus.process.hooks import text_of
+from slimebus.telemetry.spans import Spans
 
 log = logging.getLogger("rollout")
 

@@ -28,16 +28,16 @@ from rollout.response import Response, Task
 from rollout.tokenizer import Tokenizer
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
-from slimebus.bus.exported_groups import BATCHES_FILE, write_groups
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
-from slimebus.bus.prompt_files import parse
-from slimebus.bus.prompt_lines import open_lines
-from slimebus.bus.prompt_record import LineReader
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.samples import Sample, encode_group
-from slimebus.cli.config import Resolved
-from slimebus.model_folder import context_length
-from slimebus.scores import Scores, of_attempts
+from slimebus.client.exported_groups import BATCHES_FILE, write_groups
+from slimebus.config import Resolved
+from slimebus.config.model_folder import context_length
+from slimebus.prompts.prompt_files import parse
+from slimebus.prompts.prompt_lines import open_lines
+from slimebus.prompts.prompt_record import LineReader
+from slimebus.telemetry.scores import Scores, of_attempts
 
 log = logging.getLogger("rollout")
 

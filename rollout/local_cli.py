@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slimebus.bus.errors import EXIT_FAILURE, UsageError
-from slimebus.cli import logs
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.file_checks import worker_problems
-from slimebus.cli.config.flags import ConfigCommand, config_argument, from_context, split_words
-from slimebus.cli.config.load import raise_all
+from slimebus.config import Resolved
+from slimebus.config.file_checks import worker_problems
+from slimebus.config.flags import ConfigCommand, config_argument, from_context, split_words
+from slimebus.config.load import raise_all
+from slimebus.telemetry import logs
 
 if TYPE_CHECKING:
     from slimebus.bus.samples import Sample

@@ -18,8 +18,8 @@ from typing import Any
 import rollout
 import slimebus
 from slimebus.bus.errors import HookError
-from slimebus.cli import hooks
-from slimebus.cli.hooks import text_of
+from slimebus.process import hooks
+from slimebus.process.hooks import text_of
 
 CANCEL_S = 6.0
 """How long a cancelled plug-in may clean up; then it is left behind."""

@@ -9,14 +9,14 @@ import uvloop
 from rollout.tokenizer import Tokenizer
 from rollout.worker import Worker
 from slimebus.bus.messages import Welcome
-from slimebus.bus.security.exposure import check_bind
 from slimebus.bus.transport.client import Client
-from slimebus.cli import logs
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.file_checks import worker_problems
-from slimebus.cli.config.load import raise_all
-from slimebus.cli.launch import interrupt_on_sigterm
 from slimebus.client import connect
+from slimebus.config import Resolved
+from slimebus.config.file_checks import worker_problems
+from slimebus.config.load import raise_all
+from slimebus.process.launch import interrupt_on_sigterm
+from slimebus.security.exposure import check_bind
+from slimebus.telemetry import logs
 
 log = logging.getLogger("rollout")
 

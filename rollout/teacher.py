@@ -19,14 +19,14 @@ from rollout.engines.client import EngineClient
 from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import Unreachable, UsageError
 from slimebus.bus.samples import Sample
-from slimebus.cli import logs
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.file_checks import TEACHER_FIELD as FIELD
-from slimebus.cli.config.file_checks import teacher_problems
-from slimebus.cli.config.load import raise_all
-from slimebus.cli.exporter import MetricsServer
 from slimebus.client.connect import broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
+from slimebus.config import Resolved
+from slimebus.config.file_checks import TEACHER_FIELD as FIELD
+from slimebus.config.file_checks import teacher_problems
+from slimebus.config.load import raise_all
+from slimebus.telemetry import logs
+from slimebus.telemetry.exporter import MetricsServer
 
 log = logging.getLogger("teacher")
 

@@ -24,11 +24,11 @@ from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, Heartbeat, HeartbeatReply, Hint, Lease, LeasedGroup, LeaseReply, Welcome
 from slimebus.bus.transport.client import Client
-from slimebus.cli.config import Resolved
-from slimebus.cli.exporter import MetricsServer
-from slimebus.cli.metrics import MetricsWriter
-from slimebus.cli.spans import Spans
-from slimebus.model_folder import context_length
+from slimebus.config import Resolved
+from slimebus.config.model_folder import context_length
+from slimebus.telemetry.exporter import MetricsServer
+from slimebus.telemetry.metrics import MetricsWriter
+from slimebus.telemetry.spans import Spans
 from slimebus.weights.threads import num_threads
 
 log = logging.getLogger("rollout")

@@ -12,7 +12,7 @@ from rollout.plugins import Plugin, PluginError
 from rollout.response import reward_number
 from slimebus.bus.errors import HookError
 from slimebus.bus.samples import Sample, decode_group, encode_group
-from slimebus.cli.hooks import check_takes, text_of
+from slimebus.process.hooks import check_takes, text_of
 
 METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept dataset", "log": "", "evaluate": "session"}
 """The methods that it may have, and what each is called with."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slimebus.bus.errors import UsageError
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import ConfigCommand, ExternalOptions, config_argument, from_context, take_over_option
+from slimebus.config import Resolved
+from slimebus.config.flags import ConfigCommand, ExternalOptions, config_argument, from_context, take_over_option
 
 if TYPE_CHECKING:
     from trainer.launch.plan import NodeOptions

@@ -10,22 +10,20 @@ import logging
 import time
 from collections.abc import Sequence
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.spans import Spans
-from trainer.batches.step_batch import NOT_YET, BatchSource, EndOfBatches, StepBatch, StepPlan
+from slimebus.config import RunConfig
+from slimebus.telemetry.spans import Spans
 from trainer.checkpoint.schedule import CheckpointSchedule
 from trainer.mismatch import engine_mismatch
 from trainer.model import parallel
 from trainer.model.policy import Policy
 from trainer.publish.publication import Publication
-from trainer.replay import NoPublication, ReplayStart
-from trainer.stop_request import StopRequest
+from trainer.session.replay import NoPublication, ReplayStart
+from trainer.session.step_batch import NOT_YET, BatchSource, EndOfBatches, StepBatch, StepPlan
+from trainer.session.stop_request import BROADCAST_INTERVAL_S, StopRequest
 from trainer.watch.step_watch import StepWatch
 
 log = logging.getLogger("trainer")
 
-TURN_S = 60.0
-"""How often the ranks that wait for rank 0 hear that it still waits for a batch; far below the timeout of their collectives."""
 LOOK_S = 0.2
 """How often rank 0 looks whether it is asked to stop."""
 
@@ -88,7 +86,7 @@ def next_batch(source: BatchSource | None, step: int, schedule: Sequence[float],
     schedule: the learning rates of as many optimizer steps as there are at most.
     """
     while True:
-        batch, until = None, time.monotonic() + TURN_S
+        batch, until = None, time.monotonic() + BROADCAST_INTERVAL_S
         has_ended = False
         try:
             while source and not batch and not stop.is_made and time.monotonic() < until:

@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.bus.security.exposure import check_bind
 from slimebus.bus.transport.silence import SILENT_S
-from slimebus.cli import logs
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.file_checks import trainer_problems
-from slimebus.cli.config.load import raise_all
-from slimebus.cli.engine_plan import visible
-from slimebus.cli.launch import end_with_parent
-from slimebus.cli.spans import Spans
+from slimebus.config import Resolved
+from slimebus.config.engine_plan import visible
+from slimebus.config.file_checks import trainer_problems
+from slimebus.config.load import raise_all
+from slimebus.process.launch import end_with_parent
+from slimebus.security.exposure import check_bind
+from slimebus.telemetry import logs
+from slimebus.telemetry.spans import Spans
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.rank_settings import note_settings, shared_settings
-from trainer.broker_session import BrokerSession
 from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
 from trainer.compat.cpu_compat import import_megatron
 from trainer.launch.launcher import Launcher
 from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
 from trainer.model.determinism import make_deterministic
-from trainer.replay import NoPublication, ReplaySource, ReplayStart
-from trainer.stop_request import StopRequest
+from trainer.session.broker_session import BrokerSession
+from trainer.session.replay import NoPublication, ReplaySource, ReplayStart
+from trainer.session.stop_request import StopRequest
 
 log = logging.getLogger("trainer")
 

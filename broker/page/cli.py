@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from slimebus.bus.errors import UsageError
-from slimebus.bus.security.exposure import check_bind
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import RunCommand, Target, of_run
+from slimebus.config import Resolved
+from slimebus.config.flags import RunCommand, Target, of_run
+from slimebus.security.exposure import check_bind
 
 NICENESS = 10
 """Of the process that a broker starts: what it computes must not slow the run."""
@@ -38,8 +38,8 @@ def view(run: Target, http: str, broker: str | None, listening: int | None) -> N
     import asyncio
 
     from broker.page.server import Page, serve
-    from slimebus.cli import logs
-    from slimebus.cli.http_address import listen, token_of
+    from slimebus.security.http_address import listen, token_of
+    from slimebus.telemetry import logs
     from slimebus.view.report import page_url
 
     logs.set_up("page")
@@ -61,7 +61,7 @@ def _as_it_ran(run: Target) -> Resolved:
     """The run that is meant, with its config as it last ran; the keys that were given are those used."""
     import msgspec
 
-    from slimebus.cli.config.saved import saved_config
+    from slimebus.config.saved import saved_config
 
     if len(run.names) > 1:
         raise UsageError(f"view: {len(run.names)} run directories given; expected one")

@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from broker.buffer.changes import BufferEditor
+from broker.inspect.changes import BufferEditor
 from slimebus.bus.messages import EditReply
-from slimebus.cli.commands.status import RunStatus
-from slimebus.cli.config import Resolved
 from slimebus.client.connect import visit
+from slimebus.config import Resolved
+from slimebus.view.run_status import RunStatus
 
 ANSWER_S, EDIT_S = 5.0, 30.0
 LEFT_OUT = ("clients", "steps", "parked", "evaluations", "skipped_prompts")

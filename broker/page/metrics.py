@@ -6,7 +6,7 @@ from typing import Any, cast
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from broker.page.history import History
-from slimebus.cli.exporter import Values, families, of_process
+from slimebus.telemetry.exporter import Values, families, of_process
 
 CONTENT_TYPE = str(CONTENT_TYPE_LATEST)
 BY_NAME = {"groups": "phase", "moves": "move", "counted": "what", "waste": "reason", "bounds": "bound", "histogram": "lag"}

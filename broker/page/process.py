@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 
-from slimebus.bus.security.exposure import reachable
-from slimebus.cli.config import Resolved
-from slimebus.cli.http_address import listen, write_address
-from slimebus.cli.launch import end_with_parent
+from slimebus.config import Resolved
+from slimebus.process.launch import end_with_parent
+from slimebus.security.exposure import reachable
+from slimebus.security.http_address import listen, write_address
 from slimebus.view.report import page_url
 
 STOP_S = 5.0

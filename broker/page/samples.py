@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from broker.buffer.export import about_of
-from broker.buffer.reader import StoreSnapshot
-from broker.buffer.show import Decode, shortened
+from broker.inspect.export import about_of
+from broker.inspect.reader import StoreSnapshot
+from broker.inspect.show import Decode, shortened
 from broker.state.groups import Group
 from slimebus.bus.errors import DataError, UsageError
-from slimebus.bus.exported_groups import GROUPS_FILE, SAMPLES_FOLDER, ExportedGroup, numbered_rows, step_folders
 from slimebus.bus.samples import Sample, decode_group
+from slimebus.client.exported_groups import GROUPS_FILE, SAMPLES_FOLDER, ExportedGroup, numbered_rows, step_folders
 
 DUMPED = "dumped"
 """In place of a state: of groups that the trainer kept, whatever became of them in the store."""

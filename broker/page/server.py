@@ -19,14 +19,14 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 from aiohttp import web
 
-from broker.buffer.reader import STATES, StoreSnapshot, open_snapshot
-from broker.buffer.show import text_of
+from broker.inspect.reader import STATES, StoreSnapshot, open_snapshot
+from broker.inspect.show import text_of
 from broker.page import samples
 from broker.page.history import History
 from broker.page.live import Live
 from slimebus.bus.errors import SlimebusError
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.saved import without_secrets
+from slimebus.config import Resolved
+from slimebus.config.saved import without_secrets
 
 T = TypeVar("T")
 log = logging.getLogger("slimebus.page")

@@ -13,8 +13,8 @@ import msgspec
 from broker.simulate.simulated_run import num_warm, simulate
 from broker.simulate.workload import Workload
 from slimebus.bus.errors import DataError
-from slimebus.cli.config.saved import FILE, saved_config
-from slimebus.cli.config.schema import RolloutConfig
+from slimebus.config.saved import FILE, saved_config
+from slimebus.config.schema import RolloutConfig
 from slimebus.view import report
 
 FASTEST = 0.05

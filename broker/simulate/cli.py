@@ -14,8 +14,8 @@ import msgspec
 
 from broker.simulate.workload import LONGEST, Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, DataError, UsageError
-from slimebus.cli.config.fields import fields_of
-from slimebus.cli.formatting import columns
+from slimebus.config.fields import fields_of
+from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
     from broker.simulate.simulated_run import Outcome

@@ -16,8 +16,8 @@ from broker.machine import Machine
 from broker.simulate.engine import SimulatedEngine, SimulatedGroup
 from broker.simulate.timeline import Timeline
 from broker.simulate.workload import Workload
-from broker.source.interface import Prompt, PromptSource
 from broker.state.effects import Address, Event, Notify, Reply
+from broker.state.prompt_source import Prompt, PromptSource
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.sample_table import TOKEN_FIELDS, SampleTable, encode_table

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from broker.state.rules import Checked, EvalDataset, Rules
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config.schema import Natural, NonNegative, Positive
+from slimebus.config.schema import Natural, NonNegative, Positive
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(ge=1e-6, le=1e12)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from broker.source.jsonl import RowFile
 from slimebus.bus.errors import DataError
-from slimebus.bus.prompt_files import FileSpec, parse
-from slimebus.bus.prompt_record import PromptKeys
-from slimebus.environment import is_tasks
+from slimebus.prompts.prompt_files import FileSpec, parse
+from slimebus.prompts.prompt_record import PromptKeys
+from slimebus.prompts.verifiers_tasks import is_tasks
 
 log = logging.getLogger("broker")
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from broker.plugins import call_plugin
 from broker.source.file_rows import FileRows
-from broker.source.interface import GroupResult, Prompt, PromptSource
+from broker.source.plugins import call_plugin
+from broker.state.prompt_source import GroupResult, Prompt, PromptSource
 from slimebus.bus.errors import DataError, HookError, SlimebusError
-from slimebus.bus.prompt_record import PromptKeys, plain, record_of
-from slimebus.cli import hooks
+from slimebus.process import hooks
+from slimebus.prompts.prompt_record import PromptKeys, plain, record_of
 
 log = logging.getLogger("broker")
 

@@ -11,9 +11,9 @@ from typing import BinaryIO
 import xxhash
 
 from slimebus.bus.errors import DataError
-from slimebus.bus.prompt_files import FileSpec
-from slimebus.bus.prompt_lines import COPY_BYTES, PARQUET, open_lines
-from slimebus.bus.prompt_record import BYTE_ORDER_MARK, MAX_RECORD_BYTES, LineReader, PromptKeys
+from slimebus.prompts.prompt_files import FileSpec
+from slimebus.prompts.prompt_lines import COPY_BYTES, PARQUET, open_lines
+from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, MAX_RECORD_BYTES, LineReader, PromptKeys
 
 OnBad = Callable[[DataError], None]
 """Told of each malformed row; raises it, or takes note and lets the row be skipped."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from broker.source.file_rows import FileRows
-from broker.source.interface import Prompt, PromptSource
 from broker.source.mixture import Mixture
+from broker.state.prompt_source import Prompt, PromptSource
 
 KEPT_ORDERS = 2
 """Orders of each stream that are kept, 8 bytes a row; a million rows take 0.1 s to put in a new order."""

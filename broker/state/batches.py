@@ -5,10 +5,9 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, choice, prompts, staleness, transitions, wait_reasons
+from broker.state import admission, autopilot, choice, consumers, prompts, staleness, transitions, wait_reasons
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
-from broker.state.features import autopilot, consumers
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group, Phase
 from broker.state.records import StepRecord
 from slimebus.bus.errors import SlimebusError

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from broker.source.interface import GroupResult, PromptSource, StatefulSource
 from broker.state.effects import Address, Bulk, Effect, Lives, Note, Notify, Record, Reply, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
 from broker.state.pace import Pace
+from broker.state.prompt_source import GroupResult, PromptSource, StatefulSource
 from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, PushRecord, StepRecord
 from broker.state.rules import Rules
 from broker.state.timers import Timers

@@ -14,10 +14,9 @@ those of every older trainer, whatever its name, once a newer one resumes.
 
 from collections.abc import Collection, Iterable
 
-from broker.state import agreement, transitions
+from broker.state import agreement, commands, evaluation, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
-from broker.state.features import commands, evaluation
 from broker.state.groups import EVAL, Group, WorkerLeases
 from broker.state.records import Client
 from slimebus.bus import messages as m
@@ -25,7 +24,7 @@ from slimebus.bus import protocol
 from slimebus.bus.envelope import check_name, error_reply
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, PROTOCOL_VERSION
-from slimebus.bus.security.roles import SENDERS
+from slimebus.security.roles import SENDERS
 
 ROLES = ("rollout", "trainer", "consumer", "client")
 WITHOUT_HELLO = frozenset({m.Hello, m.Goodbye, m.Status, m.Evaluate, m.Set, m.Edit, m.Import, m.Command})

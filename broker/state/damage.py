@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from broker.state import batches, prompts, transitions
+from broker.state import batches, evaluation, prompts, transitions
 from broker.state.broker_state import MAX_REASON_CHARS, State
 from broker.state.effects import Event, Table
-from broker.state.features import evaluation
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, READY, Group
 from broker.state.records import ROWS, StepRecord
 from slimebus.bus.errors import SlimebusError

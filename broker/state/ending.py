@@ -6,11 +6,10 @@ when none that does serves its version and no trainer is there to pull it from. 
 
 import math
 
-from broker.state import admission
+from broker.state import admission, evaluation
 from broker.state.broker_state import State
 from broker.state.clients import is_present, still_here
 from broker.state.effects import Event
-from broker.state.features import evaluation
 from broker.state.records import Client, Evaluation
 from slimebus.bus.messages import Finish, Ok
 

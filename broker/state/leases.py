@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.state import admission, prompts, staleness, transitions
+from broker.state import admission, evaluation, partials, prompts, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
 from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
-from broker.state.features import evaluation, partials
 from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting

@@ -10,9 +10,9 @@ Pushed prompts go before those of the source: first what was pushed to the front
 The records of the first three kinds are nowhere but in the store, where they are kept as long as their samples.
 """
 
-from broker.source.interface import Prompt
 from broker.state.broker_state import State
 from broker.state.groups import TRAIN, Group
+from broker.state.prompt_source import Prompt
 from slimebus.bus.errors import SlimebusError
 
 FRONT, PUSH, HOOK, IMPORT = "front", "push", "hook", "import"

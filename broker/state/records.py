@@ -8,7 +8,7 @@ import msgspec
 
 from broker.state.groups import Group
 from slimebus.bus.messages import NO_VERSION, Command, CommandReply, EngineReport, Scalar
-from slimebus.scores import Scores
+from slimebus.telemetry.scores import Scores
 
 
 class Keyed(msgspec.Struct, kw_only=True):

@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.messages import MAX_BATCH_SIZE, Count, Positive, Scalar
-from slimebus.cli.config.convert import describe
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.convert import describe
+from slimebus.config.schema import NonNegative
 
 Sampling = dict[str, Scalar | list[str | int]]
 Seconds = Annotated[float, Meta(gt=0, le=7 * 86400.0)]

@@ -4,11 +4,10 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
-from broker.state import batches, prompts, transitions
+from broker.state import batches, evaluation, partials, prompts, transitions
 from broker.state.broker_state import State
 from broker.state.clients import fence_older_trainers
 from broker.state.effects import Event
-from broker.state.features import evaluation, partials
 from broker.state.groups import ASSIGNED, COMMITTED
 from broker.state.records import Meta
 from slimebus.bus.errors import SlimebusError

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from broker.state import admission, choice, ending, prompts
+from broker.state import admission, choice, consumers, ending, evaluation, prompts
 from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent, is_starting, still_here
-from broker.state.features import consumers, evaluation
 from broker.state.groups import EVAL, Group
 from broker.state.records import Client, Evaluation
 from broker.state.waiting import Kind

@@ -24,7 +24,7 @@ from broker.store.interface import TABLES, Damaged, StoreError, StoreRefusal
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from broker.store.space import LOOK_S, Reserve, free_bytes
 from slimebus.bus.errors import UsageError
-from slimebus.cli.formatting import size as readable_size
+from slimebus.telemetry.formatting import size as readable_size
 
 log = logging.getLogger("slimebus.broker")
 

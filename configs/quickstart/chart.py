@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.cli.formatting import duration
 from slimebus.sweep.plots import GREY, INK, RULE, STYLE
+from slimebus.telemetry.formatting import duration
 from slimebus.view.report import Report, Rows
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 from slimebus.view import report
 from slimebus.view.local_run import LocalRun, describe
 from slimebus.view.result_table import result_table

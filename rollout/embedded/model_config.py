@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import ConfigError
-from slimebus.model_folder import CONFIG, read_json
+from slimebus.config.model_folder import CONFIG, read_json
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")

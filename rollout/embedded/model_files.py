@@ -9,7 +9,7 @@ import torch
 
 from rollout.embedded.model_config import ModelConfig
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.files.safetensors_file import INDEX_FILE, read_file, read_model
+from slimebus.weights.host.safetensors_file import INDEX_FILE, read_file, read_model
 from slimebus.weights.host.tensor_file import file_name
 from slimebus.weights.tensors import Tensor, TensorForm, hash_bytes
 

@@ -22,8 +22,8 @@ from rollout.engines.process import EngineProcess
 from rollout.weights.engine_weights import EngineWeights
 from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.bus.messages import NO_VERSION, EngineReport
-from slimebus.cli.config.schema import EngineConfig
-from slimebus.cli.engine_plan import EngineSpec
+from slimebus.config.engine_plan import EngineSpec
+from slimebus.config.schema import EngineConfig
 from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")

@@ -19,9 +19,9 @@ from rollout.engines.router import Router
 from rollout.engines.sglang import option_list, sglang_server
 from rollout.weights.policy import PolicyWeights, cancel
 from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.cli.config.schema import RunConfig
-from slimebus.cli.engine_plan import EngineSpec, engine_specs
-from slimebus.model_folder import read_config, vocab_size
+from slimebus.config.engine_plan import EngineSpec, engine_specs
+from slimebus.config.model_folder import read_config, vocab_size
+from slimebus.config.schema import RunConfig
 from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")

@@ -14,7 +14,7 @@ from rollout.embedded.settings import API_KEY_VARIABLE
 from rollout.engines.client import EngineClient
 from rollout.engines.process_guard import KILLED_BY, signal_group
 from slimebus.bus.errors import SlimebusError, Unreachable
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 
 GUARD_PATH = Path(__file__).parent / "process_guard.py"
 LOG_TAIL_LINES = 30

@@ -19,8 +19,8 @@ from rollout.engines.engine import Engine
 from rollout.engines.process import EngineProcess
 from rollout.engines.sglang import option_list
 from slimebus.bus.errors import SlimebusError, Unreachable
-from slimebus.cli.config.schema import RunConfig
-from slimebus.cli.launch import free_port
+from slimebus.config.schema import RunConfig
+from slimebus.process.launch import free_port
 
 log = logging.getLogger("rollout")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.process import EngineProcess
-from slimebus.cli.engine_plan import visible
-from slimebus.cli.launch import free_port
+from slimebus.config.engine_plan import visible
+from slimebus.process.launch import free_port
 
 SHIM_PATH = Path(__file__).parent / "sglang_cpu"
 

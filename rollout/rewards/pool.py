@@ -24,7 +24,7 @@ from rollout.plugins import Plugin, PluginError
 from rollout.response import Response
 from rollout.rewards import wire
 from rollout.rewards.wire import RewardSpec
-from slimebus.cli.hooks import text_of
+from slimebus.process.hooks import text_of
 
 MAX_PROCESSES = max(2, min(8, (os.cpu_count() or 2) // 2))
 SLOW_S = 0.1

@@ -22,7 +22,7 @@ from rollout.response import Response, reward_number
 from rollout.rewards import wire
 from rollout.rewards.wire import RewardSpec
 from slimebus.bus.sample_table import MAX_REWARD
-from slimebus.cli.hooks import text_of
+from slimebus.process.hooks import text_of
 
 ALIVE_S = 1.0
 READ_BYTES = 1 << 20

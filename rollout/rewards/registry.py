@@ -8,7 +8,7 @@ import msgspec
 
 from rollout.rewards.wire import ASKS, RewardSpec
 from slimebus.bus.errors import UsageError
-from slimebus.cli.config.schema import EvalDataset, RewardName, RolloutConfig
+from slimebus.config.schema import EvalDataset, RewardName, RolloutConfig
 
 BUILT_IN: tuple[str, ...] = get_args(RewardName)
 IN_WORKER = ("exact", "random")

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollout.weights.calls import WeightCalls
 from slimebus.bus.errors import SlimebusError, WeightsError
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 from slimebus.weights.host.shared_folder import SharedTensor
 from slimebus.weights.tensors import DTYPE_BYTES
 

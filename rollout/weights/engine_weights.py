@@ -14,7 +14,7 @@ from rollout.weights.broadcast_group import BroadcastGroup, buckets
 from rollout.weights.calls import WeightCalls
 from rollout.weights.route import Kind, WeightRoute, find_route
 from slimebus.bus.errors import WeightsError
-from slimebus.bus.security.exposure import own_host
+from slimebus.security.exposure import own_host
 from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion
 
 PauseMode = Literal["in_place", "retract", "abort"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.files.safetensors_file import read_model
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.host.shared_folder import SharedVersion
 
 TIED = "lm_head.weight"

@@ -1,9 +1,9 @@
 """What a worker passes on to others of the weights it pulls (weights.fanout_bind)."""
 
-from slimebus.bus.security.exposure import advertised
-from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.bus.transport.client import Client
-from slimebus.cli.config.schema import WeightsConfig
+from slimebus.client.pull_keyring import PullKeyring
+from slimebus.config.schema import WeightsConfig
+from slimebus.security.exposure import advertised
 from slimebus.weights.pull.connection import with_key
 from slimebus.weights.store.relay_payloads import RelayPayloads
 from slimebus.weights.store.server import WeightServer

@@ -17,9 +17,9 @@ from rollout.engines.pool import EnginePool
 from rollout.weights.relay import WeightRelay
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION
-from slimebus.bus.security.key_file import KeyPair
-from slimebus.cli.config.schema import WeightsConfig
-from slimebus.cli.spans import Spans
+from slimebus.config.schema import WeightsConfig
+from slimebus.security.key_file import KeyPair
+from slimebus.telemetry.spans import Spans
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import SCHEME, DiskPuller, chain_dir
 from slimebus.weights.host.pull_sharing import HostPullSharing

@@ -11,7 +11,7 @@ from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, HookError, ProtocolErr
 
 COMMANDS = {
     "broker": ("broker.cli:broker", "Run the broker of a run."),
-    "buffer": ("broker.buffer.cli:buffer", "Look into a run's buffer, export it, change it."),
+    "buffer": ("broker.inspect.cli:buffer", "Look into a run's buffer, export it, change it."),
     "check-hooks": ("rollout.local_cli:check_hooks", "Run each hook of a worker on one example."),
     "compare": ("slimebus.cli.commands.compare:compare", "Compare runs by what their settings differ in."),
     "config": ("slimebus.cli.commands.config:config", "Look at the config of a run."),

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.bus.messages import Heartbeat, Welcome
-from slimebus.bus.security.credentials import credentials_of
-from slimebus.bus.security.exposure import reachable
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.agreement import COMPARED, settings_of
+from slimebus.config import Resolved
+from slimebus.config.agreement import COMPARED, settings_of
+from slimebus.security.credentials import credentials_of
+from slimebus.security.exposure import reachable
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -60,7 +60,7 @@ def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) ->
     """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
     from slimebus.bus.transport.client import Client  # zmq and asyncio: no --help needs them
 
-    client = Client(broker_address(resolved, given), name=name, credentials=credentials_of(resolved, role))
+    client = Client(broker_address(resolved, given), name=name, credentials=credentials_of(resolved.keys_path, role))
     client.settings = settings_of(resolved, role) if role in COMPARED else {}
     return client
 

@@ -18,10 +18,10 @@ import numpy as np
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Heartbeat, HeartbeatReply, PutFields, PutFieldsReply, Read, ReadReply
 from slimebus.bus.samples import Sample, decode_stored, encode_fields
-from slimebus.bus.security.credentials import credentials_at
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
 from slimebus.client.connect import join
+from slimebus.security.credentials import credentials_at
 
 log = logging.getLogger("slimebus.consumer")
 

@@ -11,9 +11,9 @@ import msgspec
 
 from slimebus.bus.errors import DataError, SlimebusError
 from slimebus.bus.messages import Push, PushReply
-from slimebus.bus.prompt_record import PromptKeys, record_of
-from slimebus.bus.security.credentials import credentials_at
 from slimebus.client.connect import process_name
+from slimebus.prompts.prompt_record import PromptKeys, record_of
+from slimebus.security.credentials import credentials_at
 
 log = logging.getLogger("slimebus")
 

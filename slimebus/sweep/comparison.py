@@ -12,10 +12,10 @@ import click
 import msgspec
 
 from slimebus.bus.errors import UsageError
-from slimebus.cli.formatting import columns, duration
 from slimebus.sweep import plots
 from slimebus.sweep.results import ETA, RunResult, by_condition, number
 from slimebus.sweep.statistics import conclusion, estimate, score_of, short, speed_of
+from slimebus.telemetry.formatting import columns, duration
 
 HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "ESS of samples", "m2", "")
 NOTE = (

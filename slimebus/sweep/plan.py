@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import xxhash
 
-from slimebus.cli.config.convert import Converter, nearest, nearest_of
-from slimebus.cli.config.field_rules import evaluation_problems
-from slimebus.cli.config.file_checks import file_problems
-from slimebus.cli.config.load import raise_all, read, read_map, without
-from slimebus.cli.config.schema import OPEN_MAPS, Natural, Positive, Processes, Section, paths
+from slimebus.config.convert import Converter, nearest, nearest_of
+from slimebus.config.field_rules import evaluation_problems
+from slimebus.config.file_checks import file_problems
+from slimebus.config.load import raise_all, read, read_map, without
+from slimebus.config.schema import OPEN_MAPS, Natural, Positive, Processes, Section, paths
 
 OWN = ("seed", "run_dir", "name")
 """Options that the sweep sets for each trial."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import DataError
-from slimebus.cli.config.saved import FILE
+from slimebus.config.saved import FILE
 from slimebus.sweep.plan import Sweep, label_of
 from slimebus.sweep.runner import Outcome, recorded
 from slimebus.view import report

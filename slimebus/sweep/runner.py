@@ -21,7 +21,7 @@ import msgspec
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, DataError, SlimebusError, UsageError
 from slimebus.cli.commands.up import arguments_of
-from slimebus.cli.launch import Child, Fleet, wait_until_left
+from slimebus.process.launch import Child, Fleet, wait_until_left
 from slimebus.sweep.plan import EarlyStop, Sweep, Trial
 from slimebus.view import report
 from slimebus.view.report import main_dataset

@@ -13,15 +13,15 @@ from rich.live import Live
 from rich.text import Text
 
 from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError, UsageError
-from slimebus.bus.security.exposure import reachable
 from slimebus.bus.transport.server import bind_socket
-from slimebus.cli.commands.status import ask_status
-from slimebus.cli.config import Resolved
-from slimebus.cli.engine_plan import placement, visible
-from slimebus.cli.launch import Child, Fleet, free_port, wait_until_left
 from slimebus.client.connect import visit
+from slimebus.config import Resolved
+from slimebus.config.engine_plan import placement, visible
+from slimebus.process.launch import Child, Fleet, free_port, wait_until_left
+from slimebus.security.exposure import reachable
 from slimebus.view import report, terminal
 from slimebus.view.result_table import result_table
+from slimebus.view.run_status import ask_status
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client

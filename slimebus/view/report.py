@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import DataError
-from slimebus.cli.config import RunConfig
-from slimebus.cli.http_address import read_address
+from slimebus.config import RunConfig
+from slimebus.security.http_address import read_address
 
 WARM_STEPS = 5
 """Steps left out of idle shares: engines start, first weights are pulled whole, the pipeline fills."""

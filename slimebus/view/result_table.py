@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slimebus.cli.formatting import duration
-from slimebus.wilson_interval import wilson
+from slimebus.telemetry.formatting import duration
+from slimebus.telemetry.wilson_interval import wilson
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from slimebus.cli.formatting import columns, count, duration
+from slimebus.telemetry.formatting import columns, count, duration
 from slimebus.view.report import main_dataset
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import DataError
-from slimebus.cli.spans import phases_of
+from slimebus.telemetry.spans import phases_of
 from slimebus.view.report import read_rows
 
 log = logging.getLogger("slimebus")

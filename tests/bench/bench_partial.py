@@ -25,8 +25,8 @@ from live_broker import LiveBroker  # noqa: E402
 from slimebus.bus import messages as m  # noqa: E402
 from slimebus.bus.samples import decode_stored  # noqa: E402
 from slimebus.bus.transport.client import Client  # noqa: E402
-from slimebus.cli.commands.status import ask_status  # noqa: E402
-from slimebus.weights.files.safetensors_file import read_model  # noqa: E402
+from slimebus.view.run_status import ask_status  # noqa: E402
+from slimebus.weights.host.safetensors_file import read_model  # noqa: E402
 from slimebus.weights.store.server import WeightServer  # noqa: E402
 from slimebus.weights.store.version_store import VersionStore  # noqa: E402
 

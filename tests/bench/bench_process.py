@@ -18,7 +18,7 @@ from bench_load import LINEAGE, Peer, get
 
 from slimebus.bus import envelope
 from slimebus.bus.messages import Publish, Resume, Status
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench_load import ARRAYS, COLUMNS, percentiles
 
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 
 CHUNK_GROUPS = 16
 APPENDFSYNC = {"fsync": "always", "os": "everysec"}

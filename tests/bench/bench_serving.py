@@ -25,8 +25,8 @@ from rollout.embedded.model_config import ModelConfig
 from rollout.embedded.model_files import expected_shapes
 from rollout.engines.pool import EnginePool
 from rollout.weights.sync import WeightSync
-from slimebus.cli.config.schema import RunConfig
-from slimebus.weights.files.safetensors_file import write_model
+from slimebus.config.schema import RunConfig
+from slimebus.weights.host.safetensors_file import write_model
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionInfo, VersionStore
 from slimebus.weights.tensors import as_tensor

@@ -26,7 +26,7 @@ from slimebus.bus import envelope
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Lease, LeaseReply, Put
 from slimebus.bus.samples import encode_group
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 
 STEPS, QUICK_STEPS = 30, 8
 ROUNDS, QUICK_ROUNDS = 9, 3

@@ -16,8 +16,8 @@ import numpy as np
 from bench_trainer_samples import BUDGET, GROUPS, made_group
 
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()

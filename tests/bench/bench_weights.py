@@ -25,8 +25,8 @@ import numpy as np
 import zstandard
 from bench_row import Row, row
 
-from slimebus.bus.security.allow_list import grant
-from slimebus.bus.security.key_file import KeyPair, make_pair
+from slimebus.security.allow_list import grant
+from slimebus.security.key_file import KeyPair, make_pair
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel
 from slimebus.weights.messages import ManifestRequest

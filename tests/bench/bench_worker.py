@@ -21,8 +21,8 @@ from rollout.engines.pool import EnginePool
 from rollout.engines.process import EngineProcess
 from rollout.weights.sync import WeightSync
 from slimebus.bus.messages import Publish, Resume
-from slimebus.cli.config.schema import EngineConfig, RunConfig
-from slimebus.weights.files.safetensors_file import read_model
+from slimebus.config.schema import EngineConfig, RunConfig
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 

@@ -112,7 +112,7 @@ def _unseen(folder: Path) -> Path:
     """A folder whose place on the path makes processes write no spans, which no option turns off."""
     place = folder / "unseen"
     place.mkdir(exist_ok=True)
-    text = "import slimebus.cli.spans as s\nmake = s.Spans.__init__\ns.Spans.__init__ = lambda self, *given, **how: make(self)\n"
+    text = "import slimebus.telemetry.spans as s\nmake = s.Spans.__init__\ns.Spans.__init__ = lambda self, *given, **how: make(self)\n"
     (place / "sitecustomize.py").write_text(text)
     return place
 

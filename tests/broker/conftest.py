@@ -9,8 +9,8 @@ from made_samples import frames, made
 
 from broker.machine import Machine
 from broker.service import RESTORED_TABLES
-from broker.source.interface import Prompt, PromptSource
 from broker.state.effects import Address, Event, Lives, Note, Notify, Record, Reply, Write
+from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import MemoryStore

@@ -11,8 +11,8 @@ from made_samples import frames, made
 from manual_clock import ManualClock
 
 from broker.service import Broker
-from broker.source.interface import Prompt, PromptSource
 from broker.state.effects import Lives
+from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.rules import Rules
 from broker.store import MemoryStore, StoreError, StoreRefusal, Write
 from slimebus.bus import envelope

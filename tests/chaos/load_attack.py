@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT / "tests" / "fixtures"), str(ROOT)]
 from live_run import Process  # noqa: E402
 
 from slimebus.bus.transport.client import Client  # noqa: E402
-from slimebus.cli.commands.status import ask_status  # noqa: E402
-from slimebus.cli.launch import free_port  # noqa: E402
+from slimebus.process.launch import free_port  # noqa: E402
+from slimebus.view.run_status import ask_status  # noqa: E402
 
 RUN = "load-attack"
 BATCH_SIZE = 8

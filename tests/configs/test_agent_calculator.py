@@ -12,7 +12,7 @@ import pytest
 from rollout.response import Response, Task
 from rollout.session import Session
 from rollout.tokenizer import Tokenizer
-from slimebus.cli import hooks
+from slimebus.process import hooks
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "agent-calculator"
 

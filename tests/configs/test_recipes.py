@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slimebus.cli import hooks
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
+from slimebus.process import hooks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if "\nsweep_dir:" not in file.read_text())

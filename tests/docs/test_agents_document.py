@@ -12,7 +12,7 @@ from letters import Letters
 from rollout.groups import GroupMaker
 from rollout.response import Response, Task
 from slimebus.bus.messages import LeasedGroup
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 (EXAMPLE,) = re.findall(r"<!-- run: \w+ -->\n```python\n(.*?)```", PAGE, re.DOTALL)

@@ -13,10 +13,10 @@ from typing import Any
 import click
 import pytest
 
-from slimebus.cli.config.fields import fields_of, sections
-from slimebus.cli.config.flags import ConfigCommand
-from slimebus.cli.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, paths
 from slimebus.cli.root import root
+from slimebus.config.fields import fields_of, sections
+from slimebus.config.flags import ConfigCommand
+from slimebus.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, paths
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*/README.md")])
@@ -315,7 +315,7 @@ def test_every_sentence_explained_in_operations_is_said_by_the_code(heading: str
 
 
 def test_models_document_lists_the_families_that_are_trained() -> None:
-    from trainer.model.families import VERIFIED, WRONG
+    from trainer.hf.families import VERIFIED, WRONG
 
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in read("docs/models.md").splitlines() if row.startswith("| ")]
     trained = {kind: row[2] for row in rows if len(row) == 5 for kind in re.findall(r"`(\w+)`", row[1]) if kind != "model_type"}

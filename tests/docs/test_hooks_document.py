@@ -12,15 +12,15 @@ from letters import Letters
 
 from broker.buffer_filter import ReadyGroup, load_plugin
 from broker.source import load_source
-from broker.source.interface import GroupResult
+from broker.state.prompt_source import GroupResult
 from broker.state.records import BatchWanted
 from rollout.groups import Dropped, GroupMaker
 from rollout.response import Response, Task
 from rollout.rewards import registry
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import resolve
-from slimebus.cli.config.fields import sections
+from slimebus.config import resolve
+from slimebus.config.fields import sections
 from trainer.batches.batch import Group
 from trainer.objective.build_objective import build_objective
 

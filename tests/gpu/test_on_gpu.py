@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_logprobs_and_a_step_in_bf16_are_near_those_of_transformers_in_fp32(tmp_path: Path) -> None:
     cpu_compat.import_megatron()
     from slimebus.bus.samples import Sample
-    from slimebus.cli.config import RunConfig
-    from slimebus.cli.config.schema import OptimizerConfig
+    from slimebus.config import RunConfig
+    from slimebus.config.schema import OptimizerConfig
     from trainer.batches.batch import Group
     from trainer.model.policy import Policy
 
@@ -72,11 +72,11 @@ def test_the_share_of_the_devices_peak_is_a_share(tmp_path: Path) -> None:
     """A step of 64 sequences of 1,024 tokens: 0.5 B parameters in the shape of Qwen2.5 0.5B where there is a GPU."""
     cpu_compat.import_megatron()
     from slimebus.bus.samples import Sample
-    from slimebus.cli.config import RunConfig
-    from slimebus.cli.config.schema import TrainerConfig
+    from slimebus.config import RunConfig
+    from slimebus.config.schema import TrainerConfig
     from trainer.batches.batch import Group
-    from trainer.batches.step_batch import StepBatch
     from trainer.model.policy import Policy
+    from trainer.session.step_batch import StepBatch
     from trainer.watch.speed import Speed
 
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "vocab_size": 151936}

@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
-from slimebus.cli.launch import free_port
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
+from slimebus.process.launch import free_port
 from slimebus.weights.tensors import Tensor, as_tensor
 from trainer.compat import cpu_compat
 

@@ -13,10 +13,10 @@ from waiting import wait_until
 
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.security import key_folder
-from slimebus.bus.security.credentials import Credentials
 from slimebus.bus.transport.client import Client
-from slimebus.cli.commands.status import ask_status
+from slimebus.security import key_folder
+from slimebus.security.credentials import Credentials
+from slimebus.view.run_status import ask_status
 
 pytestmark = pytest.mark.integration
 

@@ -18,9 +18,10 @@ from waiting import wait_until
 from slimebus.bus.errors import Fenced, SlimebusError
 from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply, Lease, LeaseReply, Resume
 from slimebus.bus.transport.client import Client
-from slimebus.cli.commands.status import EXIT_UNREACHABLE, RunStatus
-from slimebus.cli.config import resolve
+from slimebus.cli.commands.status import EXIT_UNREACHABLE
 from slimebus.client.connect import live_endpoint
+from slimebus.config import resolve
+from slimebus.view.run_status import RunStatus
 
 pytestmark = pytest.mark.integration
 

@@ -15,8 +15,8 @@ from slimebus_command import ROOT
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Commit, Finish, Goodbye, Heartbeat, HeartbeatReply, Lease, LeaseReply, Message, Read
 from slimebus.bus.transport.server import Request
-from slimebus.cli.launch import free_port
 from slimebus.client.consumer import Consumer
+from slimebus.process.launch import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ from live_broker import LiveBroker
 from made_samples import frames, made
 from raw_cast import LINEAGE, begin, put, sample
 
-from slimebus.bus.exported_groups import GROUPS_FILE, arrays_of, write_arrays
 from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Heartbeat, Lease, LeaseReply, Publish
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.transport.client import Client
+from slimebus.client.exported_groups import GROUPS_FILE, arrays_of, write_arrays
 from slimebus.view.report import page_url
 
 pytestmark = pytest.mark.integration

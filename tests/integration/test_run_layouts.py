@@ -7,12 +7,12 @@ import psutil
 import pytest
 from live_run import Run
 
-from slimebus.bus.security import key_folder
-from slimebus.bus.security.credentials import Credentials
-from slimebus.bus.security.key_file import read_key
 from slimebus.bus.transport.client import Client
+from slimebus.security import key_folder
+from slimebus.security.credentials import Credentials
+from slimebus.security.key_file import read_key
 from slimebus.weights.codec.rounding import rounded
-from slimebus.weights.files.safetensors_file import read_model
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore
 

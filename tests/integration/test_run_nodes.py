@@ -6,7 +6,7 @@ import psutil
 import pytest
 from live_run import Process, Run
 
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 
 pytestmark = pytest.mark.integration
 

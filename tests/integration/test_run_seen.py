@@ -14,8 +14,8 @@ from collector import Collector
 from live_run import Run
 from promql import expressions, label_names, metric_names
 
-from slimebus.bus.exported_groups import read_groups
-from slimebus.cli.http_address import read_address
+from slimebus.client.exported_groups import read_groups
+from slimebus.security.http_address import read_address
 from slimebus.view import trace
 from slimebus.view.report import page_url
 

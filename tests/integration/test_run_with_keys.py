@@ -8,8 +8,8 @@ import pytest
 from live_run import Run, clients, slow_hook
 from slimebus_command import slimebus
 
-from slimebus.bus.security import key_folder
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
+from slimebus.security import key_folder
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,8 @@ from waiting import wait_until
 
 from slimebus.bus.messages import Batch, Heartbeat
 from slimebus.bus.transport.client import Client
-from slimebus.cli.commands.status import ask_status
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
+from slimebus.view.run_status import ask_status
 
 pytestmark = pytest.mark.integration
 

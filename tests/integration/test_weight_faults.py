@@ -19,7 +19,7 @@ from waiting import wait_until
 from weight_run import ENGINE_KEY, Child, Engine, Observer, judge
 
 from slimebus.bus.errors import WeightsError
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 from slimebus.weights.host.shared_folder import PREFIX
 from slimebus.weights.pull.puller import WeightPuller
 

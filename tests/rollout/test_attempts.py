@@ -16,8 +16,8 @@ from rollout.response import Response, Task
 from slimebus.bus.messages import GiveBack, LeasedGroup, Message, Ok, Put, PutReply
 from slimebus.bus.samples import decode_group
 from slimebus.bus.transport.request import Reply
-from slimebus.cli.config import resolve
-from slimebus.cli.spans import Spans
+from slimebus.config import resolve
+from slimebus.telemetry.spans import Spans
 
 PROMPT = {"prompt": "ab", "label": "x"}
 

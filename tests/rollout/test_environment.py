@@ -19,8 +19,8 @@ from rollout.plugins import PluginError
 from slimebus.bus.errors import ConfigError, Unreachable
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import resolve
-from slimebus.environment import load, tasks_of
+from slimebus.config import resolve
+from slimebus.prompts.verifiers_tasks import load, tasks_of
 
 pytest.importorskip("verifiers")
 FOLDER = Path(__file__).parents[1] / "fixtures" / "environment"

@@ -12,7 +12,7 @@ from rollout.groups import Dropped
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
 from slimebus.bus.samples import encode_group
-from slimebus.cli.spans import Spans
+from slimebus.telemetry.spans import Spans
 
 
 def test_a_group_becomes_rewarded_samples_with_masked_prompts(tmp_path: Path) -> None:

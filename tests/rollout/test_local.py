@@ -16,9 +16,9 @@ from rollout import local
 from rollout.engines.pool import EnginePool
 from rollout.local import records
 from slimebus.bus.errors import DataError
-from slimebus.bus.exported_groups import read_groups
-from slimebus.cli.config import resolve
 from slimebus.cli.root import root
+from slimebus.client.exported_groups import read_groups
+from slimebus.config import resolve
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from rollout.engines.pool import EnginePool
 from rollout.response import Response, Task
 from slimebus.bus.errors import ProtocolError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
-from slimebus.cli.config.schema import EngineConfig, RunConfig
+from slimebus.config.schema import EngineConfig, RunConfig
 
 PROMPT = np.array([5, 6], np.int32)
 LEASE = LeasedGroup(group="0/1", lease=3, num_samples=2, deadline_s=60)

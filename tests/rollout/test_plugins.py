@@ -22,7 +22,7 @@ from slimebus.bus.errors import HookError, ProtocolError, SlimebusError, UsageEr
 from slimebus.bus.messages import GiveBack, Lease, LeasedGroup, LeaseReply, Message, Put, PutReply, Welcome
 from slimebus.bus.samples import decode_group, encode_group
 from slimebus.bus.transport.request import Reply
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 
 RAISED = [
     "1/0",

@@ -10,10 +10,10 @@ from rollout.engines.client import EngineClient
 from rollout.teacher import scores_of
 from slimebus.bus.errors import UsageError
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import resolve
-from slimebus.cli.config.file_checks import teacher_problems
 from slimebus.cli.root import root
 from slimebus.client.consumer import ConsumedGroup
+from slimebus.config import resolve
+from slimebus.config.file_checks import teacher_problems
 
 
 class MadeUpEngine(EngineClient):

@@ -18,7 +18,7 @@ from rollout.worker_hooks import WorkerHooks
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 
 
 def make(folder: Path, hooks: str, **fields: str) -> tuple[GroupMaker, list[Sample]]:

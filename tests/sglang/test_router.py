@@ -19,7 +19,7 @@ from rollout.engines.client import EngineClient
 from rollout.engines.process import EngineProcess
 from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
 from slimebus.bus.errors import UsageError
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(900)]
 

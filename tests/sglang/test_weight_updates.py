@@ -26,8 +26,8 @@ from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
 from rollout.response import Response, Task
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import WeightsError
-from slimebus.cli.config.schema import EngineConfig, RunConfig
-from slimebus.weights.files.safetensors_file import read_model, write_model
+from slimebus.config.schema import EngineConfig, RunConfig
+from slimebus.weights.host.safetensors_file import read_model, write_model
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Tensor

@@ -10,9 +10,8 @@ from simulation import broker_process
 
 from broker import suspend_tolerant_clock
 from broker.machine import Machine
-from broker.state import admission, batches, clients, ending, leases, prompts, staleness, timeline, transitions
+from broker.state import admission, batches, clients, ending, leases, partials, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
-from broker.state.features import partials
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
 from slimebus.bus import sample_table

@@ -1,6 +1,6 @@
 """A source of prompts that are nothing but numbers."""
 
-from broker.source.interface import Prompt, PromptSource
+from broker.state.prompt_source import Prompt, PromptSource
 
 
 class NumberedPrompts(PromptSource):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_model import save_model
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()

@@ -51,8 +51,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from slimebus.bus.errors import ConfigError  # noqa: E402
 from slimebus.bus.samples import Sample  # noqa: E402
-from slimebus.cli.config import RunConfig  # noqa: E402
-from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, TrainerConfig  # noqa: E402
+from slimebus.config import RunConfig  # noqa: E402
+from slimebus.config.schema import AlgorithmConfig, BrokerConfig, TrainerConfig  # noqa: E402
 from trainer.batches.batch import Group  # noqa: E402
 from trainer.batches.packing import RankLayout, pack  # noqa: E402
 from trainer.model import gpt, hf_export, parallel, update  # noqa: E402

@@ -8,10 +8,10 @@ import pytest
 
 from slimebus.bus.errors import Fenced
 from trainer import loop
-from trainer.batches.step_batch import NOT_YET, StepPlan
-from trainer.broker_session import BrokerSession
 from trainer.checkpoint.manifest import Progress
 from trainer.loop import next_batch, train
+from trainer.session.broker_session import BrokerSession
+from trainer.session.step_batch import NOT_YET, StepPlan
 
 
 class Session:

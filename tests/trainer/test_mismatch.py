@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
-from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from slimebus.weights.messages import VersionGone
 from slimebus.weights.store.version_store import VersionStore
 from trainer.batches.batch import Group

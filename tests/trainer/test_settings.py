@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slimebus.cli.config.schema import OptimizerConfig
+from slimebus.config.schema import OptimizerConfig
 
 
 def test_what_runs_before_the_broker_is_joined_needs_no_torch():

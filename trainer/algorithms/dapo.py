@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.algorithms.grpo import Grpo
 from trainer.batches.batch import Batch
 

@@ -1,6 +1,6 @@
 """DPPO with a KL term: prime-rl's default loss (PrimeIntellect, src/prime_rl/trainer/rl/loss.py and configs, August 2026)."""
 
-from slimebus.cli.config.schema import Fraction, NonNegative
+from slimebus.config.schema import Fraction, NonNegative
 from trainer.objective.clip import ratio_of
 from trainer.objective.group_rewards import MeanBaseline
 from trainer.objective.plugin import TokenLoss

@@ -1,6 +1,6 @@
 """Dr. GRPO: GRPO without its two biases. Liu et al., "Understanding R1-Zero-Like Training" (2025), section 3.2."""
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.algorithms.grpo import Grpo
 
 

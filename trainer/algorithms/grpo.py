@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
 from trainer.objective.group_rewards import group_normalised, rewards_with_kl

@@ -2,7 +2,7 @@
 
 import torch
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.algorithms.grpo import Grpo
 from trainer.objective.row import Row
 

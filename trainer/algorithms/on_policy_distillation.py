@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
 from trainer.objective.group_rewards import group_normalised

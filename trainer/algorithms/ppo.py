@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Meta
 
 from slimebus.bus.messages import NO_VERSION
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clipped import ClippedPolicyGradient
 from trainer.objective.returns import gae, token_rewards, whitened

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.schema import TrainerConfig
-from slimebus.model_folder import read_config
+from slimebus.config import Resolved
+from slimebus.config.model_folder import read_config
+from slimebus.config.schema import TrainerConfig
 from trainer.arguments.option_table import megatron_values_from_hf
-from trainer.model.families import ALWAYS, check_features, family_of
+from trainer.hf.families import ALWAYS, check_features, family_of
 from trainer.objective.plugin_settings import known_settings, settings_of_file
 
 log = logging.getLogger("trainer")
@@ -165,6 +165,6 @@ if __name__ == "__main__":
     from trainer.compat.cpu_compat import import_megatron
 
     import_megatron()
-    from trainer.arguments import megatron_check
+    from trainer.model import megatron_check
 
     megatron_check.main()

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slimebus.bus.errors import UsageError
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.fields import docstrings
-from slimebus.cli.config.flags import ExternalOption
+from slimebus.config import Resolved
+from slimebus.config.fields import docstrings
+from slimebus.config.flags import ExternalOption
 from trainer.arguments.checks import is_installed, megatron_problems, model_problems
 from trainer.arguments.option_table import option_table
 from trainer.objective.plugin_settings import known_settings

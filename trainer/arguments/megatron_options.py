@@ -21,8 +21,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config.convert import describe
-from slimebus.cli.config.schema import paths
+from slimebus.config.convert import describe
+from slimebus.config.schema import paths
 from trainer.arguments.option_table import Spelling, option_table
 
 CLASSES = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)

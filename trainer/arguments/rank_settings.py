@@ -14,8 +14,8 @@ import msgspec
 import xxhash
 
 from slimebus.atomic_file import replacing
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.agreement import folder_hash, shortened
+from slimebus.config import RunConfig
+from slimebus.config.agreement import folder_hash, shortened
 
 log = logging.getLogger("trainer")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slimebus.bus.errors import Fenced, SlimebusError
-from slimebus.cli.config import Resolved
+from slimebus.config import Resolved
 from trainer.checkpoint.folder import oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.manifest import Progress

@@ -2,7 +2,7 @@
 "AReaL" (arXiv 2505.24298), eq. 5.
 """
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.objective.importance import kept_within
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
 from trainer.objective.importance import log_ratios, log_weight

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch, Column
 from trainer.objective.clip import LOG_RATIO_LIMIT, ratio_of
 from trainer.objective.importance import Level, bounds, log_ratios, log_weight

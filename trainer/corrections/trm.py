@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.objective.importance import drift
 from trainer.objective.kl import k3
 from trainer.objective.plugin import Correction, TokenWeight

@@ -5,7 +5,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
 from trainer.objective.importance import effective_share, log_ratios, log_weight

@@ -2,7 +2,7 @@
 
 import torch
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.objective.clip import LOG_RATIO_LIMIT
 from trainer.objective.importance import log_weight
 from trainer.objective.plugin import Correction, TokenWeight

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config import RunConfig
+from slimebus.config import RunConfig
 from trainer.algorithms.ppo import Ppo
 from trainer.batches.batch import Batch, Column, Group
 from trainer.model import update

@@ -11,15 +11,14 @@ import time
 
 import msgspec
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.spans import Spans
+from slimebus.config import RunConfig
+from slimebus.telemetry.spans import Spans
 from trainer.batches.batch import Group
 from trainer.checkpoint.schedule import CheckpointSchedule
 from trainer.critic.critic import Critic
 from trainer.critic.session import CriticSession
-from trainer.loop import TURN_S
 from trainer.model import parallel
-from trainer.stop_request import StopRequest
+from trainer.session.stop_request import BROADCAST_INTERVAL_S, StopRequest
 
 LOOK_S = 0.5
 """How often rank 0 looks whether it is asked to stop."""
@@ -76,7 +75,7 @@ def run(
 def next_groups(session: CriticSession | None, max_steps: int, stop: StopRequest) -> tuple[list[Group] | None, CriticPlan]:
     """Rank 0's new groups, None elsewhere, and on every rank what is done next; however long groups take to come."""
     while True:
-        new, mine, until = None, NOT_YET, time.monotonic() + TURN_S
+        new, mine, until = None, NOT_YET, time.monotonic() + BROADCAST_INTERVAL_S
         while session and mine == NOT_YET and time.monotonic() < until:
             new = [] if stop.is_made else session.take(LOOK_S)
             mine = CriticPlan(stops=True) if stop.is_made else plan_for(session, new, max_steps)

@@ -4,13 +4,13 @@ import logging
 import os
 
 from slimebus.bus.transport.silence import SILENT_S
-from slimebus.cli import logs
-from slimebus.cli.config import Resolved
-from slimebus.cli.spans import Spans
+from slimebus.config import Resolved
+from slimebus.telemetry import logs
+from slimebus.telemetry.spans import Spans
 from trainer.compat.cpu_compat import import_megatron
 from trainer.critic.session import CriticSession
 from trainer.model.determinism import make_deterministic
-from trainer.stop_request import StopRequest
+from trainer.session.stop_request import StopRequest
 
 log = logging.getLogger("critic")
 

@@ -8,11 +8,11 @@ import numpy as np
 from slimebus.bus.errors import DataError, Unreachable
 from slimebus.bus.messages import Heartbeat
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import Resolved
-from slimebus.cli.exporter import MetricsServer
-from slimebus.cli.metrics import MetricsWriter
 from slimebus.client.connect import broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
+from slimebus.config import Resolved
+from slimebus.telemetry.exporter import MetricsServer
+from slimebus.telemetry.metrics import MetricsWriter
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
 

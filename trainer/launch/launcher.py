@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE
-from slimebus.cli.launch import end_with_parent
+from slimebus.process.launch import end_with_parent
 from trainer.launch.plan import LAUNCHED, Plan
 from trainer.launch.rendezvous import NodeConnection, rendezvous
 

@@ -13,15 +13,15 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import TrainerConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import TrainerConfig
 from trainer.arguments.megatron_options import make_config, split_megatron_options
 from trainer.compat import cpu_compat, te_compat
+from trainer.hf.hf_map import HfMap
 from trainer.model import parallel
 from trainer.model.glm4_layers import add_post_norms
 from trainer.model.hf_config import hf_map, read_hf_config, rotary_percent, transformer_fields
 from trainer.model.hf_load import load_weights
-from trainer.model.hf_map import HfMap
 from trainer.model.value_head import put_value_head
 
 log = logging.getLogger("trainer")

@@ -8,10 +8,10 @@ from typing import Any
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from slimebus.model_folder import read_config
+from slimebus.config.model_folder import read_config
 from trainer.arguments.option_table import megatron_values_from_hf
-from trainer.model.families import ALWAYS, VERIFIED, check_features, family_of
-from trainer.model.hf_map import HfMap
+from trainer.hf.families import ALWAYS, VERIFIED, check_features, family_of
+from trainer.hf.hf_map import HfMap
 
 log = logging.getLogger("trainer")
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from trainer.hf.hf_folder import HfTensor
 from trainer.model import parallel
 from trainer.model.gpt import Model
-from trainer.model.hf_folder import HfTensor
 from trainer.model.hf_load import EXPERT_MARK, expert_names, tensor_group
 
 

@@ -14,10 +14,10 @@ import torch
 from megatron.core import parallel_state
 
 from slimebus.bus.errors import ConfigError, FatalWeightsError
-from slimebus.weights.files.safetensors_file import read_model
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.tensors import Tensor
+from trainer.hf.hf_map import EMBEDDING, IN_LAYER, OF_EXPERT, OUTPUT, HfMap
 from trainer.model import parallel
-from trainer.model.hf_map import EMBEDDING, IN_LAYER, OF_EXPERT, OUTPUT, HfMap
 
 log = logging.getLogger("trainer")
 

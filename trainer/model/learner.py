@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.cli.config import RunConfig
+from slimebus.config import RunConfig
 from trainer.arguments.rank_settings import shared_settings
 from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes, columns_of_bytes, columns_to_bytes
 from trainer.compat import cpu_compat

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from slimebus.cli.config import RunConfig, schema
+from slimebus.config import RunConfig, schema
 from trainer.arguments.megatron_options import check_architecture, make_config, split_megatron_options
 from trainer.compat import cpu_compat
 from trainer.model import parallel

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import TrainerConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import TrainerConfig
 from trainer.arguments.checks import check_layout
 from trainer.arguments.megatron_options import expert_ranks
 from trainer.arguments.rank_settings import disagreements, refusal

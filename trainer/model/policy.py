@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from slimebus.cli.config import RunConfig
+from slimebus.config import RunConfig
 from trainer.batches.batch import Batch, Group
+from trainer.hf.hf_folder import SHARD_BYTES, write_folder
 from trainer.model import parallel, update
 from trainer.model.gpt import Model
 from trainer.model.hf_export import HfExport
-from trainer.model.hf_folder import SHARD_BYTES, write_folder
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from slimebus.bus.errors import HookError
-from slimebus.cli import hooks
-from slimebus.cli.config import Resolved, RunConfig
-from slimebus.cli.config.convert import Converter, nearest_of
-from slimebus.cli.config.load import raise_all
+from slimebus.config import Resolved, RunConfig
+from slimebus.config.convert import Converter, nearest_of
+from slimebus.config.load import raise_all
+from slimebus.process import hooks
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import Algorithm, Correction, Plugin
 from trainer.objective.plugin_settings import KINDS, known_settings, names

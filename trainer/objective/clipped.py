@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from slimebus.cli.config.schema import NonNegative
+from slimebus.config.schema import NonNegative
 from trainer.objective.clip import clipped_loss
 from trainer.objective.plugin import PolicyGradient, TokenLoss
 from trainer.objective.row import Row

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.objective.kl import KL_ESTIMATORS
 from trainer.objective.plugin import PolicyGradient

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from slimebus.bus.errors import DataError, HookError, SlimebusError
-from slimebus.cli import hooks
-from slimebus.cli.config import RunConfig
+from slimebus.config import RunConfig
+from slimebus.process import hooks
 from trainer.batches.batch import Batch, Column, Group
 from trainer.batches.flatten import COLUMNS, flatten
 from trainer.objective.aggregation import AGGREGATIONS, token_weights

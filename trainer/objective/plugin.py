@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from slimebus.cli.config import RunConfig
+from slimebus.config import RunConfig
 from trainer.batches.batch import Batch, Column
 from trainer.objective.row import Row
 

@@ -5,7 +5,7 @@ N tokens of the batch   S samples   "next" and "last" are among the trained toke
 
 import numpy as np
 
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.objective.group_rewards import token_kl
 

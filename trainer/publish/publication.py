@@ -11,12 +11,12 @@ import secrets
 from collections import deque
 
 from slimebus.bus.errors import ConfigError
-from slimebus.bus.security.exposure import is_local
-from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.bus.transport.client import Client
-from slimebus.cli.config import Resolved
-from slimebus.cli.spans import Spans
 from slimebus.client import connect
+from slimebus.client.pull_keyring import PullKeyring
+from slimebus.config import Resolved
+from slimebus.security.exposure import is_local
+from slimebus.telemetry.spans import Spans
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.messages import VersionGone

@@ -5,10 +5,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from slimebus.bus.security.exposure import advertised
-from slimebus.bus.security.pull_keyring import PullKeyring
-from slimebus.cli.config.schema import WeightsConfig
-from slimebus.cli.spans import Spans
+from slimebus.client.pull_keyring import PullKeyring
+from slimebus.config.schema import WeightsConfig
+from slimebus.security.exposure import advertised
+from slimebus.telemetry.spans import Spans
 from slimebus.weights.files.disk_chain import DiskChain
 from slimebus.weights.pull.connection import with_key
 from slimebus.weights.store.server import WeightServer

@@ -1,7 +1,7 @@
 """A step that went wrong, on disk: its batch and what else it takes to train it again.
 
 RUN_DIR/dumps/step_00000041-nonfinite/
-  groups.jsonl, arrays-00000.safetensors   the batch (slimebus/bus/exported_groups.py)
+  groups.jsonl, arrays-00000.safetensors   the batch (slimebus/client/exported_groups.py)
   batches.jsonl                            the step, its version, its groups
   random_00000.safetensors                 the random state of each rank before the step
   dump.json                                the reason, the step's metrics, the config, the step of the newest checkpoint
@@ -17,11 +17,11 @@ import msgspec
 import torch
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.exported_groups import BATCHES_FILE, write_arrays, write_groups
-from slimebus.cli.config import Resolved
-from trainer.batches.step_batch import StepBatch
+from slimebus.client.exported_groups import BATCHES_FILE, write_arrays, write_groups
+from slimebus.config import Resolved
 from trainer.checkpoint.folder import saved_step
-from trainer.replay import random_file
+from trainer.session.replay import random_file
+from trainer.session.step_batch import StepBatch
 
 log = logging.getLogger("trainer")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.exported_groups import SAMPLES_FOLDER, read_groups, step_folders
-from trainer.batches.step_batch import StepBatch
+from slimebus.client.exported_groups import SAMPLES_FOLDER, read_groups, step_folders
+from trainer.session.step_batch import StepBatch
 from trainer.watch.dumps import write_batch
 
 log = logging.getLogger("trainer")

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
-from trainer.batches.step_batch import StepBatch
 from trainer.checkpoint import trained_state
 from trainer.model import parallel
 from trainer.model.policy import Policy
+from trainer.session.step_batch import StepBatch
 
 PEAK_FLOPS = {
     **{"B200": 2250e12, "H200": 989e12, "H800": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "H20": 148e12},

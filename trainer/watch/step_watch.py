@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.cli.config import Resolved
-from trainer.batches.step_batch import StepBatch, StepPlan
+from slimebus.config import Resolved
 from trainer.checkpoint.trained_state import random_state
 from trainer.model import parallel
 from trainer.model.policy import Policy
+from trainer.session.step_batch import StepBatch, StepPlan
 from trainer.watch.dumps import Dumps
 from trainer.watch.profile import StepProfile
 from trainer.watch.sample_dump import SampleDump

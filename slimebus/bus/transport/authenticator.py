@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.curve import (
     FULL,
     REFUSED,
@@ -29,6 +28,7 @@ from slimebus.bus.transport.curve import (
     serve_curve,
     watch_handshakes,
 )
+from slimebus.security.keyring import Keyring
 
 log = logging.getLogger("slimebus.transport")
 

@@ -28,11 +28,11 @@ import zmq
 from slimebus.bus import envelope, protocol
 from slimebus.bus import messages as m
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError, Unreachable, UsageError
-from slimebus.bus.security.credentials import Credentials
-from slimebus.bus.security.exposure import is_address, reachable
 from slimebus.bus.transport.dealer import Dealer
 from slimebus.bus.transport.request import Pending, Reply
 from slimebus.bus.transport.silence import Silence
+from slimebus.security.credentials import Credentials
+from slimebus.security.exposure import is_address, reachable
 
 log = logging.getLogger("slimebus.transport")
 

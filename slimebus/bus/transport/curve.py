@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from slimebus.bus.security.key_file import KeyPair
+from slimebus.security.key_file import KeyPair
 
 ZAP_DOMAIN = b"slimebus"
 REFUSED = 400

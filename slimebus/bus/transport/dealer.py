@@ -7,9 +7,9 @@ from typing import Any
 
 import zmq
 
-from slimebus.bus.security.credentials import Credentials
-from slimebus.bus.security.key_file import KeyPair
 from slimebus.bus.transport.curve import CLIENT_EVENTS, close_dead_connections, end_watch, handshakes, refusal, watch_handshakes
+from slimebus.security.credentials import Credentials
+from slimebus.security.key_file import KeyPair
 
 log = logging.getLogger("slimebus.transport")
 

@@ -17,13 +17,13 @@ from zmq.backend import Socket as PlainSocket
 from slimebus.bus import envelope
 from slimebus.bus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.bus.messages import TYPES, Error, Hello, Message, Ok, StatusReply
-from slimebus.bus.security.allow_list import Grant
-from slimebus.bus.security.keyring import Keyring
-from slimebus.bus.security.roles import JOINS_AS, PULL
 from slimebus.bus.transport.authenticator import ConnectionAuthenticator
 from slimebus.bus.transport.curve import serve_curve
 from slimebus.bus.transport.refusal_limiter import LIMIT, RefusalLimiter
 from slimebus.bus.transport.unsent import Unsent
+from slimebus.security.allow_list import Grant
+from slimebus.security.keyring import Keyring
+from slimebus.security.roles import JOINS_AS, PULL
 
 log = logging.getLogger("slimebus.transport")
 

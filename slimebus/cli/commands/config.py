@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 import msgspec
 
-from slimebus.cli.config.field_rules import evaluation_problems
-from slimebus.cli.config.file_checks import external_problems, file_problems, teacher_problems, unchecked
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
-from slimebus.cli.config.load import raise_all, read, without
-from slimebus.cli.config.schema import OPEN_MAPS, paths
-from slimebus.cli.formatting import columns
+from slimebus.config.field_rules import evaluation_problems
+from slimebus.config.file_checks import external_problems, file_problems, teacher_problems, unchecked
+from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
+from slimebus.config.load import raise_all, read, without
+from slimebus.config.schema import OPEN_MAPS, paths
+from slimebus.telemetry.formatting import columns
 
 
 @click.group()

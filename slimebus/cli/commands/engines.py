@@ -10,9 +10,9 @@ import click
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Command, CommandReply
-from slimebus.cli.config.flags import RunCommand, Target, asks_broker, of_run
-from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
+from slimebus.config.flags import RunCommand, Target, asks_broker, of_run
+from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -36,7 +36,7 @@ def engines() -> None:
 @asks_broker(TIMEOUT_S)
 def list_(run: Target, broker: str | None, timeout_s: float, as_json: bool) -> None:
     """List the engines of all workers: where they are, what they do, which version they serve."""
-    from slimebus.cli.commands.status import ask_status
+    from slimebus.view.run_status import ask_status
 
     with visit(run.resolved, broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
         clients = ask_status(client, timeout_s=timeout_s)["clients"]
@@ -89,7 +89,7 @@ def _command(run: Target, action: str, broker: str | None, timeout_s: float, wor
 
 
 def _until_it_left(client: "Client", name: str, timeout_s: float) -> None:
-    from slimebus.cli.commands.status import ask_status
+    from slimebus.view.run_status import ask_status
 
     deadline = time.monotonic() + timeout_s
     while any((c["name"], c["role"]) == (name, "rollout") and c["state"] != "gone" for c in ask_status(client, timeout_s)["clients"]):

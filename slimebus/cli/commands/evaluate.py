@@ -16,13 +16,13 @@ import msgspec
 
 from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.bus.messages import Evaluate, EvaluateReply
-from slimebus.cli.config.file_checks import worker_problems
-from slimebus.cli.config.flags import META, OF_RUN, ConfigCommand, config_argument, from_context
-from slimebus.cli.config.load import raise_all
-from slimebus.cli.config.saved import saved_config
-from slimebus.cli.config.schema import EvalDataset
-from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
+from slimebus.config.file_checks import worker_problems
+from slimebus.config.flags import META, OF_RUN, ConfigCommand, config_argument, from_context
+from slimebus.config.load import raise_all
+from slimebus.config.saved import saved_config
+from slimebus.config.schema import EvalDataset
+from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client

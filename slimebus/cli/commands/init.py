@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from slimebus.bus.errors import UsageError
-from slimebus.cli.config.fields import sections
+from slimebus.config.fields import sections
 
 FIRST = ("data.prompt_data", "model.hf_checkpoint", "rollout.num_rollout", "rollout.rm_type", "optimizer.lr", "broker.max_staleness")
 VALUES = {"data.prompt_data": "[prompts.jsonl]", "model.hf_checkpoint": "model"}

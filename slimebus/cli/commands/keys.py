@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from slimebus.bus.errors import UsageError
-from slimebus.bus.security import key_folder
-from slimebus.bus.security.allow_list import Entry, read_allow_list
-from slimebus.bus.security.key_file import BROKER
-from slimebus.bus.security.roles import ROLES
-from slimebus.cli.formatting import columns
+from slimebus.security import key_folder
+from slimebus.security.allow_list import Entry, read_allow_list
+from slimebus.security.key_file import BROKER
+from slimebus.security.roles import ROLES
+from slimebus.telemetry.formatting import columns
 
 HOUR_S = 3600.0
 

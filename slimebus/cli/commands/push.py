@@ -9,11 +9,11 @@ import msgspec
 import xxhash
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
-from slimebus.bus.prompt_record import BYTE_ORDER_MARK, LineReader
-from slimebus.cli.config import Resolved
-from slimebus.cli.config.flags import ConfigCommand, Target, asks_broker, of_run
 from slimebus.client.connect import broker_address
 from slimebus.client.prompts import PromptClient, Pushed, batches_of, in_all
+from slimebus.config import Resolved
+from slimebus.config.flags import ConfigCommand, Target, asks_broker, of_run
+from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader
 
 SHOWN_LINES = 20
 

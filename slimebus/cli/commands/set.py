@@ -8,9 +8,9 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Scalar, Set, SetReply
-from slimebus.cli.config.flags import RunCommand, Target, asks_broker, of_run
-from slimebus.cli.formatting import columns
 from slimebus.client.connect import RESTART_S, visit
+from slimebus.config.flags import RunCommand, Target, asks_broker, of_run
+from slimebus.telemetry.formatting import columns
 
 INFINITE = ("inf", ".inf", "unbounded")
 

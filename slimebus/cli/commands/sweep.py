@@ -17,7 +17,7 @@ def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
     Each trial is a `slimebus up` in a run directory of its own. Started again after whatever ended it, the sweep goes on where it was. A
     trial that fails is a line of the table with its reason; an option that does not exist is refused before anything starts.
     """
-    from slimebus.cli.launch import interrupt_on_sigterm
+    from slimebus.process.launch import interrupt_on_sigterm
     from slimebus.sweep import plan
     from slimebus.sweep.comparison import check_installed, show
     from slimebus.sweep.results import of_sweep

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import RunCommand, Target, of_run
+from slimebus.config.flags import RunCommand, Target, of_run
 
 
 @click.command(cls=RunCommand)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from slimebus.cli.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
-from slimebus.cli.config.schema import OPEN_MAPS, flag_of
+from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
+from slimebus.config.schema import OPEN_MAPS, flag_of
 
 
 @click.command(cls=ConfigCommand, external=trainer_options)

@@ -35,7 +35,7 @@ def weights() -> None:
 def apply(a: Path, delta: Path, out: Path) -> None:
     """Apply the file DELTA to the model A and write the result as the model directory OUT; every tensor is verified."""
     from slimebus.weights.files import delta_file, stored_weights
-    from slimebus.weights.files.safetensors_file import write_model
+    from slimebus.weights.host.safetensors_file import write_model
 
     found = delta_file.read(delta)
     made = delta_file.apply(found, delta_file.base_for(found, stored_weights.read(a)))

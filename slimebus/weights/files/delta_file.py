@@ -19,7 +19,7 @@ import msgspec
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.codec.rounding import rounded
-from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
 from slimebus.weights.pull.plan import Job, Plan

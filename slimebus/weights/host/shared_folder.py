@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.files.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.host import tensor_file
 from slimebus.weights.host.file_lock import FileLock
+from slimebus.weights.host.safetensors_file import INDEX_FILE, copy_config
 from slimebus.weights.host.tensor_file import file_name, header_of, map_file, reusable_name
 from slimebus.weights.tensors import Tensor, TensorForm, Weights, tensor_bytes
 

@@ -15,10 +15,10 @@ import zmq
 from slimebus.bus import envelope
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable
 from slimebus.bus.messages import Error, Message
-from slimebus.bus.security.exposure import is_local
-from slimebus.bus.security.key_file import KeyPair
 from slimebus.bus.transport.curve import end_watch, handshakes, refusal, watch_handshakes
 from slimebus.bus.transport.dealer import connect
+from slimebus.security.exposure import is_local
+from slimebus.security.key_file import KeyPair
 from slimebus.weights.messages import TYPES
 
 log = logging.getLogger("slimebus.weights")

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, WeightsError
-from slimebus.bus.security.key_file import KeyPair
+from slimebus.security.key_file import KeyPair
 from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
 from slimebus.weights.pull.connection import WeightServerConnection, wait_for_any

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, WeightsError
-from slimebus.bus.security.keyring import Keyring
 from slimebus.bus.transport.server import Request, Server, describe
+from slimebus.security.keyring import Keyring
 from slimebus.weights.messages import (
     MAX_CHUNK_BYTES,
     TYPES,

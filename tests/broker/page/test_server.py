@@ -16,11 +16,11 @@ from made_samples import frames, made
 from broker.page.process import STOP_S, PageProcess
 from broker.store.lmdb_store import LmdbStore
 from slimebus.bus.errors import DataError, UsageError
-from slimebus.bus.exported_groups import arrays_of, write_arrays
 from slimebus.bus.sample_table import check_group
-from slimebus.cli.config import resolve
-from slimebus.cli.config.saved import save_config, saved_config
-from slimebus.cli.http_address import listen, token_of
+from slimebus.client.exported_groups import arrays_of, write_arrays
+from slimebus.config import resolve
+from slimebus.config.saved import save_config, saved_config
+from slimebus.security.http_address import listen, token_of
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from made_status import WHOLE
 from broker.simulate.calibrate import calibrate
 from broker.simulate.simulated_run import simulate
 from slimebus.bus.errors import DataError
-from slimebus.cli.config import Resolved, RunConfig
-from slimebus.cli.config.saved import save_config
-from slimebus.cli.config.schema import RolloutConfig
 from slimebus.cli.root import root
+from slimebus.config import Resolved, RunConfig
+from slimebus.config.saved import save_config
+from slimebus.config.schema import RolloutConfig
 
 RULES = {
     "max_staleness": 2.0,

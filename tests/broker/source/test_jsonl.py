@@ -12,7 +12,7 @@ import pytest
 
 from broker.source import FileRows
 from slimebus.bus.errors import DataError
-from slimebus.bus.prompt_record import MAX_RECORD_BYTES, PromptKeys
+from slimebus.prompts.prompt_record import MAX_RECORD_BYTES, PromptKeys
 
 
 def _write(folder: Path, content: bytes, name: str = "p.jsonl") -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from broker.source import FileRows, FileSource
 from slimebus.bus.errors import DataError
-from slimebus.bus.prompt_record import PromptKeys
+from slimebus.prompts.prompt_record import PromptKeys
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -8,7 +8,7 @@ import pytest
 
 from broker.source import FileRows, FileSource
 from slimebus.bus.errors import DataError
-from slimebus.bus.prompt_record import PromptKeys
+from slimebus.prompts.prompt_record import PromptKeys
 
 
 def _file(folder: Path, count: int = 10, name: str = "p.jsonl") -> str:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from broker.source import HookSource
-from broker.source.interface import GroupResult
+from broker.state.prompt_source import GroupResult
 from slimebus.bus import messages as m
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from broker.buffer.reader import open_snapshot
-from broker.buffer.verify import verify_run
+from broker.inspect.reader import open_snapshot
+from broker.inspect.verify import verify_run
 from broker.store import Damaged, LmdbStore, Write, read_probe
 from broker.store.lmdb_store import check_readable
 from slimebus.bus.errors import UsageError

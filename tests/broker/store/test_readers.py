@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 READER = """
 import sys
 from pathlib import Path
-from broker.buffer.reader import open_snapshot
+from broker.inspect.reader import open_snapshot
 with open_snapshot(Path(sys.argv[1])):
     print("reading", flush=True)
     sys.stdin.readline()

@@ -15,7 +15,7 @@ from rollout.embedded.model_config import ModelConfig
 from rollout.embedded.model_files import ModelFiles, expected_shapes
 from rollout.embedded.model_weights import ModelWeights
 from slimebus.bus.errors import ConfigError, WeightsError
-from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion
 from slimebus.weights.tensors import as_tensor
 

@@ -25,7 +25,7 @@ from waiting import has_ended, wait_until
 from rollout.engines.client import Completion, EngineClient
 from rollout.engines.process import EngineProcess, EngineStartError, embedded_engine
 from slimebus.bus.errors import UsageError
-from slimebus.weights.files.safetensors_file import as_weights, read_model
+from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.host.shared_folder import SharedFolder
 
 pytestmark = pytest.mark.integration

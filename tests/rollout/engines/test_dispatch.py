@@ -16,8 +16,8 @@ from rollout.partials import Unfinished
 from rollout.response import Task
 from slimebus.bus.errors import Unreachable, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION
-from slimebus.cli.config.schema import EngineConfig, RunConfig
-from slimebus.cli.engine_plan import EngineSpec
+from slimebus.config.engine_plan import EngineSpec
+from slimebus.config.schema import EngineConfig, RunConfig
 
 
 class Client:

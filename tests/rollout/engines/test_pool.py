@@ -27,7 +27,7 @@ from rollout.engines.process import EngineProcess, embedded_engine
 from rollout.partials import Unfinished
 from rollout.response import Task
 from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.cli.config.schema import EngineConfig, RunConfig
+from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

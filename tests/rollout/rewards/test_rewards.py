@@ -14,7 +14,7 @@ from rollout.response import Response, Task
 from rollout.rewards import code, dapo, deepscaler, exact, f1, gpqa, math, random
 from rollout.rewards.registry import BUILT_IN, find
 from slimebus.bus.errors import HookError, UsageError
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 
 
 def response(text: str, label: Any = "", *, finish: str = "stop", **metadata: Any) -> Response:

@@ -16,7 +16,7 @@ from rollout.response import Task
 from rollout.weights.calls import WeightCalls
 from rollout.weights.model_shapes import check_shapes
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
-from slimebus.cli.config.schema import EngineConfig, RunConfig
+from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion
 from slimebus.weights.tensors import hash_bytes
 

@@ -14,7 +14,7 @@ import pytest
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION
-from slimebus.weights.files.safetensors_file import read_model
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.host.shared_folder import SharedVersion
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore

@@ -6,7 +6,7 @@ import yaml
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.commands.up import arguments_of
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 from slimebus.sweep.plan import Sweep, load
 
 ROOT = Path(__file__).parents[3]

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from slimebus.bus.errors import DataError
-from slimebus.cli.commands.status import last_status
 from slimebus.sweep import results
 from slimebus.sweep.results import bucket_of, by_condition, of_runs, told_apart
+from slimebus.view.run_status import last_status
 
 TIMES = {"wait_s": 0.5, "train_s": 0.4, "publish_s": 0.1, "save_s": 0.0}
 

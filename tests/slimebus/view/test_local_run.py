@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slimebus.bus.errors import UsageError
-from slimebus.cli.config import resolve
-from slimebus.cli.launch import Fleet
+from slimebus.config import resolve
+from slimebus.process.launch import Fleet
 from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, LocalRun, left_too_early, start_all
 
 HERE = ("broker", "trainer", "rollout", "rollout-2")

@@ -11,7 +11,7 @@ from slimebus.weights import messages
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel, load_kernel
 from slimebus.weights.files import delta_file
-from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.messages import Manifest, Piece, TensorEntry
 from slimebus.weights.tensors import NO_BASE, Weights, as_tensor
 

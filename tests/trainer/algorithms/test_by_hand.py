@@ -8,7 +8,7 @@ import pytest
 import torch
 from loss_rows import batch_of, gradient, in_order, row_of
 
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 from trainer.algorithms.dapo import overlong_punishment
 from trainer.algorithms.rloo import leave_one_out
 from trainer.batches.batch import Column

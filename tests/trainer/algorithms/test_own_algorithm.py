@@ -10,8 +10,8 @@ import torch
 from loss_rows import batch_of, row_of
 
 from slimebus.bus.errors import ConfigError, HookError
-from slimebus.cli.config import RunConfig, resolve
-from slimebus.cli.config.schema import AlgorithmConfig, TrainerConfig
+from slimebus.config import RunConfig, resolve
+from slimebus.config.schema import AlgorithmConfig, TrainerConfig
 from trainer.batches.batch import Batch, Column
 from trainer.model.policy import Policy
 from trainer.objective.build_objective import algorithm_problems

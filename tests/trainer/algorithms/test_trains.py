@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config.schema import AlgorithmConfig
 from trainer.objective.plugin_settings import names
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from slimebus.bus.errors import ConfigError
-from slimebus.cli.config import Resolved, RunConfig
-from slimebus.cli.config.file_checks import file_problems
-from slimebus.cli.config.load import resolve
-from slimebus.cli.config.schema import ModelConfig, TrainerConfig
+from slimebus.config import Resolved, RunConfig
+from slimebus.config.file_checks import file_problems
+from slimebus.config.load import resolve
+from slimebus.config.schema import ModelConfig, TrainerConfig
 from trainer.arguments import checks
 from trainer.arguments.checks import check_layout, megatron_problems, model_problems
-from trainer.arguments.megatron_check import check
 from trainer.arguments.megatron_options import check_architecture, make_config
+from trainer.model.megatron_check import check
 
 DENSE = {
     "model_type": "qwen3",

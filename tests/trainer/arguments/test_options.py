@@ -9,9 +9,9 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from slimebus.bus.errors import ConfigError, UsageError
-from slimebus.cli.config.flags import META, ExternalOption
-from slimebus.cli.config.schema import paths
 from slimebus.cli.root import root
+from slimebus.config.flags import META, ExternalOption
+from slimebus.config.schema import paths
 from trainer.arguments import command_line
 from trainer.arguments.command_line import TrainerOptions, help_text
 from trainer.arguments.megatron_options import options, read_options, spellings, split_megatron_options

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slimebus.cli.config.load import resolve
+from slimebus.config.load import resolve
 from trainer.arguments.rank_settings import FILE, disagreements, note_settings, shared_settings
 
 

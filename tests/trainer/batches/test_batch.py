@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from slimebus.bus.errors import DataError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig, BrokerConfig
 from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes
 from trainer.batches.flatten import COLUMNS, check_sample, flatten
 from trainer.objective.build_objective import build_objective

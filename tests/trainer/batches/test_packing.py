@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import RunConfig
+from slimebus.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
 from trainer.batches.packing import RankLayout, pack, plan_rows

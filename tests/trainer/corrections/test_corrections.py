@@ -8,8 +8,8 @@ import pytest
 import torch
 from loss_rows import batch_of, gradient, in_order, row_of
 
-from slimebus.cli.config import RunConfig, resolve
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config import RunConfig, resolve
+from slimebus.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.corrections.m2po import largest_within
 from trainer.objective.build_objective import algorithm_problems, build_objective
@@ -319,7 +319,7 @@ def test_masks_go_with_a_weight() -> None:
 def test_what_is_chosen_over_the_whole_step_depends_on_no_packing(
     algorithm: dict[str, Any], build_policy: Any, make_batch: Any, tied_model: Any
 ) -> None:
-    from slimebus.cli.config.schema import OptimizerConfig
+    from slimebus.config.schema import OptimizerConfig
 
     steps = []
     for max_tokens in (1, 40, 100_000):

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.samples import Sample
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
 from trainer.batches.batch import Group
 from trainer.checkpoint.load import load_checkpoint
 from trainer.critic.critic import Critic, explained_variance

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.cli.launch import free_port
+from slimebus.process.launch import free_port
 from trainer.launch import launcher
 from trainer.launch.launcher import Launcher
 from trainer.launch.plan import Plan

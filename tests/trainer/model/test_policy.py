@@ -12,7 +12,7 @@ from tiny_model import save_model
 from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError, SlimebusError
-from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.algorithms.grpo import Grpo
 from trainer.arguments.megatron_options import split_megatron_options
 from trainer.batches.batch import Group

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from saved_checkpoint import save_checkpoint
 
-from slimebus.cli.config.schema import AlgorithmConfig, OptimizerConfig
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.checkpoint.load import load_checkpoint
 from trainer.model import reference
 

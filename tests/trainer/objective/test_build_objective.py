@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.commands.config import check
 from slimebus.cli.commands.up import arguments_of, up
-from slimebus.cli.config import resolve
-from slimebus.cli.config.file_checks import can_check_algorithms
-from slimebus.cli.config.flags import META
-from slimebus.cli.config.load import Resolved
+from slimebus.config import resolve
+from slimebus.config.file_checks import can_check_algorithms
+from slimebus.config.flags import META
+from slimebus.config.load import Resolved
 from trainer.algorithms.grpo import Grpo
 from trainer.cli import trainer
 from trainer.objective.build_objective import algorithm_problems, build_objective

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from loss_rows import batch_of
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig
 from trainer.objective.build_objective import build_objective
 from trainer.objective.lag_metrics import by_lag
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from loss_rows import batch_of, gradient, in_order, row_of
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig
 from trainer.objective.aggregation import masked_sum
 from trainer.objective.build_objective import build_objective
 from trainer.objective.clip import clipped_loss

@@ -5,7 +5,7 @@ import pytest
 import torch
 from loss_rows import batch_of
 
-from slimebus.cli.config.schema import AlgorithmConfig
+from slimebus.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
 from trainer.objective.returns import discounted_sums, gae, token_rewards, whitened
 from trainer.objective.value_loss import value_loss

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mixed_batch import loss_and_gradient
 
-from slimebus.cli.config import RunConfig
-from slimebus.cli.config.schema import AlgorithmConfig, RolloutConfig
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig, RolloutConfig
 from trainer.batches.batch import Batch, Column
 from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective

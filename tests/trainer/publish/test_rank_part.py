@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Publish
-from slimebus.cli.config.schema import WeightsConfig
+from slimebus.config.schema import WeightsConfig
 from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore

@@ -11,9 +11,9 @@ import torch
 from small_disk import fill, small_disk
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.cli.config import RunConfig
-from trainer.batches.step_batch import StepBatch, StepPlan
-from trainer.replay import ReplaySource, random_file
+from slimebus.config import RunConfig
+from trainer.session.replay import ReplaySource, random_file
+from trainer.session.step_batch import StepBatch, StepPlan
 from trainer.watch.dumps import MAX_DUMPS, MIN_STEPS, Dumps, SpikeDetector
 from trainer.watch.step_watch import StepWatch
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from small_disk import fill, small_disk
 
-from slimebus.bus.exported_groups import read_groups, step_folders
-from slimebus.cli.config import RunConfig
+from slimebus.client.exported_groups import read_groups, step_folders
+from slimebus.config import RunConfig
 from trainer.batches.batch import Group
-from trainer.batches.step_batch import StepBatch
-from trainer.replay import ReplaySource
+from trainer.session.replay import ReplaySource
+from trainer.session.step_batch import StepBatch
 from trainer.watch.sample_dump import SampleDump
 
 

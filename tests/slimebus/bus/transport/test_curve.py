@@ -14,11 +14,11 @@ from waiting import wait_until
 from slimebus.bus import envelope
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError, Unreachable
-from slimebus.bus.security import key_folder
-from slimebus.bus.security.credentials import Credentials
-from slimebus.bus.security.keyring import FolderKeyring
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.server import Limits
+from slimebus.security import key_folder
+from slimebus.security.credentials import Credentials
+from slimebus.security.keyring import FolderKeyring
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.cli.commands import evaluate
-from slimebus.cli.config import resolve
 from slimebus.cli.root import main
 from slimebus.client import connect
+from slimebus.config import resolve
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.cli.commands.push import SHOWN_LINES, _checked, push, records_of
-from slimebus.cli.config import resolve
+from slimebus.config import resolve
 
 
 @pytest.fixture

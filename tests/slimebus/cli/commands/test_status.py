@@ -16,9 +16,10 @@ from made_status import WHOLE
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.cli.commands import status
 from slimebus.cli.commands.status import EXIT_UNREACHABLE
-from slimebus.cli.config import resolve
 from slimebus.cli.root import exit_code, root
 from slimebus.client import connect
+from slimebus.config import resolve
+from slimebus.view import run_status
 from slimebus.view.terminal import brief
 
 
@@ -74,8 +75,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return dict(found)
 
     monkeypatch.setattr(status, "PLAIN_POLL_S", 0.0)
-    monkeypatch.setattr(status, "ask_status", ask)
-    monkeypatch.setattr(status, "visit", lambda *given, **how: nullcontext("a client"))
+    monkeypatch.setattr(run_status, "ask_status", ask)
+    monkeypatch.setattr(run_status, "visit", lambda *given, **how: nullcontext("a client"))
     return said
 
 
@@ -113,7 +114,7 @@ def test_a_viewer_whose_key_was_revoked_stops_watching(run_dir: Path, answers: l
 def test_the_file_of_an_earlier_start_of_the_run_does_not_replace_what_is_known(run_dir: Path, answers: list[Any]) -> None:
     write(run_dir, "finished")  # at step 6
     answers += [{**WHOLE, "step": 7}, Unreachable("silence"), {**WHOLE, "step": 9}, {**WHOLE, "lineage": "another"}, Unreachable("silence")]
-    run = status.RunStatus(resolve(Path("run.yaml"), {"name": "mine"}), None, what="test", timeout_s=1.0)
+    run = run_status.RunStatus(resolve(Path("run.yaml"), {"name": "mine"}), None, what="test", timeout_s=1.0)
     for step in (7, 7, 9, 3, 3):
         run.poll()
         assert (run.status["step"], run.is_over) == (step, False)
@@ -236,7 +237,7 @@ def test_a_broker_of_another_run_does_not_stand_for_the_one_that_is_over(run_dir
         raise SlimebusError("this broker serves run 'theirs'", code="wrong_run")
         yield
 
-    monkeypatch.setattr(status, "visit", visit)
+    monkeypatch.setattr(run_status, "visit", visit)
     write(run_dir, "finished")
     done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine"])
     assert (done.exit_code, "serves run 'theirs'" in done.output) == (0, True)

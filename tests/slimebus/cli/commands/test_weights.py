@@ -17,7 +17,7 @@ from slimebus.cli.commands.weights import weights
 from slimebus.cli.root import main
 from slimebus.weights.files import stored_weights
 from slimebus.weights.files.disk_chain import DiskChain
-from slimebus.weights.files.safetensors_file import as_weights, read_model, write_file, write_model
+from slimebus.weights.host.safetensors_file import as_weights, read_model, write_file, write_model
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Tensor, as_tensor
 

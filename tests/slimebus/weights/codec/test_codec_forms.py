@@ -15,7 +15,7 @@ from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel
 from slimebus.weights.files import delta_file
 from slimebus.weights.files.delta_file import DeltaFile
-from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.messages import FULL, SAME
 from slimebus.weights.tensors import DTYPE_BYTES, STEPPED_DTYPES, Tensor, Weights, as_tensor, tensor_bytes
 

@@ -10,7 +10,7 @@ from delta_files import between
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file
-from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.messages import SAME
 from slimebus.weights.tensors import Weights, as_tensor
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.files.safetensors_file import as_weights, read_model
 from slimebus.weights.host import shared_folder
+from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.host.shared_folder import SharedFolder, remove_stale_files
 from slimebus.weights.host.tensor_file import file_name
 from slimebus.weights.tensors import TensorForm, Weights, as_tensor, hash_bytes

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from slimebus.bus.security import exposure
-from slimebus.bus.security.exposure import OUTSIDE, advertised, own_host
+from slimebus.security import exposure
+from slimebus.security.exposure import OUTSIDE, advertised, own_host
 from slimebus.weights.pull.connection import WeightServerConnection
 
 

@@ -13,7 +13,7 @@ from delta_files import between
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file
-from slimebus.weights.files.safetensors_file import as_weights
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.messages import Manifest
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer

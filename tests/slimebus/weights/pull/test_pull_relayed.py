@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slimebus.bus.errors import WeightsError
-from slimebus.bus.security.allow_list import grant
-from slimebus.bus.security.key_file import KeyPair, make_pair
+from slimebus.security.allow_list import grant
+from slimebus.security.key_file import KeyPair, make_pair
 from slimebus.weights.messages import ManifestRequest
 from slimebus.weights.pull.connection import WeightServerConnection, with_key
 from slimebus.weights.pull.puller import WeightPuller

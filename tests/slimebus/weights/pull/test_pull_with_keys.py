@@ -8,12 +8,12 @@ import pytest
 
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.bus.messages import Keys, KeysReply
-from slimebus.bus.security import key_folder
-from slimebus.bus.security.credentials import Credentials
-from slimebus.bus.security.key_file import KeyPair, make_pair, read_key
-from slimebus.bus.security.keyring import FolderKeyring, rows_of
-from slimebus.bus.security.pull_keyring import PullKeyring
 from slimebus.bus.transport.request import Reply
+from slimebus.client.pull_keyring import PullKeyring
+from slimebus.security import key_folder
+from slimebus.security.credentials import Credentials
+from slimebus.security.key_file import KeyPair, make_pair, read_key
+from slimebus.security.keyring import FolderKeyring, rows_of
 from slimebus.weights.pull.connection import with_key
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer
@@ -127,7 +127,7 @@ def test_a_key_added_later_is_let_in_once_the_list_is_told(served, model, check)
 
 
 def test_a_server_keeps_asking_whom_it_lets_in_until_it_is_closed(served, monkeypatch) -> None:
-    monkeypatch.setattr("slimebus.bus.security.pull_keyring.ASK_EVERY_S", 0.0)
+    monkeypatch.setattr("slimebus.client.pull_keyring.ASK_EVERY_S", 0.0)
     deadline = time.monotonic() + 20
     while served.broker.num_asked < 4 and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,0 @@
-"""What the broker shows of its state; it reads the state and decides nothing.
-
-status.py   the whole picture   watchdog.py   has it stalled, and who is waited for
-"""

@@ -1,0 +1,44 @@
+"""Whose keys may pull from a weight server: the broker's allow-list, learnt over the bus."""
+
+import time
+from concurrent.futures import Future
+
+from slimebus.bus.messages import Keys, KeysReply
+from slimebus.bus.transport.client import Client
+from slimebus.bus.transport.request import Reply
+from slimebus.security.allow_list import Grants
+from slimebus.security.keyring import grants_from
+
+ASK_EVERY_S = 2.0
+
+
+class PullKeyring:
+    """The keyring of a weight server: its own pair is the client's, whom it lets in is what the broker says."""
+
+    def __init__(self, client: Client) -> None:
+        """Asks the broker, and waits for the answer. Raises SlimebusError."""
+        assert client.credentials is not None, "without keys everyone may pull"
+        self._client, self.pair = client, client.credentials.pair
+        self.grants: Grants = {}
+        self.generation, self.problem, self._ask_at = 0, "", 0.0
+        self._take_over(client.call(Keys(), timeout_s=60.0))
+
+    @classmethod
+    def of(cls, client: Client) -> "PullKeyring | None":
+        """None without keys, and then everyone may pull."""
+        return cls(client) if client.credentials is not None else None
+
+    def refresh(self) -> None:
+        """Ask now and then whether the list changed, and take it over when the answer comes. Does not wait."""
+        if time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + ASK_EVERY_S
+            self._client.submit(Keys(have=self.generation)).add_done_callback(self._learnt)
+
+    def _learnt(self, future: "Future[Reply]") -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._take_over(future.result())
+
+    def _take_over(self, reply: Reply) -> None:
+        """A reply without a list says that ours is the newest."""
+        if isinstance(reply.message, KeysReply) and reply.bulk:
+            self.grants, self.generation = grants_from(reply.bulk[0]), reply.message.generation

@@ -1,0 +1,1 @@
+"""What a prompt is, and how files of prompts are read."""

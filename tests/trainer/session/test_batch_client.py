@@ -1,0 +1,254 @@
+import itertools
+import re
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Fetch, FetchReply, Ok, Reject
+from slimebus.bus.samples import Sample, encode_group
+from slimebus.bus.transport.request import Reply
+from slimebus.config import RunConfig
+from slimebus.config.schema import AlgorithmConfig
+from trainer.batches.flatten import is_failed
+from trainer.objective.build_objective import build_objective
+from trainer.session.batch_client import LAST_PAUSE_S, MAX_CHOICES, BatchClient, checked_lag
+from trainer.session.step_batch import StepBatch
+
+
+def sample(version: int) -> Sample:
+    mask = np.array([0, 1, 1], np.uint8)
+    versions = [(NO_VERSION, 1), (version, 2)]
+    return Sample(tokens=np.zeros(3, np.int32), loss_mask=mask, rollout_logprobs=np.zeros(3, np.float32), versions=versions, reward=1.0)
+
+
+SEVEN = BatchReply(step=7, version=7, max_staleness=2)
+
+
+def test_a_sample_beyond_the_bound_of_its_batch_is_refused() -> None:
+    assert checked_lag(sample(5), SEVEN) == 2
+    with pytest.raises(SlimebusError, match="a sample of version 4 in training of version 7; max_staleness is 2") as caught:
+        checked_lag(sample(4), SEVEN)
+    assert caught.value.code == "too_stale"
+
+
+def test_a_batch_chosen_without_a_bound_may_hold_samples_of_any_age() -> None:
+    assert checked_lag(sample(0), BatchReply(step=7, version=7)) == 7
+
+
+def test_a_sample_from_the_future_is_refused() -> None:
+    with pytest.raises(SlimebusError, match="a sample of version 8 in training of version 7"):
+        checked_lag(sample(8), SEVEN)
+
+
+def test_demonstrations_have_no_lag() -> None:
+    assert checked_lag(sample(NO_VERSION), SEVEN) == 0
+
+
+def test_a_failed_sample_is_left_out_by_the_rule_of_the_broker() -> None:
+    kinds = {"completed": (1.0, False), "failed": (1.0, True), "truncated": (float("nan"), True), "aborted": (None, True)}
+    for status, (reward, fails) in kinds.items():
+        one = sample(5)
+        one.status, one.reward = status, reward
+        assert is_failed(one) == fails
+    demonstration = sample(NO_VERSION)
+    demonstration.reward = None
+    assert not is_failed(demonstration)
+
+
+def taken(batch_client: BatchClient, step: int = 0) -> StepBatch:
+    batch = batch_client.take(step)
+    assert batch is not None
+    return batch
+
+
+class ForgetfulBroker:
+    """Chooses a batch of one group whenever it is asked, and no longer knows that group at the first `gone` fetches."""
+
+    def __init__(self, gone: int) -> None:
+        self.gone, self.num_fetches = gone, 0
+
+    def call(self, message: Any, *, timeout_s: float) -> Any:
+        if isinstance(message, Batch):
+            group = BatchGroup(group="0/1", num_samples=1, num_tokens=3)
+            return Reply(BatchReply(step=message.step, version=7, groups=[group]), [])
+        assert isinstance(message, Fetch)
+        self.num_fetches += 1
+        if self.num_fetches <= self.gone:
+            raise SlimebusError("fetch: group 0/1 is queued", code="not_assigned")
+        frames = encode_group([sample(7)])
+        return Reply(FetchReply(num_frames=[len(frames)]), frames)
+
+
+def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> None:
+    pauses: list[float] = []
+    batch_client = BatchClient(ForgetfulBroker(gone=10), RunConfig(), 9, build_objective(RunConfig()), sleep=pauses.append)  # type: ignore[arg-type]
+    assert [group.id for group in taken(batch_client).groups] == ["0/1"]
+    assert pauses == sorted(pauses)
+    assert (len(pauses), pauses[0] > 0, pauses[-1]) == (10, True, LAST_PAUSE_S)
+    batch_client.close()
+
+
+def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word() -> None:
+    broker = ForgetfulBroker(gone=10**9)
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()), sleep=lambda _: None)  # type: ignore[arg-type]
+    with pytest.raises(SlimebusError, match=r"batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
+        batch_client.take(0)
+    assert (caught.value.code, broker.num_fetches) == ("not_assigned", MAX_CHOICES)
+    batch_client.close()
+
+
+class RefillingBroker:
+    """Has one group a step for each given list of samples; gives the next one when it is handed one back."""
+
+    def __init__(self, *groups: list[Sample] | None) -> None:
+        self.groups, self.rejected = list(enumerate(groups)), dict[str, str]()
+        self.away, self.asked_at = 0, list[float]()
+
+    def call(self, message: Any, *, timeout_s: float) -> Any:
+        number, samples = self.groups[0]
+        if self.away:
+            self.away -= 1
+            raise Unreachable("no answer from the broker")
+        if isinstance(message, Batch):
+            if samples is None:
+                self.groups.pop(0)
+                return Reply(BatchReply(step=message.step, reason="waiting for a worker"), [])
+            return Reply(BatchReply(step=message.step, version=7, max_staleness=2, groups=[BatchGroup(f"g{number}", 1, 3)]), [])
+        if isinstance(message, Reject):
+            assert list(message.groups) == [f"g{number}"]
+            self.rejected |= message.groups
+            self.groups.pop(0)
+            return Reply(Ok(), [])
+        frames = encode_group(samples)
+        return Reply(FetchReply(num_frames=[len(frames)]), frames)
+
+
+def changed(**changes: Any) -> Sample:
+    return msgspec.structs.replace(sample(6), **changes)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (changed(rollout_logprobs=np.array([0, NAN, -1], np.float32)), r"rollout_logprobs\[1\] is nan"),
+        (changed(rollout_logprobs=np.array([0, -1, -INF], np.float32)), r"rollout_logprobs\[2\] is -inf"),
+        (changed(rollout_logprobs=np.array([0, -1, 0.5], np.float32)), r"rollout_logprobs\[2\] is 0.5"),
+        (changed(tokens=np.array([0, 9, 1], np.int32)), "token id 9 is outside the model's vocabulary of 9"),
+        (changed(tokens=np.array([0, -1, 1], np.int32)), "token id -1 is outside"),
+        (changed(loss_mask=np.array([0, 1, 2], np.uint8)), "loss_mask.*2; expected 0 or 1"),
+        (changed(temperature=0.0), r"temperature\[0\]`, got 0.0"),
+        (changed(temperature=NAN), r"temperature\[0\]`, got nan"),
+        (changed(reward=1e31), r"reward\[0\]`, got 1e[+]31"),
+        (changed(reward=NAN), r"reward\[0\]`, got nan"),
+        (changed(status="failed"), "all of its samples failed"),
+        (changed(versions=[(NO_VERSION, 1), (4, 2)]), "a sample of version 4 in training of version 7; max_staleness is 2"),
+        (changed(versions=[(NO_VERSION, 1), (8, 2)]), "a sample of version 8 in training of version 7"),
+    ],
+)
+def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_refilled_batch_is_taken(bad: Sample, problem: str) -> None:
+    broker = RefillingBroker([bad], [sample(6), bad], [sample(6)])
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch = taken(batch_client)
+    if "failed" in problem:  # beside a good one a failed sample is left out
+        assert ([group.id for group in batch.groups], batch.num_rejected, list(broker.rejected)) == (["g1"], 1, ["g0"])
+    else:
+        assert ([group.id for group in batch.groups], batch.num_rejected, list(broker.rejected)) == (["g2"], 2, ["g0", "g1"])
+    assert re.search(problem, broker.rejected["g0"])
+    assert "group g0" in broker.rejected["g0"]
+    batch_client.close()
+
+
+def test_a_group_whose_own_advantages_leave_out_the_kl_in_the_reward_is_handed_back() -> None:
+    own, config = changed(extras={"advantages": np.ones(1, np.float32)}), RunConfig(algorithm=AlgorithmConfig(kl_coef=0.1))
+    broker = RefillingBroker([own], [sample(6)])
+    batch_client = BatchClient(broker, config, 9, build_objective(config))  # type: ignore[arg-type]
+    assert taken(batch_client).num_rejected == 1
+    assert "sample 0: it brings its own field 'advantages', but algorithm.kl_coef is a part of rewards" in broker.rejected["g0"]
+    batch_client.close()
+
+
+def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_client = BatchClient(RefillingBroker([sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    asked: list[Any] = []
+    monkeypatch.setattr(batch_client, "_ask", asked.append)
+    assert batch_client._reject(0, {f"group-{i}": "x" * 10_000 for i in range(2048)}) == 100
+    assert len(msgspec.msgpack.encode(asked[0])) < 48 << 10
+    batch_client.close()
+
+
+def test_logprobs_of_masked_tokens_and_of_demonstrations_may_be_anything() -> None:
+    masked, nothing = np.array([NAN, -1, -1], np.float32), np.full(3, NAN, np.float32)
+    for logprobs, algorithm in ((masked, "grpo"), (nothing, "sft")):
+        config = RunConfig(algorithm=AlgorithmConfig(advantage_estimator=algorithm))
+        batch_client = BatchClient(RefillingBroker([changed(rollout_logprobs=logprobs)]), config, 9, build_objective(config))  # type: ignore[arg-type]
+        assert taken(batch_client).num_rejected == 0
+        batch_client.close()
+
+
+def test_a_batch_is_waited_for_as_long_as_it_takes_and_the_log_says_for_what(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = itertools.count(0.0, 15.0)
+    monkeypatch.setattr("trainer.session.batch_client.time.monotonic", lambda: next(clock))
+    batch_client = BatchClient(RefillingBroker(*[None] * 4000, [sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    with caplog.at_level("INFO", logger="trainer"):
+        assert taken(batch_client).groups
+    waits = [int(re.search(r"for (\d+) s: waiting for a worker", record.message)[1]) for record in caplog.records]  # type: ignore[index]
+    assert waits[:4] == [15, 30, 60, 120]
+    assert max(later - earlier for earlier, later in itertools.pairwise(waits)) == 600
+    assert waits[-1] > 59000
+    batch_client.close()
+
+
+def test_a_broker_that_is_away_longer_than_any_timeout_is_waited_for() -> None:
+    broker = RefillingBroker([sample(6)])
+    broker.away = 50
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    assert taken(batch_client).groups
+    batch_client.close()
+
+
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+class SilentBroker:
+    """Never answers."""
+
+    def call(self, message: Any, *, timeout_s: float) -> Any:
+        raise Unreachable("no answer from the broker")
+
+
+@pytest.mark.parametrize("broker", [SilentBroker(), ForgetfulBroker(gone=10**9)], ids=["away", "forgetful"])
+def test_a_trainer_that_leaves_waits_for_no_broker(broker: Any) -> None:
+    before = prefetching()
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))
+    assert batch_client.take(0, 0.05) is None
+    batch_client.close()
+    for thread in set(prefetching()) - set(before):
+        thread.join(2.0)
+        assert not thread.is_alive()
+
+
+def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
+    class SlowBroker(RefillingBroker):
+        may_answer = threading.Event()
+
+        def call(self, message: Any, *, timeout_s: float) -> Any:
+            self.may_answer.wait()
+            return super().call(message, timeout_s=timeout_s)
+
+    broker = SlowBroker([sample(6)])
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    assert batch_client.take(0, 0.01) is None
+    assert batch_client.take(0, 0.01) is None
+    broker.may_answer.set()
+    assert taken(batch_client).groups
+    batch_client.close()

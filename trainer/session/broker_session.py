@@ -1,0 +1,135 @@
+"""What the trainer's rank 0 has and the others have not: the broker's batches and the metrics of each step."""
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply
+from slimebus.client import connect
+from slimebus.config import Resolved
+from slimebus.config.saved import without_secrets
+from slimebus.telemetry.exporter import MetricsServer
+from slimebus.telemetry.metrics import MetricsWriter
+from trainer.checkpoint.manifest import Progress
+from trainer.session.eval_forwarder import Tracker
+from trainer.session.step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from trainer.publish.publication import Publication
+    from trainer.session.batch_client import BatchClient
+
+log = logging.getLogger("trainer")
+
+CONFIRM_TIMEOUT_S = 600.0
+"""As long as a commit waits for a broker that is away."""
+FINISH_WAIT_S = 20.0
+"""Besides what a group may take: after the last step the trainer still serves weights to workers that have not left."""
+
+
+class BrokerSession:
+    """Rank 0's connection to everyone else. `begin` starts a timeline, `finish` ends the run in good order.
+
+    It joins when it is made, before anything heavy is imported: a model may take minutes to load, and the broker hears meanwhile that
+    this process lives. broker: its address, where another than the config's was given. take_over: replace a living trainer.
+    """
+
+    publication: "Publication"
+    batch_client: "BatchClient | None" = None
+    """Both since `begin`."""
+    tracker: Tracker | None = None
+
+    def __init__(self, resolved: Resolved, broker: str | None, *, take_over: bool = False) -> None:
+        self.config, self.base = resolved.config, resolved.base
+        self.client = connect.client_of(resolved, broker, role="trainer", name="trainer")
+        self.lost: SlimebusError | None = None
+        self._finished = threading.Event()
+        self._metrics: dict[str, float] = {}
+        welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s, take_over=take_over)
+        connect.say_starting(self.client, welcome, "loads its model", self._on_lost)
+        self._beat_every_s = welcome.heartbeat_s
+        t, run = self.config.trainer, {"name": self.config.name, "config": without_secrets(self.config)}
+        run["id"] = blake3(str(resolved.run_dir.resolve()).encode()).hexdigest()[:16]  # a resumed run goes on as the same one
+        self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=t.tensorboard, wandb=run if t.wandb else None)
+        self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
+        self.exporter = MetricsServer(resolved, "trainer", "trainer", lambda: self._metrics)
+
+    def begin(self, start: Progress, publication: "Publication", vocab_size: int) -> None:
+        """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained.
+
+        Raises Fenced when another trainer has taken this one's place meanwhile.
+        """
+        from trainer.objective.build_objective import build_objective
+        from trainer.session.batch_client import BatchClient
+
+        if self.lost is not None:
+            raise self.lost
+        self._started = time.monotonic()
+        objective = build_objective(self.config, self.base)
+        self.publication, self.batch_client = publication, BatchClient(self.client, self.config, vocab_size, objective)
+        self.client.keep_alive(self._beat_every_s, self._beat, self._on_beat, self._on_lost)
+        if self.config.trainer.tensorboard or self.config.trainer.wandb:
+            self.tracker = Tracker(self.client, self.writer)
+        self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)
+        log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
+
+    def take(self, step: int, wait_s: float) -> StepBatch | None:
+        """The batch of `step`, or None when it is not here after wait_s seconds. Raises Fenced when another trainer took over."""
+        if self.lost is not None:
+            raise self.lost
+        assert self.batch_client is not None  # begin() came first
+        return self.batch_client.take(step, wait_s)
+
+    def record(self, batch: StepBatch) -> None:
+        """Into metrics/batches.jsonl, before it is trained: of rows with one step, the last is what the weights learned from."""
+        self.batches.write(batch.step, {"lineage": self.publication.lineage, **batch.record()})
+
+    def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
+        """Tell the broker and the records that `step` is trained."""
+        assert self.batch_client is not None  # begin() came first
+        values = metrics | batch.metrics() | {"elapsed_s": time.monotonic() - self._started}
+        values |= {f"weights_{name}": value for name, value in self.publication.metrics().items()}
+        self.batch_client.commit(step, checkpoint=checkpoint, unused=batch.without_gradient(), metrics=values)
+        self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
+        self._metrics = values
+        log.info(
+            "step %d: reward %.3f, loss %.4f, lag %.1f (max %.0f), %.0f tokens (%.0f trained) in %.2f s after waiting %.2f s",
+            *(step, values["reward"], values.get("loss", 0.0), values["lag_mean"], values["lag_max"]),
+            *(values["num_tokens"], values["tokens_trained"], values["train_s"], values["wait_s"]),
+        )
+
+    def confirm(self) -> None:
+        """Return when the broker says that this is still the run's trainer. Raises Fenced when another has taken its place."""
+        self.client.call(self._beat(), timeout_s=CONFIRM_TIMEOUT_S)
+
+    def finish(self) -> None:
+        """Serve the last version until the broker says that evaluation and workers are done, then stop."""
+        self.publication.wait()
+        self.client.call(Finish(reason="all steps are trained"), timeout_s=60.0)
+        if not self._finished.wait(FINISH_WAIT_S + self.config.rollout.generate_timeout_s):
+            log.warning("left before the broker said that the run is finished")
+
+    def close(self) -> None:
+        """Release sockets, threads and files."""
+        if self.batch_client is not None:
+            self.batch_client.close()
+        if self.tracker is not None:
+            self.tracker.close()
+        for part in (self.writer, self.batches, self.exporter):
+            part.close()
+        self.client.close()
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(state="training", lineage=self.publication.lineage, metrics=self._metrics)
+
+    def _on_beat(self, reply: HeartbeatReply) -> None:
+        self.publication.on_heartbeat(reply.lineage, reply.version)
+        if reply.finished:
+            self._finished.set()
+
+    def _on_lost(self, problem: SlimebusError) -> None:
+        self.lost = problem
+        log.error("%s", problem.text)

@@ -1,0 +1,78 @@
+"""SIGTERM and Ctrl-C: the first one lets the loop save a checkpoint between two steps and leave, within a deadline."""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+log = logging.getLogger("trainer")
+
+BROADCAST_INTERVAL_S = 60.0
+"""How often the ranks that wait for rank 0 hear that it still waits for a batch; far below the timeout of their collectives."""
+SAME_ERROR_S = 5.0
+"""How long a rank other than 0 that fails lets rank 0 say what is wrong: mostly it is the same, and the launcher then ends the others."""
+DEADLINE_S = 25.0
+"""Slurm kills 30 s after its SIGTERM."""
+LOOK_S = 5
+"""How often after the signal the deadline is looked at, and whether the broker, which may have been stopped too, still answers."""
+
+
+class StopRequest:
+    """Installed in the main thread of each rank. Outside of `deferred` a signal raises KeyboardInterrupt at once.
+
+    More SIGTERMs do not disturb the leaving: the kernel may send one for each thread of a parent that is killed. A second Ctrl-C, the
+    deadline, or a broker that is silent (`is_broker_silent`, on rank 0) raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self.is_broker_silent: Callable[[], bool] = lambda: False
+        self._is_deferred = False
+        self._deadline = float("inf")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, a signal sets `is_made`; whoever is inside looks at it often, and comes out when it is set."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+            signal.alarm(0)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def one_rank_says_it() -> Iterator[None]:
+        """An error leaves rank 0 at once and the others after SAME_ERROR_S, so that one of all ranks is printed once, and no rank says only
+        that rank 0 is gone."""
+        try:
+            yield
+        except Exception:
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(SAME_ERROR_S)
+            raise
+
+    def keep_deadline(self) -> None:
+        """Let the deadline of a signal that came within `deferred` hold for what follows it, too."""
+        if self.is_made:
+            signal.alarm(LOOK_S)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGALRM:
+            if self.is_broker_silent() or now >= self._deadline:
+                raise KeyboardInterrupt
+        elif self.is_made and number == signal.SIGTERM:
+            return
+        elif self.is_made or not self._is_deferred:
+            self.is_made = True
+            raise KeyboardInterrupt
+        else:
+            self.is_made, self._deadline = True, now + DEADLINE_S
+            log.info("%s: saving a checkpoint when this step is done, for %.0f s at most", signal.Signals(number).name, DEADLINE_S)
+        signal.alarm(LOOK_S)
