@@ -1,5 +1,6 @@
 """Joining, fencing, silence."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -413,3 +414,15 @@ def test_a_restarted_broker_knows_the_leases_that_a_heartbeat_counts(desk: Any) 
     groups = desk.lease(2)
     desk.restart()
     assert not desk.ask("w", m.Heartbeat(lineage="L", serving=0, num_leases=2, lease_sum=sum(g.lease for g in groups))).list_leases
+
+
+def test_a_metric_that_json_cannot_hold_is_left_out(desk: Any) -> None:
+    desk.ask("w", m.Heartbeat(metrics={"tokens": math.nan, "serving_s": math.inf, "queued": 1e308, "running": 2.0}))
+    assert next(c for c in desk.status["clients"] if c["name"] == "w")["metrics"] == {"running": 2.0}
+
+
+@pytest.mark.parametrize("name", ["w\x1b[2J", "w\nrun r: finished", "w\u202e"])
+def test_a_name_that_is_not_printable_joins_no_run(desk: Any, name: str) -> None:
+    refused = desk.ask(name, m.Hello(role="rollout", instance="1"))
+    assert (refused.code, name in desk.state.clients) == ("protocol", False)
+    assert "not printable" in refused.text
