@@ -40,7 +40,7 @@ MAX_METRICS, MAX_METRIC = 64, 1e100
 """Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
-"""Once the broker is started again, a living process is heard within this: libzmq connects anew at least every second."""
+"""Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -159,7 +159,7 @@ def _check_place(state: State, name: str, ask: m.Hello) -> None:
     """Raise SlimebusError while a process holds the place: `name_in_doubt` until it is heard and so lives, then `name_in_use`."""
     for holder in holders(state, name, ask):
         may_replace = ask.take_over and holder.role == ask.role
-        limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S
+        limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S + state.rules.heartbeat_s
         silent_s = state.now - holder.heard_at
         if may_replace or holder.peer in state.lost_peers or silent_s > limit_s:
             continue
