@@ -35,9 +35,11 @@ BEFORE_RUN_IS_KNOWN = WITHOUT_HELLO - {m.Goodbye}
 MAX_PREVIOUS = 16
 MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
+MAX_METRICS, MAX_METRIC = 64, 1e100
+"""Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
-"""Once the broker is started again, a living process is heard within this: libzmq connects anew at least every second."""
+"""Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -156,7 +158,7 @@ def _check_place(state: State, name: str, ask: m.Hello) -> None:
     """Raise SlimebusError while a process holds the place: `name_in_doubt` until it is heard and so lives, then `name_in_use`."""
     for holder in holders(state, name, ask):
         may_replace = ask.take_over and holder.role == ask.role
-        limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S
+        limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S + state.rules.heartbeat_s
         silent_s = state.now - holder.heard_at
         if may_replace or holder.peer in state.lost_peers or silent_s > limit_s:
             continue
@@ -309,7 +311,8 @@ def _forget(state: State, client: Client) -> None:
 def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
     client = state.clients[event.sender]
-    client.state, client.metrics = beat.state[:64], dict(list(beat.metrics.items())[:64])
+    client.state = beat.state[:64]
+    client.metrics = {name: value for name, value in list(beat.metrics.items())[:MAX_METRICS] if abs(value) <= MAX_METRIC}
     set_serving(state, client, beat.lineage, beat.serving)
     client.engines, client.is_told = beat.engines, state.is_finished
     outstanding = commands.take_outcomes(client, beat.outcomes)

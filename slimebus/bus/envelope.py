@@ -99,10 +99,12 @@ def check_requester(header: Header) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise ProtocolError for a name or key that is empty, or too long to be kept."""
+    """Raise ProtocolError for a name or key that is empty, too long to be kept, or has what no terminal or table should get."""
     size = len(name.encode())
     if not 0 < size <= MAX_NAME_BYTES:
         raise ProtocolError(f"{what} {name[:64]!r} has {size} bytes in UTF-8; expected 1 to {MAX_NAME_BYTES}")
+    if not name.isprintable():
+        raise ProtocolError(f"{what} {name[:64]!r} has characters that are not printable")
 
 
 @cache

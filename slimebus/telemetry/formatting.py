@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
+from slimebus.bus.envelope import one_line
+
 
 def duration(seconds: float) -> str:
     """`80 s`, `170 s`, `12 min`, `3.2 h`: two or three digits of the unit that fits."""
@@ -29,7 +31,10 @@ def size(num_bytes: float) -> str:
 
 
 def columns(rows: Iterable[Sequence[object]], header: Sequence[str] = (), *, gap: int = 2) -> list[str]:
-    """Lines of plain text in which the cells of the rows stand below one another, however wide the terminal is."""
-    cells = [list(map(str, row)) for row in itertools.chain([header] if header else [], rows)]
+    """Lines of plain text in which the cells of the rows stand below one another, however wide the terminal is.
+
+    What peers put into a cell neither breaks the line nor reaches the terminal as a command.
+    """
+    cells = [[one_line(str(cell)) for cell in row] for row in itertools.chain([header] if header else [], rows)]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
     return [(" " * gap).join(map(str.ljust, row, widths)).rstrip() for row in cells]

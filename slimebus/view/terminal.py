@@ -8,6 +8,7 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from slimebus.bus.envelope import one_line
 from slimebus.telemetry.formatting import columns, count, duration
 from slimebus.view.report import main_dataset
 
@@ -73,14 +74,14 @@ def brief(status: Status, *, is_supervised: bool) -> list[str]:
             lines += ["", *(f"  {line}" for line in columns(rows[:limit], head))]
             lines += [f"  and {len(rows) - limit} more (--json)"] if len(rows) > limit else []
     waits = [f"  {sentence}" for sentence in status["waiting"]]
-    return [*filter(None, [_stalled(status)]), *lines, *([""] if waits else []), *waits]
+    return [one_line(line) for line in [*filter(None, [_stalled(status)]), *lines, *([""] if waits else []), *waits]]
 
 
 def plain_line(status: Status, *, is_supervised: bool) -> str:
     """The run in one line, to be printed every few seconds."""
     texts = facts(status, is_supervised=is_supervised)
     parts = [f"{label} {texts[label]}" for label in texts if label not in ("learning", "groups")]
-    return " | ".join([f"{status['run']} {status['state']}", *parts, *status["waiting"][:1]])
+    return one_line(" | ".join([f"{status['run']} {status['state']}", *parts, *status["waiting"][:1]]))
 
 
 def facts(status: Status, *, is_supervised: bool) -> dict[str, str]:
@@ -232,7 +233,7 @@ def _waits(status: Status) -> list[str]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Each line of the text in a few lines of the screen."""
-    cut = [wrap(line, max(1, width), max_lines=WRAPPED_LINES, placeholder=" …") for line in text.splitlines()]
+    cut = [wrap(one_line(line), max(1, width), max_lines=WRAPPED_LINES, placeholder=" …") for line in text.splitlines()]
     return [part for parts in cut for part in parts]
 
 

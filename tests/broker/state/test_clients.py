@@ -1,5 +1,6 @@
 """Joining, fencing, silence."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -258,11 +259,13 @@ def test_of_several_newcomers_each_waits_for_a_sign_after_its_own_hello(desk: An
     assert len(desk.state.clients["w"].newcomers) <= 8
 
 
-def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds(desk: Any) -> None:
+def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds_and_a_heartbeat(new_desk: Any) -> None:
+    desk = new_desk(heartbeat_s=10.0, lease_s=30.0, client_timeout_s=60.0)
+    desk.begin()
     assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
     desk.restart()
-    desk.now += 1.9
-    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable, "the others connect anew"
+    desk.now += 11.9
+    assert desk.ask("w", newcomer("rollout"), epoch=0).retryable, "the others connect anew, and speak when a heartbeat is due"
     desk.now += 0.2
     assert isinstance(desk.ask("w", newcomer("rollout"), epoch=0), m.Welcome)
 
@@ -413,3 +416,15 @@ def test_a_restarted_broker_knows_the_leases_that_a_heartbeat_counts(desk: Any) 
     groups = desk.lease(2)
     desk.restart()
     assert not desk.ask("w", m.Heartbeat(lineage="L", serving=0, num_leases=2, lease_sum=sum(g.lease for g in groups))).list_leases
+
+
+def test_a_metric_that_json_cannot_hold_is_left_out(desk: Any) -> None:
+    desk.ask("w", m.Heartbeat(metrics={"tokens": math.nan, "serving_s": math.inf, "queued": 1e308, "running": 2.0}))
+    assert next(c for c in desk.status["clients"] if c["name"] == "w")["metrics"] == {"running": 2.0}
+
+
+@pytest.mark.parametrize("name", ["w\x1b[2J", "w\nrun r: finished", "w\u202e"])
+def test_a_name_that_is_not_printable_joins_no_run(desk: Any, name: str) -> None:
+    refused = desk.ask(name, m.Hello(role="rollout", instance="1"))
+    assert (refused.code, name in desk.state.clients) == ("protocol", False)
+    assert "not printable" in refused.text

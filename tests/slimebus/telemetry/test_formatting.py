@@ -1,6 +1,6 @@
 import pytest
 
-from slimebus.telemetry.formatting import count, duration, size
+from slimebus.telemetry.formatting import columns, count, duration, size
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,7 @@ def test_counts_keep_three_digits(number: float, text: str) -> None:
 )
 def test_sizes_read_in_the_unit_that_fits(number: int, text: str) -> None:
     assert size(number) == text
+
+
+def test_a_cell_neither_breaks_its_line_nor_moves_the_cursor() -> None:
+    assert columns([("a\nb", 1), ("\x1b[2J", 2)]) == [r"a\nb     1", r"\x1b[2J  2"]

@@ -176,3 +176,12 @@ def test_an_unbounded_staleness_is_named() -> None:
 
 def test_bad_prompts_are_counted() -> None:
     assert "  skipped    7 bad prompts" in brief(status(source={"skipped": 7}), is_supervised=False)
+
+
+def test_what_peers_say_cannot_command_the_terminal() -> None:
+    evil = "x\x1b]0;title\x07\x1b[2J\n\u202e"
+    client = {**WHOLE["clients"][2], "name": evil, "state": evil}
+    shown = status(clients=[client], waiting=[f"worker {evil} waits"], stalled={"since_s": 1.0, "limit_s": 1.0, "reason": evil})
+    lines = [*brief(shown, is_supervised=False), plain_line(shown, is_supervised=False), *lines_of(shown, problem=evil)]
+    assert not [line for line in lines if not line.isprintable()]
+    assert any(r"\x1b[2J" in line for line in lines)
