@@ -5,7 +5,7 @@ from typing import Any
 from broker.observe import watchdog
 from broker.state import prompts, wait_reasons
 from broker.state.broker_state import FILTERED, State
-from broker.state.clients import is_present, is_starting
+from broker.state.clients import blocked, is_present, is_starting
 from broker.state.features import consumers, evaluation, settings
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
 from broker.state.pace import quantile
@@ -103,11 +103,12 @@ def _pace(state: State) -> dict[str, float]:
 
 
 def _client(state: State, client: Client) -> dict[str, Any]:
+    is_gone = client.is_gone and not is_starting(client)
     return {
         "name": client.name,
         "role": client.role,
         "epoch": client.epoch,
-        "state": "fenced" if client.is_fenced else "gone" if client.is_gone and not is_starting(client) else client.state or "joined",
+        "state": "fenced" if client.is_fenced else "gone" if is_gone else blocked(state, client) or client.state or "joined",
         "silent_s": round(state.now - client.heard_at, 3),
         "lineage": client.lineage,
         "version": client.serving,

@@ -6,7 +6,7 @@ import msgspec
 
 from broker.state import admission, choice, prompts
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent, is_starting
+from broker.state.clients import blocked, is_present, is_silent, is_starting
 from broker.state.features import consumers
 from broker.state.groups import EVAL
 from broker.state.records import Client
@@ -35,19 +35,22 @@ def batch_cause(state: State, step: int) -> Cause:
     """Whom the next batch to be chosen waits for, while too few groups are ready."""
     parts = [f"trainer waits for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"]
     holders = Counter(group.lease.worker for group in state.groups.leased_for_training())
-    silent = {name: client for name in holders if (client := state.clients.get(name)) is not None and is_silent(state, client)}
+    stuck = {name: why for name in holders if (client := state.clients.get(name)) is not None and (why := _why_stuck(state, client))}
     for name, count in holders.most_common(MAX_NAMES):
-        silence = f", silent for {state.now - silent[name].heard_at:.0f} s" if name in silent else ""
-        parts.append(f"{count} leased by {name}{silence}")
+        parts.append(f"{count} leased by {name}, {stuck[name]}" if name in stuck else f"{count} leased by {name}")
     if lacking := consumers.why_fields_are_awaited(state):
         parts.append(lacking)
     if lacking and len(state.groups.every_ready()) >= state.rules.batch_size:
         names = {who for name in consumers.missing_fields(state) for who in consumers.producers(state, name)}
         return Cause("consumer", sorted(names)[:MAX_NAMES], "; ".join(parts))
     if holders:
-        return Cause("rollout", sorted(silent or holders)[:MAX_NAMES], "; ".join(parts))
+        return Cause("rollout", sorted(stuck or holders)[:MAX_NAMES], "; ".join(parts))
     found = _no_leases(state)
     return Cause(found.role, found.who, "; ".join(parts if lacking else [*parts, found.reason]))
+
+
+def _why_stuck(state: State, client: Client) -> str:
+    return f"silent for {state.now - client.heard_at:.0f} s" if is_silent(state, client) else blocked(state, client)
 
 
 def _no_leases(state: State) -> Cause:
@@ -99,6 +102,8 @@ def waiting(state: State) -> list[str]:
             lines.append(f"{client.title} is {client.state}{silence}")
         elif client.role != "client" and not client.is_fenced and silence:
             lines.append(f"{client.title} has been silent for {state.now - client.heard_at:.0f} s")
+        elif not client.is_fenced and (why := blocked(state, client)):
+            lines.append(f"{client.title} is {why}")
     trainer = trainer_of(state)
     if trainer and not state.meta.lineage:
         lines.append(f"everyone waits for {trainer.title}, which has joined and is loading")
