@@ -31,6 +31,7 @@ from slimebus.config.field_rules import evaluation_problems
 from slimebus.config.file_checks import label_problems
 from slimebus.config.load import raise_all
 from slimebus.config.saved import save_config
+from slimebus.process.loop_watch import LoopWatch
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring
 from slimebus.telemetry import logs
@@ -41,6 +42,8 @@ MORE_CONNECTIONS = 64
 """For those who only ask, beside two of each client."""
 UNSENT_BYTES = 1 << 30
 """Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
+LEAVE_BLOCKED_S = 10.0
+"""Of a broker that is told to stop: its disk may be slow. What is acknowledged is on disk as far as `broker.durability` says."""
 MAX_PUSHED = 1_000_000
 """Most pushed prompts that wait to be sampled; a client that pushes more is told to wait."""
 
@@ -60,6 +63,8 @@ def run_broker(resolved: Resolved, *, debug: bool) -> None:
             stack.callback(page.stop)
         _settle_memory()
         log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
+        turns = LoopWatch("the broker's loop", lambda: broker.num_turns, on_signal=stop.set, leave_blocked_s=LEAVE_BLOCKED_S)
+        turns.start()
         broker.run(stop)
     log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
 

@@ -86,6 +86,7 @@ class Broker:
         self._uncommitted: UncommittedBurst | None = None
         self._store_problem, self._all_heard = "", True
         self._last_report: dict[str, Any] = {}
+        self.num_turns = 0
         with contextlib.ExitStack() as opened:
             opened.callback(store.close)
             self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
@@ -126,6 +127,7 @@ class Broker:
 
     def run_once(self, max_wait_s: float) -> int:
         """One burst: receive, decide, commit, answer. Returns how many requests it had."""
+        self.num_turns += 1
         burst = self._uncommitted
         num_requests = self._run_burst(max_wait_s) if burst is None else self._run_uncommitted(burst)
         self.status_askers.answer()

@@ -15,7 +15,7 @@ import msgspec
 from rollout import partials
 from rollout.engines.dispatch import Dispatch
 from rollout.groups import Dropped, GroupMaker
-from rollout.plugins import PluginError, failure
+from rollout.plugins import LEASED, PluginError, failure
 from slimebus.bus.errors import HookError, SlimebusError
 from slimebus.bus.messages import GiveBack, LeasedGroup, Put, PutReply
 from slimebus.bus.sample_table import check_group
@@ -151,6 +151,7 @@ class Attempts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
+        LEASED.set(leased)
         try:
             try:
                 with self.spans("sample", group=leased.group, kind=leased.kind):
@@ -233,13 +234,16 @@ class Attempts:
         self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = GIVE_BACK_TIMEOUT_S, **about: Any
     ) -> None:
         """about: more fields of the message."""
-        reason = reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
-        await self._send_back(
-            GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason, **about), [], timeout_s=timeout_s
-        )
+        await self._send_back(without_samples(leased, outcome, reason, **about), [], timeout_s=timeout_s)
 
     async def _send_back(self, back: GiveBack, frames: list[bytes], *, timeout_s: float) -> None:
         try:
             await self.client.ask(back, frames, timeout_s=timeout_s)
         except SlimebusError as bad:
             log.warning("group %s not given back (its lease will run out): %s", back.group, bad.text)
+
+
+def without_samples(leased: LeasedGroup, outcome: str, reason: str, **about: Any) -> GiveBack:
+    """What gives a group back that yields no samples. about: more fields of the message."""
+    reason = reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
+    return GiveBack(group=leased.group, lease=leased.lease, outcome=outcome, reason=reason, **about)

@@ -7,25 +7,26 @@ Neither can end the worker: SystemExit, KeyboardInterrupt and a CancelledError o
 
 import asyncio
 import inspect
-import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import Context, ContextVar, copy_context
 from pathlib import Path
 from typing import Any
 
-import rollout
-import slimebus
 from slimebus.bus.errors import HookError
+from slimebus.bus.messages import LeasedGroup
 from slimebus.process import hooks
-from slimebus.process.hooks import text_of
+from slimebus.process.hooks import text_of, user_line
 
 CANCEL_S = 6.0
 """How long a cancelled plug-in may clean up; then it is left behind."""
 
-INSTALLED = {"site-packages", "dist-packages"}
-_LIBRARIES = [sysconfig.get_path("stdlib"), *(str(Path(module.__file__ or "").parent) for module in (rollout, slimebus))]
+LEASED: ContextVar[LeasedGroup | None] = ContextVar("leased", default=None)
+"""The group that a task works for, and all tasks that it begins."""
+CALLED: ContextVar[str] = ContextVar("called", default="")
+"""The same of the plug-in."""
 
 
 class PluginError(HookError):
@@ -80,6 +81,7 @@ class Plugin:
         raise failure(self.name, error, self.function)
 
     async def _outcome(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+        CALLED.set(self.name)
         try:
             call = self.function if self.is_async else self._in_thread
             value = call(*arguments, **named)
@@ -113,35 +115,36 @@ def failure(name: str, error: BaseException, function: Callable[..., Any] | None
     """What this exception says of what `name` names: the user's line, the type, the text."""
     if isinstance(error.__cause__, StopIteration | StopAsyncIteration):  # Python makes it a RuntimeError at the end of a coroutine
         error = error.__cause__
-    where = user_line(error, function)
+    where = _line_of(error, function)
     return PluginError(f"{name} failed{f' at {where}' if where else ''}: {type(error).__name__}", text_of(error))
 
 
-def user_line(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """`file:line` of the innermost frame that is the user's: of the function's own file, or of no library; empty without one.
-
-    Without a function code that was compiled from a text counts too, such as a template.
-    """
+def _line_of(error: BaseException, function: Callable[..., Any] | None) -> str:
+    """`FILE:LINE` of the user's where this was raised. Without a function code that was compiled from a text counts, such as a template."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    own, skipped = (code.co_filename if code is not None else ""), ("<frozen" if function is None else "<")
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [(file, line) for file, line in frames if file == own or not (file.startswith(skipped) or _is_library(file))]
-    return ":".join(map(str, users[-1])) if users else ""
+    return user_line(frames, own=code.co_filename if code is not None else "", not_a_file="<frozen" if function is None else "<")
 
 
-def _is_library(file: str) -> bool:
-    return any(file.startswith(f"{folder}/") for folder in _LIBRARIES) or not INSTALLED.isdisjoint(Path(file).parts)
+class ContainedTask(asyncio.Task[Any]):
+    """A task whose SystemExit or KeyboardInterrupt ends it alone, and not the process. Its context can be read from other threads."""
+
+    def __init__(self, work: Awaitable[Any], *, context: Context | None = None, **named: Any) -> None:
+        self.context = copy_context() if context is None else context
+        super().__init__(_contained(work), context=self.context, **named)
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on SystemExit or KeyboardInterrupt in a task of this loop ends that task alone, and not the process."""
+    """From now on the tasks of this loop are contained."""
+    loop.set_task_factory(lambda loop, work, **named: ContainedTask(work, loop=loop, **named))
 
-    def make(loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> "asyncio.Task[Any]":
-        return asyncio.Task(_contained(work), loop=loop, **named)
 
-    loop.set_task_factory(make)
+def called_in(loop: asyncio.AbstractEventLoop) -> tuple[str, LeasedGroup | None]:
+    """The plug-in that a loop, which may be another thread's, is in, and the group that this is for; of neither may be known."""
+    task = asyncio.current_task(loop)
+    return (task.context.get(CALLED, ""), task.context.get(LEASED)) if isinstance(task, ContainedTask) else ("", None)
 
 
 async def _contained(work: Awaitable[Any]) -> Any:

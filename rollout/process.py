@@ -1,8 +1,6 @@
 """The process around a worker: logs, signals, the connection to the broker."""
 
-import asyncio
 import logging
-import signal
 
 import uvloop
 
@@ -46,6 +44,6 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, take
 
 async def _run(resolved: Resolved, client: Client, welcome: Welcome, tokenizer: Tokenizer) -> None:
     worker = Worker(resolved, client, name=client.name)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+    worker.watch.start()
     await worker.run(welcome, tokenizer)
+    worker.watch.exit_code = 0  # all that is left to do is to end

@@ -5,6 +5,7 @@ STARTING -> SYNCING -> SERVING -> DRAINING
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from rollout.attempts import Attempts
+from rollout.attempts import Attempts, without_samples
 from rollout.commands import Commands
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.groups import GroupMaker
-from rollout.plugins import contain_exits
+from rollout.plugins import called_in, contain_exits
 from rollout.tokenizer import Tokenizer
 from rollout.weights.relay import WeightRelay
 from rollout.weights.sync import WeightSync
@@ -26,6 +27,7 @@ from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, Heartbeat, Hear
 from slimebus.bus.transport.client import Client
 from slimebus.config import Resolved
 from slimebus.config.model_folder import context_length
+from slimebus.process.loop_watch import LoopWatch, progress_of
 from slimebus.telemetry.exporter import MetricsServer
 from slimebus.telemetry.metrics import MetricsWriter
 from slimebus.telemetry.spans import Spans
@@ -36,6 +38,12 @@ log = logging.getLogger("rollout")
 LEASE_WAIT_S = 10.0
 PULL_TIMEOUT_S = 120.0
 """Of one pull, after which the worker says why and tries again."""
+LEAST_LIMIT_S = 10.0
+"""A worker whose loop is blocked for `broker.lease_s`, or for this if that is less, ends."""
+LEAVE_S = 30.0
+"""What leaving takes at most, beside handing over: engines and hooks have 10 s each to end."""
+GOODBYE_S = 1.0
+REMEDY = "a coroutine function must await what takes long, a plain one runs in a thread of its own"
 
 
 class Worker:
@@ -60,6 +68,14 @@ class Worker:
         self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self.watch = LoopWatch(
+            "the event loop",
+            progress_of(self._loop),
+            on_signal=lambda: self._threadsafe(self.stop),
+            on_end=self._end_at_once,
+            who=lambda: called_in(self._loop)[0],
+            grace_s=c.rollout.drain_timeout_s + LEAVE_S,
+        )
 
     # --- life ---
 
@@ -84,6 +100,7 @@ class Worker:
             if welcome.hints:
                 self.client.listen(welcome.hints, lambda hint: self._threadsafe(self._on_news, hint))
             await self._until_stopped(maker.setup, background)
+            self.watch.limit_s = max(LEAST_LIMIT_S, self.config.broker.lease_s)  # until here hooks may load models, and nothing is leased
             await self._until_stopped(self._lease_forever, background)
         finally:
             await self._leave(background)
@@ -123,6 +140,7 @@ class Worker:
 
     def stop(self) -> None:
         """Give everything back and leave."""
+        self.watch.leave()
         self._stopping.set()
 
     def _give_up(self, error: BaseException) -> None:
@@ -145,6 +163,20 @@ class Worker:
         for part in (self.sync, self.relay, self.writer, self.exporter):
             if part is not None:
                 part.close()
+
+    def _end_at_once(self, why: str, is_blocked: bool) -> None:
+        """From the watch's thread, before it ends the process: the group that blocks the loop failed, others may have the rest now.
+
+        Where that group is not known all of them count as lost with their worker, or it would block one worker after the other.
+        """
+        _, leased = called_in(self._loop) if is_blocked else ("", None)
+        if is_blocked:
+            why = f"{why}; {REMEDY}"
+            log.error("%s", why)
+        with contextlib.suppress(SlimebusError):
+            if leased is not None:
+                self.client.call(without_samples(leased, "fail", why), timeout_s=GOODBYE_S)
+        self.client.close(goodbye=leased is not None or self.watch.is_leaving)
 
     # --- leasing ---
 
@@ -209,6 +241,8 @@ class Worker:
             metrics=self._metrics(),
             engines=[engine.report() for engine in self.pool.engines],
             outcomes=self.commands.outcomes,
+            blocked_s=round(self.watch.blocked_s, 1),
+            blocked_at=self.watch.blocked_at,
         )
 
     def _metrics(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from broker.state.groups import EVAL, Group, WorkerLeases
 from broker.state.records import Client
 from slimebus.bus import messages as m
 from slimebus.bus import protocol
-from slimebus.bus.envelope import check_name, error_reply
+from slimebus.bus.envelope import check_name, error_reply, one_line
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, PROTOCOL_VERSION
 from slimebus.security.roles import SENDERS
@@ -40,6 +40,8 @@ MAX_METRICS, MAX_METRIC = 64, 1e100
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
 """Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
+MAX_PLACE_CHARS = 200
+"""Of `blocked_at`: the end of a path says more than its beginning."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -315,6 +317,7 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     client.metrics = {name: value for name, value in list(beat.metrics.items())[:MAX_METRICS] if abs(value) <= MAX_METRIC}
     set_serving(state, client, beat.lineage, beat.serving)
     client.engines, client.is_told = beat.engines, state.is_finished
+    client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
     outstanding = commands.take_outcomes(client, beat.outcomes)
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
@@ -390,6 +393,12 @@ def is_present(client: Client) -> bool:
 def is_silent(state: State, client: Client) -> bool:
     """True when a client has missed its last heartbeats."""
     return state.now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
+
+
+def blocked(state: State, client: Client) -> str:
+    """How long and where a client that is alive has been blocked, in words; empty when it is not."""
+    at = f" at {client.blocked_at}" if client.blocked_at else ""
+    return f"blocked for {client.blocked_s + state.now - client.heard_at:.0f} s{at}" if client.blocked_s and is_present(client) else ""
 
 
 def is_starting(client: Client) -> bool:

@@ -15,6 +15,7 @@ from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
 from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord
+from broker.state.records import Client
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting
 from slimebus.bus.messages import NO_VERSION, GiveBack, Lease, LeasedGroup, LeaseReply, Ok, Put, PutReply
@@ -63,7 +64,7 @@ def deal(state: State) -> None:
     kinds = _open_kinds(state, refused)
     if not kinds:
         return
-    waits = (waiting for waiting in state.waiting_leases.values() if waiting.kind in kinds and is_present(state.clients[waiting.client]))
+    waits = (w for w in state.waiting_leases.values() if w.kind in kinds and _can_begin(state.clients[w.client]))
     line = deque((waiting, waiting.message.want * state.rules.samples_per_prompt) for waiting in waits)
     granted: dict[Address, list[Group]] = {}
     while line:
@@ -85,6 +86,10 @@ def deal(state: State) -> None:
     for to, groups in granted.items():
         state.waiting_leases.take((groups[0].lease.worker, to.request))
         _answer(state, to, groups)
+
+
+def _can_begin(client: Client) -> bool:
+    return is_present(client) and not client.blocked_s
 
 
 def _open_kinds(state: State, refused: Refused) -> set[Kind]:

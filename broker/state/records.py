@@ -124,6 +124,8 @@ class Client(msgspec.Struct, kw_only=True):
     engines: list[EngineReport] = []
     commands: dict[str, Command] = {}
     outcomes: dict[str, CommandReply] = {}
+    blocked_s: float = 0.0
+    blocked_at: str = ""
 
     @property
     def title(self) -> str:

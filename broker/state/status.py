@@ -4,7 +4,7 @@ from typing import Any
 
 from broker.state import consumers, evaluation, prompts, settings, wait_reasons, watchdog
 from broker.state.broker_state import FILTERED, State
-from broker.state.clients import is_present, is_starting
+from broker.state.clients import blocked, is_present, is_starting
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
 from broker.state.pace import quantile
 from broker.state.records import Client
@@ -101,11 +101,12 @@ def _pace(state: State) -> dict[str, float]:
 
 
 def _client(state: State, client: Client) -> dict[str, Any]:
+    is_gone = client.is_gone and not is_starting(client)
     return {
         "name": client.name,
         "role": client.role,
         "epoch": client.epoch,
-        "state": "fenced" if client.is_fenced else "gone" if client.is_gone and not is_starting(client) else client.state or "joined",
+        "state": "fenced" if client.is_fenced else "gone" if is_gone else blocked(state, client) or client.state or "joined",
         "silent_s": round(state.now - client.heard_at, 3),
         "lineage": client.lineage,
         "version": client.serving,

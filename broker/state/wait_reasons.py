@@ -7,7 +7,7 @@ import msgspec
 
 from broker.state import admission, choice, consumers, ending, evaluation, prompts
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent, is_starting, still_here
+from broker.state.clients import blocked, is_present, is_silent, is_starting, still_here
 from broker.state.groups import EVAL, Group
 from broker.state.records import Client, Evaluation
 from broker.state.waiting import Kind
@@ -48,14 +48,12 @@ def batch_cause(state: State, step: int) -> Cause:
 
 
 def _holders(state: State, leased: Iterable[Group]) -> tuple[list[str], list[str]]:
-    """Which workers are waited for that hold these groups, the silent ones where there are some, and a sentence for each."""
+    """Which workers that hold these groups are waited for, where there are some the silent and blocked ones, and a sentence for each."""
     holders = Counter(group.lease.worker for group in leased)
-    silent = {name: client for name in holders if (client := state.clients.get(name)) is not None and is_silent(state, client)}
-    sentences = []
-    for name, count in holders.most_common(MAX_NAMES):
-        silence = f", silent for {state.now - silent[name].heard_at:.0f} s" if name in silent else ""
-        sentences.append(f"{count} leased by {name}{silence}")
-    return sorted(silent or holders)[:MAX_NAMES], sentences
+    stuck = {name: why for name in holders if (client := state.clients.get(name)) is not None and (why := _why_stuck(state, client))}
+    named = holders.most_common(MAX_NAMES)
+    sentences = [f"{count} leased by {name}{f', {stuck[name]}' if name in stuck else ''}" for name, count in named]
+    return sorted(stuck or holders)[:MAX_NAMES], sentences
 
 
 def end_cause(state: State) -> Cause:
@@ -87,6 +85,10 @@ def _evaluation_cause(state: State, running: Evaluation) -> Cause:
     idle = [name for name in serving if name not in state.groups.by_worker]
     what = "could work and asks for nothing" if idle else "serves it and is busy with other groups"
     return Cause("rollout", (idle or serving)[:MAX_NAMES], f"none leased; {_named(idle or serving)} {what}")
+
+
+def _why_stuck(state: State, client: Client) -> str:
+    return f"silent for {state.now - client.heard_at:.0f} s" if is_silent(state, client) else blocked(state, client)
 
 
 def _no_leases(state: State) -> Cause:
@@ -145,6 +147,8 @@ def waiting(state: State) -> list[str]:
             lines.append(f"{client.title} is {client.state}{silence}")
         elif client.role != "client" and not client.is_fenced and silence:
             lines.append(f"{client.title} has been silent for {state.now - client.heard_at:.0f} s")
+        elif not client.is_fenced and (why := blocked(state, client)):
+            lines.append(f"{client.title} is {why}")
     trainer = trainer_of(state)
     if trainer and not state.meta.lineage:
         lines.append(f"everyone waits for {trainer.title}, which has joined and is loading")

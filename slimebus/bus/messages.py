@@ -150,7 +150,8 @@ class Heartbeat(Message):
     """I am alive, and work on `num_leases` leases whose ids sum up to `lease_sum` modulo 2^63; where the broker agrees they live on.
 
     leases: all of them, after a reply that asked for the list; None: not listed. `serving` is the verified version (NO_VERSION: none).
-    `outcomes`: of commands, by key.
+    `outcomes`: of commands, by key. blocked_s: for how long one call has blocked the event loop of this process, `blocked_at` FILE:LINE;
+    0: it does not.
     """
 
     state: str = ""
@@ -162,6 +163,8 @@ class Heartbeat(Message):
     metrics: dict[str, float] = {}
     engines: Annotated[list[EngineReport], Meta(max_length=256)] = []
     outcomes: Annotated[dict[str, CommandReply], Meta(max_length=64)] = {}
+    blocked_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    blocked_at: str = ""
 
 
 class HeartbeatReply(Message):

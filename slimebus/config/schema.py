@@ -60,7 +60,7 @@ class BrokerConfig(Section, frozen=True):
     on_stale: Literal["requeue", "drop"] = "requeue"
     """[choice] What happens to a finished group that became too stale: sample its prompt again, or drop it."""
     lease_s: Seconds = 60.0
-    """[seconds] A worker that is silent this long loses its groups, and they are queued again."""
+    """[seconds] A worker that is silent this long loses its groups, which are queued again; one whose loop is blocked this long ends."""
     heartbeat_s: Seconds = 2.0
     """[seconds] How often each process says that it is alive."""
     max_attempts: Positive = 3

@@ -5,8 +5,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ from slimebus.bus.errors import HookError
 SHOWN = 300
 FROM_FILE = "slimebus_hook_"
 """What the names of modules begin with that were loaded from a file."""
+INSTALLED = {"site-packages", "dist-packages"}
+_OURS = Path(__file__).parents[2]
+_LIBRARIES = [sysconfig.get_path("stdlib"), *(str(_OURS / package) for package in ("slimebus", "broker", "rollout", "trainer"))]
 
 
 def load(path: str, *, base: Path | None = None, arguments: Sequence[str] = ()) -> Callable[..., Any]:
@@ -96,3 +100,16 @@ def text_of(value: object) -> str:
         text = f"(a {type(value).__name__} that cannot be printed)"
     text = text if len(text) <= SHOWN else text[:SHOWN] + "..."
     return text.encode(errors="replace").decode()  # lone surrogates cannot be sent
+
+
+def user_line(frames: Iterable[tuple[str, int]], *, own: str = "", not_a_file: str = "<") -> str:
+    """`FILE:LINE` of the innermost frame that is the user's: of the file `own`, or of no library; empty without one.
+
+    frames: file and line of each, the innermost last. not_a_file: what the names of those begin with that were not read from a file.
+    """
+    users = [(file, line) for file, line in frames if file == own or not (file.startswith(not_a_file) or _is_library(file))]
+    return ":".join(map(str, users[-1])) if users else ""
+
+
+def _is_library(file: str) -> bool:
+    return any(file.startswith(f"{folder}/") for folder in _LIBRARIES) or not INSTALLED.isdisjoint(Path(file).parts)

@@ -272,7 +272,7 @@ function showWorkers() {
   while (body.rows.length > shown.length) body.deleteRow(-1);
   shown.forEach((row, i) => {
     const line = body.rows[i] || body.insertRow();
-    const silent = row[at.state] !== "lost" && row[at.silent_s] > 10;
+    const silent = row[at.state] !== "lost" && (row[at.silent_s] > 10 || String(row[at.state]).startsWith("blocked"));
     const cls = row[at.state] === "lost" ? "lost" : silent ? "silent" : "";
     if (line.className !== cls) line.className = cls;
     HEADS.forEach(([name], j) => {
