@@ -292,7 +292,10 @@ def test_the_glossary_has_the_words_of_the_wire() -> None:
 # --- what people read in logs and in a status ---
 
 
-COMPOSED = {"is starting", "groups ready", "still pull version"}
+COMPOSED = {
+    *("is starting", "groups ready", "still pull version"),
+    *("the event loop has been blocked for", "the event loop was blocked for", "the broker's loop has been blocked for"),
+}
 """Sentences that the code puts together from parts."""
 
 
