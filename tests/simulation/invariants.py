@@ -161,7 +161,7 @@ class Invariants:
         elif (
             isinstance(reply, m.Error)
             and reply.code in ("name_in_use", "name_in_doubt")
-            and self.world.broker.broker_clock.now > RECONNECT_S
+            and self.world.broker.broker_clock.now > RECONNECT_S + state.rules.heartbeat_s
         ):
             others = [c for c in state.clients.values() if c.name == name or c.role == hello.role == "trainer"]
             is_kept_out = any(self.world.is_connected(c.peer) for c in others if c.instance != hello.instance)
