@@ -245,8 +245,8 @@ class Trainer(Actor):
             self._turned_away()
         elif error.code == "not_assigned" and self.rejected:
             pass  # what was asked for before its batch was chosen anew
-        elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step < self.step:
-            pass  # the same, and that step is trained since
+        elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step in self.trained:
+            pass  # the same, and that step is trained since; the answer to its commit may be under way
         elif error.code == "step" and isinstance(request.message, m.Resume) and self.step < self.world.oldest_checkpoint:
             self.crash()  # another trainer went on while this one was on its way
         elif error.code == "source_ended":
