@@ -72,6 +72,7 @@ LOWER = [
     ("broker/state", "broker.observe"),
     ("broker/state", "broker.machine"),
     ("broker/state", "slimebus.view"),
+    ("rollout/engines", "rollout.weights"),
 ]
 """A folder, and what it must not import: that imports the folder."""
 
