@@ -19,12 +19,11 @@ import msgspec
 import numpy as np
 
 from rollout import partials
-from rollout.engines.client import Completion
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.groups import Dropped, GroupMaker
 from rollout.plugins import PluginError, contain_exits
-from rollout.response import Response, Task
+from rollout.response import Completion, Response, Task
 from rollout.tokenizer import Tokenizer
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import DataError, SlimebusError, UsageError

@@ -4,11 +4,12 @@ A session turns a Task into Responses (rollout/session.py); a reward scores a Re
 sample of T = P + R tokens.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Scalar
 from slimebus.bus.sample_table import LEAST_TEMPERATURE, MAX_REWARD, MAX_TEMPERATURE, MAX_TOKENS, MAX_VERSION, TOKEN_FIELDS
 from slimebus.bus.samples import Sample
@@ -35,6 +36,27 @@ class Task(msgspec.Struct, kw_only=True):
     dataset: str = ""
     index: int = 0
     session: str = ""
+
+
+class EngineError(SlimebusError):
+    """An engine answered, and not with what was asked for; the text names its URL."""
+
+    code = "engine"
+
+
+class Completion(NamedTuple):
+    """One generated sequence of T tokens, the stop token included.
+
+    output_ids    int32 [T]
+    logprobs      float32 [T], of the distribution before top-k, top-p and min-p, at the sampling temperature
+    finish_reason stop, length, or abort (what was generated until then is here)
+    versions      (weight version, first token, one past the last token), in order, covering T
+    """
+
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    versions: list[tuple[str, int, int]]
 
 
 class Response(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ import numpy as np
 import uvloop
 from msgspec.structs import replace
 
-from rollout.engines.client import EngineClient
+from rollout.engines.backends import EngineApi
 from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import Unreachable, UsageError
 from slimebus.bus.samples import Sample
@@ -117,13 +117,13 @@ def _is_scored(group: ConsumedGroup) -> bool:
     return all(FIELD in sample.extras for sample in group.samples)
 
 
-async def scores_of(client: EngineClient, group: ConsumedGroup) -> list[np.ndarray]:
+async def scores_of(client: EngineApi, group: ConsumedGroup) -> list[np.ndarray]:
     """The field of each sample, f32 [T]: NaN, which the trainer refuses, where the sample cannot be scored; the log says why."""
     names = [f"{group.id}-{group.lease}-{i}" for i in range(len(group.samples))]
     return list(await asyncio.gather(*map(_scores, [client] * len(names), group.samples, names)))
 
 
-async def _scores(client: EngineClient, sample: Sample, name: str) -> np.ndarray:
+async def _scores(client: EngineApi, sample: Sample, name: str) -> np.ndarray:
     if not np.any(sample.loss_mask[1:]):
         return np.zeros(len(sample.tokens), np.float32)
     try:

@@ -153,7 +153,7 @@ class Worker:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await self.pool.unpause()
+        await self.pool.leave()
         if self.has_engines and self._failure is None and not self.finished:
             await self.attempts.hand_over()
         await self.attempts.cancel()

@@ -10,7 +10,7 @@ import re
 import secrets
 from typing import Any
 
-from rollout.engines.client import EngineClient
+from rollout.engines.sglang.client import EngineClient
 from slimebus.bus.errors import UsageError
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -35,8 +35,10 @@ def parse(text: str) -> tuple[str, Calls]:
     return (content.strip() + text[end:].rstrip() if calls else text), calls
 
 
-async def parse_by_sglang(client: EngineClient, parser: str, text: str, tools: list[dict[str, Any]]) -> tuple[str, Calls]:
+async def parse_by_sglang(client: object, parser: str, text: str, tools: list[dict[str, Any]]) -> tuple[str, Calls]:
     """The same by SGLang's parser of this name. UsageError where the engine has none: it is no SGLang, or the name is wrong."""
+    if not isinstance(client, EngineClient):
+        raise UsageError(f"the parser {parser!r} is SGLang's, and the engine is another; leave it empty for Hermes' form")
     reply = await client.post_once("/parse_function_call", {"text": text, "tools": tools, "tool_call_parser": parser})
     found = json.loads(reply)
     return found["normal_text"], [_call(call["name"], call["parameters"]) for call in found["calls"]]

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from rollout import partials
-from rollout.engines.client import Completion, EngineError
-from rollout.engines.engine import Engine
+from rollout.engines.engine import Requests
 from rollout.engines.pool import EnginePool
-from rollout.response import Response, Task
+from rollout.response import Completion, EngineError, Response, Task
 from slimebus.bus.errors import Unreachable, WeightsError
 from slimebus.bus.messages import NO_VERSION
 
@@ -34,13 +33,13 @@ class Dispatch:
         self.is_leaving = False
         self._recalled: set[str] = set()
         self._waiting: Counter[str] = Counter()
-        self._homes: OrderedDict[str, Engine] = OrderedDict()
+        self._homes: OrderedDict[str, Requests] = OrderedDict()
         self._ids = itertools.count()
 
     @property
     def lineage(self) -> str:
         """Of the policy's weights."""
-        return self.pool.weights.lineage
+        return self.pool.lineage
 
     @property
     def vocab_size(self) -> int | None:
@@ -62,27 +61,26 @@ class Dispatch:
         try:
             completions = await engine.generate(prompts, samplings, rids, group=group, session=session)
         except Unreachable:
-            await self._report_if_lost(engine)
+            await self.pool.check_version(engine)
             raise
-        if not engine.is_frozen and any(tag.rpartition(":")[0] != self.lineage for c in completions for tag, _, _ in c.versions):
-            await self._report_if_lost(engine)
+        if not engine.state.is_frozen and any(tag.rpartition(":")[0] != self.lineage for c in completions for tag, _, _ in c.versions):
+            await self.pool.check_version(engine)
         self.tokens_made += sum(len(completion.output_ids) for completion in completions)
         return completions
 
-    async def _engine_for(self, num_requests: int, group: str, session: str, model: str) -> Engine | None:
+    async def _engine_for(self, num_requests: int, group: str, session: str, model: str) -> Requests | None:
         """Where they go, once it has room; None once the group is recalled."""
         limit = self.pool.config.engine.sglang_server_concurrency
         while not (self.is_leaving or group in self._recalled):
-            up = [engine for engine in self.pool.of(model) if engine.is_up]
+            up: list[Requests] = [engine for engine in self.pool.of(model) if engine.state.is_in_service]
             if not up and not model:
-                self.pool.on_lost()  # again, should it have been lost just when its last update was done
                 raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
             if self.pool.router is not None and not model:  # it may ask any of them: none may be between two versions
-                up = [self.pool.router.target] if all(engine.state == "serving" for engine in up) else []
+                up = [self.pool.router.target] if all(engine.state.phase == "serving" for engine in up) else []
             home = self._homes.get(session) if session else None
             if home not in up:
-                home = min(up, key=lambda engine: engine.running, default=None)
-            if home is not None and home.state == "serving" and (not home.running or home.running + num_requests <= limit):
+                home = min(up, key=lambda engine: (engine.state.phase != "serving", engine.running), default=None)
+            if home is not None and home.state.phase == "serving" and (not home.running or home.running + num_requests <= limit):
                 if session:
                     self._homes[session] = home
                     self._homes.move_to_end(session)
@@ -99,12 +97,6 @@ class Dispatch:
     def is_waiting(self, group: str) -> bool:
         """Whether requests of this group wait for room at an engine: nobody samples them yet."""
         return self._waiting[group] > 0
-
-    async def _report_if_lost(self, engine: Engine) -> None:
-        is_router = self.pool.router is not None and engine is self.pool.router.target
-        for one in self.pool.of("") if is_router else [engine]:
-            if await one.is_lost():
-                self.pool.report_lost(one)
 
     def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
         """Runs (version, length) over its tokens. Raises WeightsError for weights that came from elsewhere."""

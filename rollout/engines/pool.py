@@ -1,6 +1,7 @@
-"""The inference engines of a worker: started here or attached by URL, each watched, and started again or given its weights anew.
+"""The inference engines of a worker: started here or attached by URL, each watched, and replaced or given its weights anew.
 
-Which of them a request goes to is rollout/engines/dispatch.py's; which weights they have, rollout/weights/policy.py's.
+What is to be done when is decided in rollout/engines/engine_state.py; here it is done. Which engine a request goes to is
+rollout/engines/dispatch.py's.
 """
 
 import asyncio
@@ -8,17 +9,18 @@ import contextlib
 import logging
 import secrets
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
+from rollout.engines.backends import BACKENDS
 from rollout.engines.claim import claim
-from rollout.engines.engine import ABORT_POLL_S, SETTLE_S, Engine
-from rollout.engines.process import EngineProcess, embedded_engine
-from rollout.engines.router import Router
-from rollout.engines.sglang import option_list, sglang_server
-from rollout.weights.policy import PolicyWeights, cancel
-from slimebus.bus.errors import SlimebusError, UsageError
+from rollout.engines.engine import Engine, Requests
+from rollout.engines.engine_state import PROBE_S, SETTLE_S, Action, Event, PoolState
+from rollout.engines.model_shapes import check_shapes, shapes_of
+from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.router import Router
+from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.config.engine_plan import EngineSpec, engine_specs
 from slimebus.config.model_folder import read_config, vocab_size
 from slimebus.config.schema import RunConfig
@@ -28,27 +30,26 @@ log = logging.getLogger("rollout")
 
 START_TIMEOUT_S, ATTACH_TIMEOUT_S = 1800.0, 10.0
 """A large model is loaded and its CUDA graphs captured in minutes; an engine that ends earlier is noticed at once."""
-MAX_RUNNING_REQUESTS = 256
-"""Sequences that the embedded engine decodes at once."""
 STOP_S = 2.0
-RESTART_PAUSE_S = 5.0
 HALF = ("float16", "half")
 HALF_IF_AUTO = (*HALF, "float32", None)
 """Dtypes of a model's config for which SGLang's `auto` is float16; None: it does not say."""
-PROBE_S, PROBE_PAUSE_S, SILENT_PROBES = 5.0, 1.0, 6
-"""An engine that answers none of so many probes in a row, 30 s, hangs: ours is killed and replaced, an attached one is sick."""
+PROBE_PAUSE_S = 1.0
 
 
 class EnginePool:
-    """All engines of one worker. `update_weights` moves those of the policy to one version."""
+    """All engines of one worker. `update_weights` moves those of the policy to one version; `lineage` is that of what they serve."""
 
     def __init__(self, config: RunConfig, model_dir: Path, log_dir: Path, *, name: str, base: Path = Path()) -> None:
         """name: the worker's. base: the folder of the run.yaml."""
         self.config, self.model_dir, self.log_dir, self.name, self.base = config, model_dir, log_dir, name, base
         self.engines: list[Engine] = []
+        self.state, self.lineage = PoolState(), ""
         self.vocab_size = vocab_size(model_dir)
-        self.weights = PolicyWeights(model_dir)
-        self._watching: dict[Engine, asyncio.Task[None]] = {}
+        self.newest: SharedVersion | None = None
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._tasks: dict[tuple[Engine, str], asyncio.Task[Any]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._claims: dict[Engine, socket.socket] = {}
         self._changed, self._attaching = asyncio.Event(), asyncio.Lock()
         self.router: Router | None = None
@@ -57,14 +58,14 @@ class EnginePool:
 
     def of(self, model: str) -> list[Engine]:
         """The engines of a model; of the policy with an empty name. Raises UsageError when there is none."""
-        found = [engine for engine in self.engines if (engine.model == model if model else not engine.is_frozen)]
+        found = [engine for engine in self.engines if (engine.state.model == model if model else not engine.state.is_frozen)]
         if not found:
-            names = sorted({engine.model or "policy" for engine in self.engines})
+            names = sorted({engine.state.model or "policy" for engine in self.engines})
             raise UsageError(f"no engine of model {model or 'policy'!r}; there are: {', '.join(names)}")
         return found
 
     @property
-    def asked(self) -> list[Engine]:
+    def asked(self) -> list[Requests]:
         """Where requests may be: at the engines, or at the router."""
         return [*self.engines, *([self.router.target] if self.router is not None else [])]
 
@@ -77,6 +78,78 @@ class EnginePool:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    # --- events and actions ---
+
+    def apply(self, event: Event, engine: Engine | None = None, text: str = "") -> list[Action]:
+        """Something has happened; do what is to be done now, and return it. Raises as PoolState.apply."""
+        loop = asyncio.get_running_loop()
+        actions = self.state.apply(event, engine.state if engine else None, now=loop.time(), text=text)
+        for action in actions:
+            self._perform(action, next(one for one in self.engines if one.state is action.engine))
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self.state.next_deadline
+        self._timer = None if due is None else loop.call_at(due, self.apply, "tick")
+        self.note_change()
+        return actions
+
+    def _perform(self, action: Action, engine: Engine) -> None:
+        match action.act:
+            case "log":
+                log.warning("%s", action.text)
+            case "lost":
+                self.on_lost()
+            case "end_requests":
+                engine.end()
+            case "cancel_load":
+                self._tasks[engine, "load"].cancel()
+            case _:
+                work = {
+                    "load": self._load, "replace": self._replace, "abort_requests": self._abort, "resume": Engine.resume,
+                    "remove": self._let_go,
+                }[action.act]  # fmt: skip
+                self._do(engine, action.act, work)
+
+    def _do(self, engine: Engine, what: str, work: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
+        self._tasks[engine, what] = task = asyncio.create_task(work(engine))
+        task.add_done_callback(_log_fault)
+
+    async def _load(self, engine: Engine) -> Exception | None:
+        version = self.newest
+        assert version is not None
+        try:
+            await engine.load(version)
+        except Exception as bad:  # noqa: BLE001  `update_weights` raises it where no engine has loaded it
+            self.apply("load_failed", engine, str(bad) or type(bad).__name__)
+            return bad
+        self.apply("load_verified", engine, version.tag)
+        return None
+
+    async def _replace(self, engine: Engine) -> None:
+        """Another process in the place of one that ended or hangs; an attached engine is only waited for again."""
+        try:
+            if engine.process is not None:
+                await asyncio.to_thread(engine.process.stop, STOP_S)
+                await engine.close()
+                process = self._launch(engine.spec)
+                engine.connect(process.url, process, engine.state)
+            await self._wait_ready(engine, START_TIMEOUT_S)
+        except (SlimebusError, OSError) as bad:
+            self.apply("start_failed", engine, str(bad))
+        else:
+            self._enlist(engine)
+
+    async def _abort(self, engine: Engine) -> None:
+        await engine.abort()
+        self.apply("requests_ended", engine)
+
+    async def _let_go(self, engine: Engine) -> None:
+        if (engine, "resume") in self._tasks:
+            await self._tasks[engine, "resume"]
+        if self.router is not None:
+            await self.router.let_go(engine)
+        await self._remove(engine)
+
     # --- starting ---
 
     async def start(self) -> None:
@@ -87,26 +160,33 @@ class EnginePool:
         for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
             process, config = self._launch(spec), self.config.engine
             size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
-            self.engines.append(Engine(process.url, process, size, config, spec=spec, on_change=self.note_change))
-        first = [asyncio.create_task(self._enlist(engine)) for engine in self.engines]
+            self.add(Engine(process.url, process, size, config, spec=spec, on_change=self.note_change))
+        first = [asyncio.create_task(self._wait_ready(engine, START_TIMEOUT_S)) for engine in self.engines]
         try:
-            done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            self._watching |= {engine: task for engine, task in zip(self.engines, first, strict=True) if not task.done()}
-        except BaseException:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
+            for engine, task in zip(self.engines, first, strict=True):
+                if task.done():
+                    task.result()
+                    self._enlist(engine)
+                else:
+                    self._do(engine, "replace", self._replace)
+        finally:
             for task in first:
                 task.cancel()
-            raise
         if self.config.engine.use_router:
             log_file = self.log_dir / f"router-{self.name}.log"
             self.router = Router(self.config, log_file, lambda: self.of(""), self.vocab_size, on_change=self.note_change)
             await self.router.start()
 
+    def add(self, engine: Engine) -> None:
+        """It is starting."""
+        self.engines.append(engine)
+        self.state.engines.append(engine.state)
+
     async def _claim(self, url: str) -> Engine:
         claimed = await claim(url)
         engine = Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine, on_change=self.note_change)
-        self.engines.append(engine)
+        self.add(engine)
         self._claims[engine] = claimed
         return engine
 
@@ -114,28 +194,27 @@ class EnginePool:
         engine = self.config.engine
         log_file = self.log_dir / f"engine-{self.name}{spec.suffix}.log"
         api_key = engine.engine_api_key or secrets.token_urlsafe(24)  # other users of this host may not use or change it
-        if engine.engine == "sglang":
-            python, arguments = engine.engine_python, option_list(spec.arguments)
-            process = sglang_server(spec.directory, log_file, python=python, arguments=arguments, api_key=api_key, gpus=spec.gpus)
-        else:
-            options = {"max_running_requests": MAX_RUNNING_REQUESTS, "threads": engine.engine_threads, "seed": self.config.seed}
-            process = embedded_engine(spec.directory, log_file, arguments=option_list(options), api_key=api_key)
+        process = BACKENDS[engine.engine].process_for(self.config, spec, log_file, api_key)
         process.start()
         log.info("started engine %s at %s (log: %s)", engine.engine, process.url, log_file)
         return process
 
-    async def _enlist(self, engine: Engine, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until it is ready, and watch it from then on."""
+    async def _wait_ready(self, engine: Engine, timeout_s: float) -> None:
         await engine.wait_ready(timeout_s)
         if engine.process is None:
             await self._note_dtype(engine)
-        self._watching[engine] = asyncio.create_task(self._look_after(engine))
+
+    def _enlist(self, engine: Engine) -> None:
+        """It is ready, and watched from now on."""
+        self.apply("process_ready", engine)
+        if (engine, "monitor") not in self._tasks:
+            self._do(engine, "monitor", self._monitor)
 
     async def _note_dtype(self, engine: Engine) -> None:
         """Say so when an engine that others started computes in a dtype with a smaller range than published weights have."""
         try:
             dtype = str((await engine.client.server_info()).get("dtype"))
-        except SlimebusError:  # an update asks it again, and says what is wrong
+        except SlimebusError:  # a load asks it again, and says what is wrong
             return
         config = read_config(self.model_dir)
         if dtype in HALF or (dtype == "auto" and (config.get("dtype") or config.get("torch_dtype")) in HALF_IF_AUTO):
@@ -144,67 +223,59 @@ class EnginePool:
 
     # --- watching ---
 
-    async def _look_after(self, engine: Engine) -> None:
-        """See that it runs, answers and has its weights, until it is detached."""
-        silent = 0
-        while engine.state != "draining":
-            asked_at = time.monotonic()
-            if engine.is_dead:
-                await self._start_again(engine)
-            silent = 0 if await engine.client.answers(PROBE_S) else silent + 1
-            # Where another engine has the version already it goes on now, and this one later.
-            if silent >= SILENT_PROBES or (silent and self.weights.holds_up(engine, self.engines)):
-                await self._give_up(engine, is_hung=silent >= SILENT_PROBES)
-            if not silent and not engine.is_frozen:
-                self.weights.recover(engine, self.engines)
-            elif not silent and engine.state == "sick":
-                engine.turn("serving")
-            await asyncio.sleep(max(0.0, asked_at + PROBE_PAUSE_S - time.monotonic()))
-
-    async def _give_up(self, engine: Engine, *, is_hung: bool) -> None:
-        if engine.state != "sick" or engine.is_updating:
-            log.error("engine at %s does not answer; it is out of service until it does", engine.url)
-            engine.take_out_of_service()
-            self.report_lost(engine)
-        if is_hung and engine.process is not None and not engine.is_dead:
-            log.error("engine at %s has not answered for %.0f s; killing it", engine.url, PROBE_S * SILENT_PROBES)
-            await asyncio.to_thread(engine.process.stop, STOP_S)
-
-    async def _start_again(self, engine: Engine) -> None:
-        """Another process in the place of one that ended, however often that takes."""
-        engine.take_out_of_service()
-        self.report_lost(engine)
+    async def _monitor(self, engine: Engine) -> None:
+        """Report whether it runs and answers."""
+        loop = asyncio.get_running_loop()
         while True:
-            log.error("engine at %s ended; starting another", engine.url)
-            await engine.close()
-            process = self._launch(engine.spec)
-            engine.connect(process.url, process)
-            try:
-                return await engine.wait_ready(START_TIMEOUT_S)
-            except SlimebusError as bad:
-                log.error("%s", bad.text)
-                await asyncio.to_thread(process.stop, STOP_S)
-                await asyncio.sleep(RESTART_PAUSE_S)
+            asked_at = loop.time()
+            if engine.state.phase != "starting":
+                if engine.is_dead:
+                    self.apply("process_ended", engine)
+                else:
+                    client, answers = engine.client, await engine.client.answers(PROBE_S)
+                    if client is engine.client:  # not replaced meanwhile
+                        self.apply("probe_answered" if answers else "probe_failed", engine)
+            await asyncio.sleep(max(0.0, asked_at + PROBE_PAUSE_S - loop.time()))
 
-    def report_lost(self, engine: Engine) -> None:
-        """This one is out of service: it gets its weights again beside the others, or, when it was the last, before anything is sampled."""
-        if engine.is_frozen:
-            return
-        if any(other.is_up for other in self.of("")):
-            self.weights.recover(engine, self.engines)
-        else:
-            self.on_lost()
+    async def check_version(self, engine: Requests) -> None:
+        """A request to it failed, or was answered by foreign weights: it is out of service if it has other weights than it was given."""
+        for one in [one for one in self.engines if one is engine or engine not in self.engines]:  # the router's were at any of them
+            if one.state.phase == "serving" and not one.state.is_frozen:
+                expected = one.state.version
+                try:
+                    found = await one.client.weight_version(retry_s=0.0)
+                except SlimebusError as bad:
+                    found = bad.text
+                if one in self.engines and one.state.version == expected:
+                    self.apply("version_found", one, found)
 
     async def until_ready(self) -> None:
         """Return once an engine of the policy can be given weights."""
-        while all(engine.state in ("starting", "draining") or engine.is_dead for engine in self.of("")):
-            await asyncio.wait({asyncio.ensure_future(self.until_change())}, timeout=PROBE_PAUSE_S)
+        while not any(engine.can_load or engine.is_in_service for engine in self.state.policy):
+            await self.until_change()
 
     async def update_weights(self, version: SharedVersion) -> None:
-        """The policy's engines serve exactly this version, as PolicyWeights.update says."""
-        await self.weights.update(self.of(""), version)
-        for engine in self.of(""):
-            self.weights.recover(engine, self.engines)
+        """The policy's engines in service serve exactly this version, or SlimebusError: then none of them may be used until a later update.
+
+        One that fails where others succeed is sick, and is given the version later. Those that have it already, since an earlier try failed
+        for others, are not touched.
+        """
+        if self._shapes is None:
+            self._shapes = await asyncio.to_thread(shapes_of, self.model_dir)
+        check_shapes(version, self._shapes, self.model_dir)
+        self.newest = version
+        engines = {engine.state: engine for engine in self.engines}
+        loads = [self._tasks[engines[action.engine], "load"] for action in self.apply("publish", text=version.tag)]
+        if loads:
+            await asyncio.wait(loads)
+        failures = [bad for load in loads if not load.cancelled() and (bad := load.result()) is not None]
+        for bad in failures:
+            if not isinstance(bad, SlimebusError):
+                raise bad
+        if not any(engine.serves(version.tag) for engine in self.state.policy):
+            text = "every engine stopped answering while its weights were loaded" if loads else "no engine is up yet"
+            raise failures[0] if failures else Unreachable(text)
+        self.lineage = version.lineage
 
     # --- by command, while the worker works ---
 
@@ -216,7 +287,8 @@ class EnginePool:
             engine = await self._claim(url)
         try:
             about = await engine.client.server_info(retry_s=0.0)
-            await self._enlist(engine, ATTACH_TIMEOUT_S)
+            await self._wait_ready(engine, ATTACH_TIMEOUT_S)
+            self._enlist(engine)
         except BaseException:
             await self._remove(engine)
             raise
@@ -227,45 +299,62 @@ class EnginePool:
         engine = next((engine for engine in self.engines if engine.url == url.rstrip("/")), None)
         if engine is None:
             raise UsageError(f"{url} is no engine of this worker; it has {', '.join(e.url for e in self.engines)}")
-        if not any(other.is_up for other in self.of(engine.model if engine.is_frozen else "") if other is not engine):
-            raise UsageError(f"{url} is the only engine in service of its model; attach another first, or drain the worker")
-        await engine.drain()
-        if self.router is not None:
-            await self.router.let_go(engine)
-        await self._remove(engine)
+        self.apply("detach", engine)
+        while engine in self.engines:
+            await self.until_change()
         return f"{url} is detached{'' if engine.process is None else ' and ended: this worker had started it'}"
 
     async def _remove(self, engine: Engine) -> None:
-        if engine not in self.engines:  # another command was quicker
-            return
-        self.engines.remove(engine)
-        await cancel([self._watching.pop(engine)] if engine in self._watching else [])
+        tasks = [self._tasks.pop(of) for of in list(self._tasks) if of[0] is engine]
+        await _cancel(task for task in tasks if task is not asyncio.current_task())
         await engine.close()
         if engine in self._claims:
             self._claims.pop(engine).close()
         if engine.process is not None:
             await asyncio.to_thread(engine.process.stop, STOP_S)
+        if engine in self.engines:
+            self.engines.remove(engine)
+        if engine.state in self.state.engines:
+            self.state.engines.remove(engine.state)
+        self.note_change()
 
     # --- leaving ---
 
     async def settle(self) -> None:
-        """Before the worker leaves: updates under way may end, and no attached engine stays paused by one that does not."""
-        updating = [engine for engine in self.engines if engine.is_updating]
+        """Before the worker leaves: loads under way may end, and no attached engine stays paused by one that does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while any(engine.is_updating for engine in updating):
-                    await asyncio.sleep(ABORT_POLL_S)
+                while any(engine.state.loading for engine in self.engines):
+                    await self.until_change()
 
-    async def unpause(self) -> None:
-        """No attached engine stays paused, also one whose update was cut off."""
-        await cancel(self._watching.values())
-        await self.weights.stop_recovering()
-        await asyncio.gather(*(engine.unpause() for engine in self.engines))
+    async def leave(self) -> None:
+        """Nothing is watched or loaded any more, and no attached engine stays paused."""
+        await self._cancel_tasks("monitor", "replace")
+        self.apply("leave")
+        await asyncio.gather(*(task for (_, act), task in self._tasks.items() if act == "resume"))
 
     async def stop(self) -> None:
         """Close the clients and end the processes that were started here, for certain."""
-        await self.weights.stop_recovering()
+        await self._cancel_tasks("monitor", "replace", "load")
+        if self._timer is not None:
+            self._timer.cancel()
         if self.router is not None:
             await self.router.stop()
         while self.engines:
             await asyncio.gather(*(self._remove(engine) for engine in list(self.engines)))
+
+    async def _cancel_tasks(self, *acts: str) -> None:
+        await _cancel(task for (_, act), task in self._tasks.items() if act in acts)
+
+
+def _log_fault(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        log.error("the care of an engine ended", exc_info=fault)
+
+
+async def _cancel(tasks: "Iterable[asyncio.Task[Any]]") -> None:
+    """End these tasks, and wait until they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

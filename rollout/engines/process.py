@@ -10,11 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollout.embedded.settings import API_KEY_VARIABLE
-from rollout.engines.client import EngineClient
 from rollout.engines.process_guard import KILLED_BY, signal_group
+from rollout.engines.sglang.client import EngineClient
 from slimebus.bus.errors import SlimebusError, Unreachable
-from slimebus.process.launch import free_port
 
 GUARD_PATH = Path(__file__).parent / "process_guard.py"
 LOG_TAIL_LINES = 30
@@ -93,10 +91,3 @@ def ending(status: int) -> str:
     """How a guarded command ended, from the status of its guard."""
     number = status - KILLED_BY if status > KILLED_BY else -status
     return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {status}"
-
-
-def embedded_engine(model_path: Path, log_path: Path, *, arguments: tuple[str, ...] = (), api_key: str = "") -> EngineProcess:
-    """The embedded CPU engine on `model_path`, on a free port."""
-    port = free_port()
-    command = [sys.executable, "-m", "rollout.embedded", "--model-path", str(model_path), "--port", str(port), *arguments]
-    return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env={API_KEY_VARIABLE: api_key}, api_key=api_key)

@@ -127,8 +127,8 @@ class WeightSync:
         except WeightsError:
             self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
             raise
+        self.serving = (weights.lineage, weights.version)  # at once: from here on `invalidate` says that they were lost
         await asyncio.to_thread(self._retain, weights, shared)
-        self.serving = (weights.lineage, weights.version)
         if (self._target[0], self._target[2]) == (lineage, publishers) and weights.version > self._target[1]:
             self._target = (lineage, weights.version, publishers)
         self.last_sync_s = time.monotonic() - start

@@ -12,8 +12,8 @@ from bench_engine import VOCAB_SIZE, sampling, served
 from bench_row import Row, within
 
 from rollout.endpoint.server import Endpoint
-from rollout.engines.client import EngineClient
 from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.client import EngineClient
 from rollout.response import Response, Task
 from rollout.session import Session
 from rollout.tokenizer import Tokenizer

@@ -15,10 +15,10 @@ from bench_engine import prompt, sampling, served
 from bench_row import Row, row
 from bench_serving import change
 
-from rollout.engines.client import EngineClient
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.client import EngineClient
 from rollout.weights.sync import WeightSync
 from slimebus.bus.messages import Publish, Resume
 from slimebus.config.schema import EngineConfig, RunConfig

@@ -15,7 +15,8 @@ import pytest
 import slimebus_command
 from live_run import Run, clients
 
-from rollout.engines.process import EngineProcess, embedded_engine
+from rollout.engines.embedded import embedded_engine
+from rollout.engines.process import EngineProcess
 
 pytestmark = pytest.mark.integration
 

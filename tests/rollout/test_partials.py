@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from rollout import partials
-from rollout.engines.client import Completion, EngineError
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
 from rollout.engines.pool import EnginePool
-from rollout.response import Response, Task
+from rollout.response import Completion, EngineError, Response, Task
 from slimebus.bus.errors import ProtocolError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
 from slimebus.config.schema import EngineConfig, RunConfig
@@ -92,8 +91,8 @@ def engines(client: Scripted, tmp_path: Path) -> Dispatch:
     made = EnginePool(RunConfig(), tmp_path, tmp_path, name="w")
     engine = Engine("http://nowhere", None, 100, EngineConfig())
     engine.client = client  # type: ignore[assignment]
-    engine.turn("serving")
-    made.engines, made.weights.lineage = [engine], "L"
+    made.add(engine)
+    engine.state.phase, made.lineage = "serving", "L"
     return Dispatch(made)
 
 

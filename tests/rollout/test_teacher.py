@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from rollout.engines.client import EngineClient
+from rollout.engines.sglang.client import EngineClient
 from rollout.teacher import scores_of
 from slimebus.bus.errors import UsageError
 from slimebus.bus.samples import Sample

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from tiny_model import save_served, sglang_python
 
-from rollout.engines.client import EngineClient
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.engines.process import EngineProcess
-from rollout.engines.sglang import READY_TIMEOUT_S, sglang_server
+from rollout.engines.sglang.client import EngineClient
+from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
 from rollout.response import Response, Task
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import WeightsError
@@ -85,7 +85,7 @@ class Worker:
 
     @property
     def weights(self) -> Any:
-        return self.engines.engines[0].weights
+        return self.engines.engines[0].client
 
     async def follow(self, version: int) -> None:
         self.sync.announce(LINEAGE, version, [self.trainer.server.endpoint], self.trainer.store.newest.digest)
@@ -99,7 +99,7 @@ class Worker:
 
     async def cached_tokens(self, prompt: list[int]) -> int:
         """Of the prompt, sent as the worker sends it."""
-        body = {"input_ids": prompt, "sampling_params": GREEDY, "extra_key": self.weights.cache_key}
+        body = {"input_ids": prompt, "sampling_params": GREEDY, "extra_key": self.engines.engines[0].state.version}
         answer = json.loads(await self.engines.engines[0].client.post_once("/generate", body))
         return int(answer["meta_info"]["cached_tokens"])
 
@@ -308,17 +308,17 @@ def test_an_update_that_ends_half_way_leaves_the_engine_paused_until_it_has_ever
         async with worker(server, model, trainer, pause_mode=pause_mode) as at:
             await at.follow(0)
             engine, sent = at.engines.engines[0], at.weights.sent_tensors
-            end, paused = engine.weights.calls.end, []
+            end, paused = engine.client.calls.end, []
 
             async def fails_once() -> None:
-                engine.weights.calls.end = closes  # type: ignore[method-assign]
+                engine.client.calls.end = closes  # type: ignore[method-assign]
                 raise WeightsError("the connection was lost before the end")
 
             async def closes() -> None:
                 paused.append(not await engine.client.is_ready())
                 await end()
 
-            engine.weights.calls.end = fails_once  # type: ignore[method-assign]
+            engine.client.calls.end = fails_once  # type: ignore[method-assign]
             running = asyncio.create_task(at.dispatch.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
             await asyncio.sleep(0.3)
             version = trainer.step()
@@ -348,7 +348,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
             await at.follow(0)
             engine, before = engines.engines[0], engines.engines[0].process
             running = asyncio.create_task(at.dispatch.sample([task([5, 6], {**LONG, "max_new_tokens": 1500})]))
-            receive = engine.weights.calls.receive
+            receive = engine.client.calls.receive
 
             async def killed(*args: Any) -> None:
                 assert engine.process is not None
@@ -358,7 +358,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_out_of_service_until_it_
                     await asyncio.sleep(0.05)
                 await receive(*args)
 
-            engine.weights.calls.receive = killed  # type: ignore[method-assign]
+            engine.client.calls.receive = killed  # type: ignore[method-assign]
             version = trainer.step()
             sync.announce(LINEAGE, version, [trainer.server.endpoint], trainer.store.newest.digest)
             with pytest.raises(WeightsError, match="out of service"):

@@ -1,7 +1,7 @@
 """Deliberate bugs, one at a time: the simulation must catch each of them within a few seeds, or it would not catch a real one."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from broker.state.waiting import WaitingRequests
 from slimebus.bus import sample_table
 from slimebus.bus.messages import BatchReply
 
-Patch = tuple[Any, str, Callable[..., Any]]
+Patch = tuple[Any, str, Any]
 
 _apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
 _park, _restore_meta, _settled = WaitingRequests.park, Machine._restore_meta, Machine._settled
@@ -166,8 +166,8 @@ MUTATIONS: dict[str, Patch] = {
 
 
 @contextlib.contextmanager
-def applied(name: str) -> Iterator[None]:
+def applied(patch: Patch) -> Iterator[None]:
     """The bug is there within this context."""
-    owner, attribute, bug = MUTATIONS[name]
+    owner, attribute, bug = patch
     with mock.patch.object(owner, attribute, bug):
         yield

@@ -14,13 +14,6 @@ PER_TEST = 20
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def base() -> int:
-    """The first seed, from the hash of the commit; 0 outside a repository."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    return int(head[:6], 16) if head else 0
-
-
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
 def test_every_prompt_is_trained_once_or_accounted_for_under_faults(base: int, first: int) -> None:
     for seed in range(base + first, base + first + PER_TEST):

@@ -84,6 +84,11 @@ class World:
 
     # --- running ---
 
+    @property
+    def num_steps(self) -> int:
+        """Trained so far."""
+        return len(self.trainer.trained)
+
     def run(self) -> None:
         """Let everything happen until the run has ended."""
         while not self._has_ended():

@@ -71,6 +71,11 @@ class SharedVersion:
     directory: Path
     tensors: Mapping[str, SharedTensor]
 
+    @property
+    def tag(self) -> str:
+        """What an engine is told its weight version is."""
+        return f"{self.lineage}:{self.version}"
+
 
 PREFIX = "slimebus-weights-"
 LOCK_PREFIX = "slimebus-pull-"

@@ -22,8 +22,10 @@ import pytest
 from tiny_model import save_model
 from waiting import has_ended, wait_until
 
-from rollout.engines.client import Completion, EngineClient
-from rollout.engines.process import EngineProcess, EngineStartError, embedded_engine
+from rollout.engines.embedded import embedded_engine
+from rollout.engines.process import EngineProcess, EngineStartError
+from rollout.engines.sglang.client import EngineClient
+from rollout.response import Completion
 from slimebus.bus.errors import UsageError
 from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.host.shared_folder import SharedFolder
@@ -105,7 +107,7 @@ def test_it_ends_when_its_parent_is_killed(qwen3, tmp_path: Path):
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from rollout.engines.process import embedded_engine
+        from rollout.engines.embedded import embedded_engine
         engine = embedded_engine(Path(sys.argv[1]), Path(sys.argv[2]))
         engine.start()
         print(engine.pid, flush=True)

@@ -1,6 +1,7 @@
 """Which engine a request goes to, and how it ends. The engines' clients only remember what they were asked."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engines.client import Completion
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
+from rollout.engines.engine_state import Phase
 from rollout.engines.pool import EnginePool
 from rollout.partials import Unfinished
-from rollout.response import Task
+from rollout.response import Completion, Task
 from slimebus.bus.errors import Unreachable, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.config.engine_plan import EngineSpec
@@ -64,12 +65,17 @@ def run(tmp_path: Path, talk: Callable[..., Any], *, models: tuple[str, ...] = (
             spec = EngineSpec(model=model, is_frozen=bool(model))
             engine = Engine(f"http://e{i}", None, 100, pool.config.engine, spec=spec, on_change=pool.note_change)
             engine.client = Client(engine)  # type: ignore[assignment]
-            engine.turn("serving")
-            pool.engines.append(engine)
-        pool.weights.lineage = "L"
+            pool.add(engine)
+            put(engine, "serving")
+        pool.lineage = "L"
         await asyncio.wait_for(talk(Dispatch(pool), *(engine.client for engine in pool.engines)), 5)
 
     asyncio.run(session())
+
+
+def put(engine: Engine, phase: Phase) -> None:
+    engine.state.phase = phase
+    engine.on_change()
 
 
 async def turns(number: int = 5) -> None:
@@ -92,7 +98,7 @@ def test_a_session_stays_with_its_engine_and_others_go_to_the_least_busy(tmp_pat
         assert (first.asked, second.asked) == (3, 1)
         first.release(), second.release()
         await asyncio.gather(*begun)
-        first.engine.turn("sick")
+        put(first.engine, "sick")
         begun = [begin(dispatch, session="a")]
         await turns()
         assert second.asked == 2, "a session whose engine is out of service goes on elsewhere"
@@ -119,11 +125,11 @@ def test_an_engine_gets_no_more_requests_than_its_limit(tmp_path: Path) -> None:
 
 def test_nothing_is_sent_to_an_engine_between_two_versions(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, only: Client) -> None:
-        only.engine.turn("syncing")
+        put(only.engine, "updating")
         begun = begin(dispatch)
         await turns()
         assert only.asked == 0
-        only.engine.turn("serving")
+        put(only.engine, "serving")
         await turns()
         only.release()
         assert len(await begun) == 1
@@ -133,8 +139,7 @@ def test_nothing_is_sent_to_an_engine_between_two_versions(tmp_path: Path) -> No
 
 def test_an_engine_that_has_served_nothing_yet_holds_up_nobody(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, serving: Client, newcomer: Client) -> None:
-        newcomer.engine.turn("sick")
-        newcomer.engine.turn("syncing")
+        put(newcomer.engine, "syncing")
         begun = [begin(dispatch), begin(dispatch)]
         await turns()
         assert (serving.asked, newcomer.asked) == (2, 0)
@@ -166,9 +171,9 @@ def test_what_a_detached_engine_was_making_is_continued_by_the_other(tmp_path: P
         sampling = asyncio.create_task(dispatch.sample([task(), task()]))
         await turns()
         assert (first.asked, second.asked) == (2, 0)
-        second.engine.turn("syncing")  # in the middle of a weight update it is in service all the same
+        put(second.engine, "updating")  # in the middle of a weight update it is in service all the same
         assert await dispatch.pool.detach("http://e0") == "http://e0 is detached"
-        second.engine.turn("serving")
+        put(second.engine, "serving")
         await turns()
         second.release()
         assert [r.token_ids.tolist() for r in await sampling] == [[7, 7], [7, 7]]
@@ -180,17 +185,36 @@ def test_what_a_detached_engine_was_making_is_continued_by_the_other(tmp_path: P
     run(tmp_path, talk)
 
 
+def test_a_request_at_a_detached_engine_that_does_not_answer_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engines.engine_state.ABORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollout.engines.engine_state.SETTLE_S", 0.1)
+
+    async def talk(dispatch: Dispatch, first: Client, second: Client) -> None:
+        sampling = begin(dispatch)
+        await turns()
+        first.is_gone = True
+        assert await dispatch.pool.detach("http://e0") == "http://e0 is detached"
+        with pytest.raises(WeightsError, match="the group is given back"):
+            await sampling
+
+    run(tmp_path, talk)
+
+
 def test_an_engine_that_two_commands_detach_or_attach_at_once_goes_or_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def claimed(pool: EnginePool, url: str) -> Engine:
         await turns()
-        pool.engines.append(engine := Engine(url, None, 100, pool.config.engine))
+        pool.add(engine := Engine(url, None, 100, pool.config.engine))
         engine.client = Client(engine)  # type: ignore[assignment]
         return engine
 
-    async def enlisted(pool: EnginePool, engine: Engine, timeout_s: float) -> None:
-        engine.turn("serving")
+    async def ready(pool: EnginePool, engine: Engine, timeout_s: float) -> None:
+        pass
+
+    def enlisted(pool: EnginePool, engine: Engine) -> None:
+        put(engine, "serving")
 
     monkeypatch.setattr(EnginePool, "_claim", claimed)
+    monkeypatch.setattr(EnginePool, "_wait_ready", ready)
     monkeypatch.setattr(EnginePool, "_enlist", enlisted)
 
     async def talk(dispatch: Dispatch, first: Client, second: Client) -> None:
@@ -207,13 +231,49 @@ def test_an_engine_that_two_commands_detach_or_attach_at_once_goes_or_comes_once
     run(tmp_path, talk)
 
 
+def test_an_attached_engine_that_is_not_ready_when_the_worker_starts_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engines.engine_state.RESTART_PAUSE_S", 0.0)
+    (tmp_path / "config.json").write_text("{}")
+    tries = {"http://a": 0, "http://b": 0}
+
+    async def wait_ready(pool: EnginePool, engine: Engine, timeout_s: float) -> None:
+        tries[engine.url] += 1
+        await turns(9 if engine.url == "http://b" else 0)
+        if engine.url == "http://b" and tries[engine.url] < 4:
+            raise Unreachable("it was not ready in time")
+
+    async def claim_nothing(url: str) -> socket.socket:
+        return socket.socket()
+
+    async def watch_nothing(pool: EnginePool, engine: Engine) -> None:
+        pass
+
+    monkeypatch.setattr(EnginePool, "_wait_ready", wait_ready)
+    monkeypatch.setattr(EnginePool, "_monitor", watch_nothing)
+    monkeypatch.setattr("rollout.engines.pool.claim", claim_nothing)
+
+    async def session() -> None:
+        pool = EnginePool(RunConfig(engine=EngineConfig(engine_url=["http://a", "http://b"])), tmp_path, tmp_path, name="w")
+        await pool.start()
+        first, second = pool.engines
+        assert (first.state.phase, second.state.phase) == ("syncing", "starting")
+        while second.state.phase != "syncing":
+            await pool.until_change()
+        assert tries == {"http://a": 1, "http://b": 4}
+        await pool.stop()
+
+    asyncio.run(asyncio.wait_for(session(), 5))
+
+
 def test_a_dead_engine_costs_its_own_requests_and_no_others(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, dead: Client, alive: Client) -> None:
         dead.is_gone = True
         begun = [begin(dispatch), begin(dispatch)]
         with pytest.raises(Unreachable):
             await begun[0]
-        assert (dead.engine.state, alive.engine.state) == ("sick", "serving")
+        assert (dead.engine.state.phase, alive.engine.state.phase) == ("sick", "serving")
         begun.append(begin(dispatch))
         await turns()
         alive.release()
@@ -248,7 +308,7 @@ def test_frozen_models_are_asked_by_name_and_their_tokens_have_no_version(tmp_pa
         assert dispatch.runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
         with pytest.raises(UsageError, match="no engine of model 'judge'; there are: policy, teacher"):
             await dispatch.generate([[1]], [{}], model="judge")
-        policy.engine.turn("sick")
+        put(policy.engine, "sick")
         with pytest.raises(WeightsError, match="out of service"):
             await dispatch.generate([[1]], [{}])
 

@@ -18,12 +18,13 @@ import psutil
 import pytest
 from tiny_model import save_model
 
-from rollout.engines import pool
-from rollout.engines.client import EngineClient
+from rollout.engines import engine_state, pool
 from rollout.engines.dispatch import Dispatch
+from rollout.engines.embedded import embedded_engine
 from rollout.engines.engine import Engine
 from rollout.engines.pool import EnginePool
-from rollout.engines.process import EngineProcess, embedded_engine
+from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.client import EngineClient
 from rollout.partials import Unfinished
 from rollout.response import Task
 from slimebus.bus.errors import SlimebusError, UsageError
@@ -62,7 +63,7 @@ def two(model: Path) -> Iterator[list[EngineProcess]]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "PROBE_S", 1.0)
-    monkeypatch.setattr(pool, "SILENT_PROBES", 4)
+    monkeypatch.setattr(engine_state, "SILENT_PROBES", 4)
 
 
 def has_ended(pid: int) -> bool:
@@ -107,7 +108,7 @@ def attached(two: list[EngineProcess]) -> dict[str, Any]:
 async def until(is_so: Callable[[], bool], timeout_s: float) -> None:
     async with asyncio.timeout(timeout_s):
         while not is_so():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.005)
 
 
 def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on_and_comes_back(model: Path, two: list[EngineProcess]):
@@ -119,13 +120,13 @@ def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on
         start = time.monotonic()
         await engines.pool.update_weights(version(model, 2))
         assert time.monotonic() - start < 15, "the other one does not wait for the hanging one's deadline"
-        assert (first.state, second.state, second.weights.tag) == ("sick", "serving", "L:2")
+        assert (first.state.phase, second.state.phase, second.state.version) == ("sick", "serving", "L:2")
         for _ in range(3):
             await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
         outcomes = await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), 30)
         assert all(isinstance(outcome, list) or (isinstance(outcome, SlimebusError) and outcome.retryable) for outcome in outcomes)
         os.kill(server_of(two[0]), signal.SIGCONT)
-        await until(lambda: first.weights.tag == "L:2", 30)
+        await until(lambda: first.state.version == "L:2", 30)
 
     try:
         run(model, talk, **attached(two))
@@ -136,7 +137,7 @@ def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on
 def test_an_idle_engine_that_hangs_is_found_too(model: Path, two: list[EngineProcess]):
     async def talk(engines: Dispatch) -> None:
         os.kill(server_of(two[0]), signal.SIGSTOP)
-        await until(lambda: engines.pool.engines[0].state == "sick", 15)
+        await until(lambda: engines.pool.engines[0].state.phase == "sick", 15)
         await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
 
     try:
@@ -157,12 +158,13 @@ def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model
     async def watch() -> None:
         engines = EnginePool(RunConfig(), model, model, name="w")
         engine = Engine("http://127.0.0.1:9", None, None, EngineConfig())
-        engine.client, engines.engines, engines.on_lost = Gone(engine.url), [engine], lambda: lost.append(1)
-        engine.turn("serving")
-        watching = asyncio.create_task(engines._look_after(engine))
+        engine.client, engines.on_lost = Gone(engine.url), lambda: lost.append(1)  # type: ignore[assignment]
+        engines.add(engine)
+        engine.state.phase = "serving"
+        watching = asyncio.create_task(engines._monitor(engine))
         await asyncio.sleep(1)
         watching.cancel()
-        assert engine.state == "sick"
+        assert engine.state.phase == "sick"
 
     asyncio.run(watch())
     assert 4 <= len(asked) <= 11
@@ -175,7 +177,7 @@ def test_an_engine_of_ours_that_hangs_is_killed_and_replaced(model: Path):
         assert engine.process is not None
         hung = server_of(engine.process)
         os.kill(hung, signal.SIGSTOP)
-        await until(lambda: engine.state == "starting", 20)
+        await until(lambda: engine.state.phase == "starting", 20)
         await engines.pool.until_ready()
         await engines.pool.update_weights(version(model, 2))
         (response,) = await engines.sample([task(SHORT)])
@@ -203,7 +205,7 @@ def test_a_worker_that_leaves_in_the_middle_of_an_update_leaves_no_attached_engi
         await engines.pool.settle()
         update.cancel()
         await asyncio.gather(update, return_exceptions=True)
-        await engines.pool.unpause()
+        await engines.pool.leave()
         assert time.monotonic() - begun < 3
         for process in two:
             async with EngineClient(process.url, api_key="open sesame") as client:
@@ -256,8 +258,8 @@ def test_a_router_asks_only_engines_that_serve_and_a_killed_one_costs_no_truncat
                 assert len(outcome[0].token_ids) == LONG["max_new_tokens"]
             else:
                 assert isinstance(outcome, SlimebusError), outcome
-        await until(lambda: [engine.state for engine in engines.pool.engines] == ["serving", "serving"], 60)
-        assert first.weights.tag == "L:2"
+        await until(lambda: [engine.state.phase for engine in engines.pool.engines] == ["serving", "serving"], 60)
+        assert first.state.version == "L:2"
         cut_off = asyncio.ensure_future(engines.sample([task(LONG)]))
         await until(lambda: router.target.running == 1, 10)
         await engines.leave()
@@ -277,7 +279,7 @@ def test_a_frozen_model_is_served_beside_the_policy_and_gets_no_weights(model: P
     async def talk(engines: Dispatch) -> None:
         await engines.pool.update_weights(version(model, 2))
         actor, judge = engines.pool.engines
-        assert [(engine.model, engine.state) for engine in (actor, judge)] == [("actor", "serving"), ("judge", "serving")]
+        assert [(engine.state.model, engine.state.phase) for engine in (actor, judge)] == [("actor", "serving"), ("judge", "serving")]
         assert (await actor.client.weight_version(), await judge.client.weight_version()) == ("L:2", "default")
         (completion,) = await engines.generate([[1, 2]], [SHORT], model="judge")
         assert engines.runs(completion, is_frozen=True) == [(-1, 3)]

@@ -79,6 +79,38 @@ def test_an_announced_version_is_pulled_loaded_and_served(tmp_path: Path, store:
     assert not list(tmp_path.glob("slimebus-weights-*")), "the shared memory is freed"
 
 
+def test_engines_that_lose_a_version_as_soon_as_they_have_it_are_given_it_again(
+    tmp_path: Path, store: tuple[VersionStore, WeightServer]
+) -> None:
+    kept, server = store
+    kept.publish(values(10))
+
+    class Forgetful(Engines):
+        on_lost = staticmethod(lambda: None)
+
+        async def update_weights(self, version: SharedVersion) -> None:
+            await super().update_weights(version)
+            if len(self.loaded) == 1:
+                asyncio.get_running_loop().call_soon(self.on_lost)
+
+    async def has_loaded_twice(engines: Engines) -> None:
+        async with asyncio.timeout(10):
+            while len(engines.loaded) < 2:
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        sync = WeightSync(engines, tmp_path, shm=str(tmp_path), pull_timeout_s=5.0, on_change=lambda: None)  # type: ignore[arg-type]
+        sync.announce("one", 0, [server.endpoint], whole(10))
+        following = asyncio.create_task(sync.run())
+        await has_loaded_twice(engines)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        sync.close()
+
+    engines = Forgetful()
+    asyncio.run(run())
+
+
 def test_a_version_of_another_digest_than_announced_is_not_served(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
     """As when a publisher is missing from the announcement: what it lists verifies, but it is not the whole."""
     kept, server = store

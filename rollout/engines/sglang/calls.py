@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engines.client import EngineClient
+from rollout.engines.sglang.client import EngineClient
 from slimebus.bus.errors import UsageError, WeightsError
 from slimebus.weights.host.shared_folder import SharedTensor
 

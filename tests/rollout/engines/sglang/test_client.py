@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rollout.engines.client import EngineClient, EngineError
+from rollout.engines.sglang.client import EngineClient
+from rollout.response import EngineError
 from slimebus.bus.errors import Unreachable, UsageError, WeightsError
 
 Talk = Callable[[EngineClient], Awaitable[Any]]
@@ -175,7 +176,7 @@ def test_a_wait_for_an_engine_is_told(monkeypatch: pytest.MonkeyPatch, caplog: p
         async with EngineClient("http://127.0.0.1:9") as client:
             await client.wait_ready(0.4)
 
-    monkeypatch.setattr("rollout.engines.client.WAIT_NOTE_S", 0.1)
+    monkeypatch.setattr("rollout.engines.sglang.client.WAIT_NOTE_S", 0.1)
     with caplog.at_level("INFO", "rollout"), pytest.raises(Unreachable, match="was not ready within 0 s"):
         asyncio.run(talk())
     assert "waiting for the engine at http://127.0.0.1:9 to be ready (0 of 0 s)" in caplog.text

@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from rollout.engines.client import GENERATE_TIMEOUT_S, EngineClient
-from rollout.engines.engine import Engine
+from rollout.engines.engine import Engine, Requests
+from rollout.engines.engine_state import EngineState
 from rollout.engines.process import EngineProcess
-from rollout.engines.sglang import option_list
+from rollout.engines.sglang.client import GENERATE_TIMEOUT_S, EngineClient
+from rollout.engines.sglang.server import option_list
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.config.schema import RunConfig
 from slimebus.process.launch import free_port
@@ -66,8 +67,8 @@ class Router:
         arguments = option_list({"host": "127.0.0.1", "port": port, "prometheus_port": free_port(), **ours, **_plain(config.router)})
         command = [config.engine.engine_python or sys.executable, "-m", "sglang_router.launch_router", *arguments]
         self.process = EngineProcess(command, f"http://127.0.0.1:{port}", log_file)
-        self.target = Engine(self.process.url, None, vocab_size, config.engine, on_change=on_change)
-        self.target.client = RouterClient(self.process.url, engines, vocab_size=vocab_size)
+        self.client, self.on_change = RouterClient(self.process.url, engines, vocab_size=vocab_size), on_change
+        self.target = Requests(self.client, EngineState(self.process.url), on_change=on_change)
         self._known: dict[str, str] = {}
         self._following: asyncio.Task[None] | None = None
 
@@ -80,7 +81,7 @@ class Router:
         self._known = {}
         self.process.start()
         deadline = time.monotonic() + START_TIMEOUT_S
-        while await self.target.client.status("/health", 2.0) != 200:
+        while await self.client.status("/health", 2.0) != 200:
             if self.process.is_dead() or time.monotonic() > deadline:
                 raise Unreachable(self.process.why(f"the router at {self.process.url} did not start"))
             await asyncio.sleep(POLL_S)
@@ -91,7 +92,7 @@ class Router:
         while True:
             try:
                 if self.process.is_dead():
-                    self.target.turn("sick")
+                    self._move("replaced")
                     log.error("the router at %s ended; starting it again", self.process.url)
                     await self._launch()
                 await self._tell()
@@ -100,16 +101,22 @@ class Router:
             await asyncio.sleep(POLL_S)
 
     async def _tell(self) -> None:
-        serving = {engine.url: engine for engine in self.engines() if engine.is_up and engine.spec.kind != "encode"}
-        self.target.weights.cache_key = next((engine.weights.cache_key for engine in serving.values()), "")
-        if serving.keys() == self._known.keys() and self.target.state == "serving":
+        serving = {engine.url: engine for engine in self.engines() if engine.state.is_in_service and engine.spec.kind != "encode"}
+        self.target.state.version = next((engine.state.version for engine in serving.values()), "")
+        if serving.keys() == self._known.keys() and self.target.state.phase == "serving":
             return
         for url in self._known.keys() - serving.keys():
             await self._ask(f"/workers/{self._known.pop(url)}", method="DELETE")
         for url in serving.keys() - self._known.keys():
             self._known[url] = str((await self._ask("/workers", self._about(serving[url])))["worker_id"])
         listed = {one["url"] for one in (await self._ask("/workers"))["workers"]}
-        self.target.turn("serving" if self._known.keys() <= listed and listed else "syncing")
+        self._move("replaced")
+        if self._known.keys() <= listed and listed:
+            self._move("ready with weights")
+
+    def _move(self, cause: str) -> None:
+        self.target.state.move(cause)
+        self.on_change()
 
     def _about(self, engine: Engine) -> dict[str, Any]:
         key = self.config.engine.engine_api_key if engine.process is None else engine.process.api_key
@@ -117,19 +124,19 @@ class Router:
         return {name: value for name, value in about.items() if value}
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
-        return msgspec.json.decode(await self.target.client._call(path, body, method=method), type=dict[str, Any])
+        return msgspec.json.decode(await self.client._call(path, body, method=method), type=dict[str, Any])
 
     async def let_go(self, engine: Engine) -> None:
         """It asks this engine, which is draining, no more, and what the engine had of it ends."""
         while engine.url in self._known:
             await asyncio.sleep(POLL_S)
-        await asyncio.gather(*map(engine.client.abort, self.target.requests), return_exceptions=True)
+        await asyncio.gather(*map(engine.client.abort, self.target.names), return_exceptions=True)
 
     async def stop(self) -> None:
         """End it."""
         if self._following is not None:
             self._following.cancel()
-        await self.target.close()
+        await self.client.close()
         await asyncio.to_thread(self.process.stop, STOP_S)
 
 

@@ -11,10 +11,10 @@ from aiohttp import web
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
+from rollout.engines.model_shapes import check_shapes
 from rollout.engines.pool import EnginePool
+from rollout.engines.sglang.calls import WeightCalls
 from rollout.response import Task
-from rollout.weights.calls import WeightCalls
-from rollout.weights.model_shapes import check_shapes
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion
@@ -120,7 +120,7 @@ class FakeGroup:
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.weights.engine_weights.BroadcastGroup", FakeGroup)
+    monkeypatch.setattr("rollout.engines.sglang.weights.BroadcastGroup", FakeGroup)
 
 
 def version(number: int, folder: Path, lineage: str = "L", **values: bytes) -> SharedVersion:
@@ -134,6 +134,23 @@ def version(number: int, folder: Path, lineage: str = "L", **values: bytes) -> S
 
 def talk(fake: FakeSGLang, session: Session, **config: Any) -> Any:
     return asyncio.run(talk_also(fake, session, **config))
+
+
+def pool_of(folder: Path, *engines: Engine) -> EnginePool:
+    """Its engines are ready."""
+    (folder / "config.json").write_text("{}")
+    pool = EnginePool(RunConfig(), folder, folder, name="w")
+    for engine in engines:
+        pool.add(engine)
+        engine.on_change = pool.note_change
+        pool.apply("process_ready", engine)
+    return pool
+
+
+async def update(engine: Engine, given: SharedVersion) -> None:
+    """In a pool of its own, the same for each update."""
+    engine.pool = engine.__dict__.get("pool") or pool_of(given.directory, engine)  # type: ignore[attr-defined]
+    await engine.pool.update_weights(given)  # type: ignore[attr-defined]
 
 
 async def talk_also(fake: FakeSGLang, session: Session, **config: Any) -> Any:
@@ -156,13 +173,13 @@ def test_only_tensors_that_changed_are_sent_between_begin_and_end(tmp_path: Path
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12", b=b"345"))
+        await update(engine, version(1, tmp_path, a=b"12", b=b"345"))
         assert fake.asked == ["/pause_generation", *UPDATE, "/continue_generation"]
         assert (fake.held, fake.weight_version) == ({"a": b"12", "b": b"345"}, "L:1")
         fake.sent.clear()
-        await engine.update(version(2, tmp_path, a=b"12", b=b"346"))
+        await update(engine, version(2, tmp_path, a=b"12", b=b"346"))
         assert (fake.sent, fake.held, fake.weight_version) == (["b"], {"a": b"12", "b": b"346"}, "L:2")
-        assert (engine.weights.sent_tensors, engine.weights.sent_bytes) == (3, 8)
+        assert (engine.client.sent_tensors, engine.client.sent_bytes) == (3, 8)
 
     talk(fake, session)
 
@@ -171,11 +188,11 @@ def test_a_new_version_of_the_same_tensors_is_only_renamed(tmp_path: Path) -> No
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12"))
+        await update(engine, version(1, tmp_path, a=b"12"))
         fake.asked.clear()
-        await engine.update(version(0, tmp_path, "M", a=b"12"))
+        await update(engine, version(0, tmp_path, "M", a=b"12"))
         assert fake.asked == ["/pause_generation", "/update_weight_version", "/continue_generation"]
-        assert engine.weights.tag == fake.weight_version == "M:0"
+        assert engine.state.version == fake.weight_version == "M:0"
 
     talk(fake, session)
 
@@ -184,7 +201,7 @@ def test_a_new_version_of_the_same_tensors_is_only_renamed(tmp_path: Path) -> No
 def test_modes_that_keep_no_keys_and_values_have_the_cache_forgotten_before_it_goes_on(tmp_path: Path, pause_mode: str) -> None:
     fake = FakeSGLang()
     fake.fails = {"/flush_cache": 2}  # requests that are just ending
-    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")), pause_mode=pause_mode)
+    talk(fake, lambda engine: update(engine, version(1, tmp_path, a=b"12")), pause_mode=pause_mode)
     assert fake.asked == ["/pause_generation", *UPDATE, "/flush_cache", "/flush_cache", "/flush_cache", "/continue_generation"]
 
 
@@ -193,26 +210,26 @@ def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everythi
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12", b=b"3"))
+        await update(engine, version(1, tmp_path, a=b"12", b=b"3"))
         fake.fails, fake.sent = {failing: 1}, []
         with pytest.raises(SlimebusError, match="it would not"):
-            await engine.update(version(2, tmp_path, a=b"13", b=b"3"))
-        assert engine.state == "sick"
-        assert engine.weights.tag == ""
+            await update(engine, version(2, tmp_path, a=b"13", b=b"3"))
+        assert engine.state.phase == "sick"
+        assert engine.state.version == ""
         assert fake.asked[-1] != "/continue_generation"
         with pytest.raises(WeightsError, match="out of service"):
             await engine.generate([[1]], [{}], ["r"])
         fake.sent.clear()
-        await engine.update(version(2, tmp_path, a=b"13", b=b"3"))
+        await update(engine, version(2, tmp_path, a=b"13", b=b"3"))
         assert (fake.sent, fake.is_paused, fake.is_open) == (["a", "b"], False, False)
-        assert (engine.state, engine.weights.tag) == ("serving", "L:2")
+        assert (engine.state.phase, engine.state.version) == ("serving", "L:2")
 
     talk(fake, session)
 
 
 async def generating(engine: Engine, fake: FakeSGLang, folder: Path) -> "asyncio.Task[Any]":
     """A request that the engine has and does not answer; it serves version 1."""
-    await engine.update(version(1, folder, a=b"12"))
+    await update(engine, version(1, folder, a=b"12"))
     running = asyncio.create_task(engine.generate([[1]], [{}], ["r"]))
     while not fake.keys:
         await asyncio.sleep(0.01)
@@ -226,7 +243,7 @@ def test_what_an_engine_was_running_ends_with_a_failed_update_and_can_be_tried_e
         running = await generating(engine, fake, tmp_path)
         fake.fails = {UPDATE[1]: 1}
         with pytest.raises(WeightsError, match="it would not"):
-            await engine.update(version(2, tmp_path, a=b"13"))
+            await update(engine, version(2, tmp_path, a=b"13"))
         with pytest.raises(WeightsError, match="the group is given back") as lost:
             await asyncio.wait_for(running, 5)
         assert lost.value.retryable
@@ -241,8 +258,8 @@ def test_an_engine_that_reports_another_version_than_it_was_given_stays_paused(t
 
     async def session(engine: Engine) -> None:
         with pytest.raises(WeightsError, match="reports weights 'default' after an update to 'L:1'"):
-            await engine.update(version(1, tmp_path, a=b"12"))
-        assert engine.state == "sick"
+            await update(engine, version(1, tmp_path, a=b"12"))
+        assert engine.state.phase == "sick"
         assert fake.is_paused
 
     talk(fake, session)
@@ -256,7 +273,7 @@ def test_an_engine_that_somebody_resumed_in_the_middle_is_out_of_service_and_wha
         begin = fake.on_begin_weight_update
         fake.on_begin_weight_update = lambda body: begin(fake.on_continue_generation(body))  # type: ignore[method-assign]
         with pytest.raises(WeightsError, match="was resumed by somebody else while it was updated to 'L:2'"):
-            await engine.update(version(2, tmp_path, a=b"13"))
+            await update(engine, version(2, tmp_path, a=b"13"))
         with pytest.raises(WeightsError, match="out of service"):
             await asyncio.wait_for(running, 5)
 
@@ -268,9 +285,9 @@ def test_an_engine_that_restarted_or_was_updated_by_another_is_sent_everything(t
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12", b=b"3"))
+        await update(engine, version(1, tmp_path, a=b"12", b=b"3"))
         fake.weight_version, fake.sent = found, []
-        await engine.update(version(2, tmp_path, a=b"12", b=b"4"))
+        await update(engine, version(2, tmp_path, a=b"12", b=b"4"))
         assert fake.sent == ["a", "b"]
 
     talk(fake, session)
@@ -279,14 +296,14 @@ def test_an_engine_that_restarted_or_was_updated_by_another_is_sent_everything(t
 def test_a_new_engine_that_names_the_right_version_is_not_believed(tmp_path: Path) -> None:
     fake = FakeSGLang()
     fake.weight_version = "L:1"
-    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")))
+    talk(fake, lambda engine: update(engine, version(1, tmp_path, a=b"12")))
     assert fake.sent == ["a"]
 
 
 def test_an_update_that_another_worker_left_open_is_closed_first(tmp_path: Path) -> None:
     fake = FakeSGLang()
     fake.is_open = True
-    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")))
+    talk(fake, lambda engine: update(engine, version(1, tmp_path, a=b"12")))
     begin, _, end = UPDATE
     assert fake.asked == ["/pause_generation", begin, end, *UPDATE, "/continue_generation"]
 
@@ -295,11 +312,11 @@ def test_engines_that_have_a_version_are_left_alone_when_others_are_tried_again(
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
-        await engine.update(version(1, tmp_path, a=b"12"))
+        await update(engine, version(1, tmp_path, a=b"12"))
         fake.asked.clear()
-        await engine.update(version(1, tmp_path, a=b"12"))
+        await update(engine, version(1, tmp_path, a=b"12"))
         assert fake.asked == []
-        assert engine.weights.tag == "L:1"
+        assert engine.state.version == "L:1"
 
     talk(fake, session)
 
@@ -310,7 +327,7 @@ def test_requests_share_cached_prefixes_only_with_those_of_the_same_weights(tmp_
 
     async def session(engine: Engine) -> None:
         for number in (1, 2):
-            await engine.update(version(number, tmp_path, a=bytes([number])))
+            await update(engine, version(number, tmp_path, a=bytes([number])))
             with pytest.raises(SlimebusError, match="is not SGLang's"):
                 await engine.generate([[1]], [{}], ["r"])
         assert fake.keys == ["L:1", "L:2"]
@@ -325,14 +342,14 @@ def test_requests_share_cached_prefixes_only_with_those_of_the_same_weights(tmp_
 )
 def test_engines_that_are_here_or_take_no_broadcast_load_a_directory(tmp_path: Path, about: dict[str, Any], setting: str) -> None:
     fake = FakeSGLang(**about)
-    talk(fake, lambda engine: engine.update(version(1, tmp_path, a=b"12")), weight_route=setting)
+    talk(fake, lambda engine: update(engine, version(1, tmp_path, a=b"12")), weight_route=setting)
     assert fake.asked == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     assert fake.sent == [str(tmp_path)]
 
 
 def test_a_route_that_an_engine_cannot_take_is_a_mistake_of_the_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine.weight_route is broadcast, but the embedded engine at"):
-        talk(FakeSGLang(version="slimebus-cpu"), lambda engine: engine.update(version(1, tmp_path, a=b"1")), weight_route="broadcast")
+        talk(FakeSGLang(version="slimebus-cpu"), lambda engine: update(engine, version(1, tmp_path, a=b"1")), weight_route="broadcast")
 
 
 @pytest.mark.parametrize(
@@ -371,35 +388,31 @@ def test_a_tensor_that_the_model_does_not_have_is_refused_before_any_engine_sees
 def test_an_engine_that_fails_where_others_succeed_is_out_of_service_until_it_was_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollout.weights.policy.RECOVERY_RETRY_S", 0.02)
+    monkeypatch.setattr("rollout.engines.engine_state.RETRY_S", 0.02)
     good, bad = FakeSGLang(), FakeSGLang()
-    (tmp_path / "config.json").write_text("{}")
 
     async def session(first: Engine, second: Engine) -> None:
-        engines = EnginePool(RunConfig(), tmp_path, tmp_path, name="w")
-        engines.engines = [first, second]
-        for engine in engines.engines:
-            engine.turn("syncing")
+        engines = pool_of(tmp_path, first, second)
         await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
         bad.fails = {"/end_weight_update": 3}
         await engines.update_weights(version(2, tmp_path, a=b"13", b=b"3"))
-        assert (first.state, second.weights.tag) == ("sick", "L:2")
+        assert (first.state.phase, second.state.version) == ("sick", "L:2")
         good.release.set()
         with pytest.raises(SlimebusError, match="is not SGLang's"):  # the other engine is asked
             await Dispatch(engines).sample([Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={})])
         assert (bad.keys, good.keys) == ([], ["L:2"])
         bad.sent.clear()
-        while first.state != "serving":
+        while first.state.phase != "serving":
             await asyncio.sleep(0.01)
         assert [r.levelname for r in caplog.records if "stays out of service" in r.message] == ["WARNING"], "said once, not each time"
         assert bad.held == {"a": b"13", "b": b"3"}
         assert bad.sent[-2:] == ["a", "b"]
-        assert first.weights.tag == "L:2"
+        assert first.state.version == "L:2"
         bad.fails = good.fails = {"/pause_generation": 2}
         with pytest.raises(SlimebusError, match="it would not"):
             await engines.update_weights(version(3, tmp_path, a=b"14", b=b"3"))
         await engines.update_weights(version(3, tmp_path, a=b"14", b=b"3"))
-        assert (first.weights.tag, second.weights.tag) == ("L:3", "L:3")
+        assert (first.state.version, second.state.version) == ("L:3", "L:3")
 
     talk(bad, lambda first: talk_also(good, lambda second: session(first, second)))
 
@@ -416,17 +429,14 @@ class Sampling(FakeSGLang):
 def test_an_engine_that_was_started_again_serves_nobody_until_it_was_given_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int
 ) -> None:
-    monkeypatch.setattr("rollout.weights.policy.RECOVERY_RETRY_S", 0.02)
+    monkeypatch.setattr("rollout.engines.engine_state.RETRY_S", 0.02)
     fakes = [Sampling() for _ in range(num_engines)]
-    (tmp_path / "config.json").write_text("{}")
     task = Task(prompt="", prompt_ids=np.array([1], np.int32), sampling={}, group="0/0", index=0)
     lost: list[int] = []
 
     async def session(*started: Engine) -> None:
-        engines = EnginePool(RunConfig(), tmp_path, tmp_path, name="w")
-        engines.engines, engines.on_lost = list(started), lambda: lost.append(1)
-        for engine in started:
-            engine.turn("syncing")
+        engines = pool_of(tmp_path, *started)
+        engines.on_lost = lambda: lost.append(1)
         await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
         assert (await Dispatch(engines).sample([task]))[0].versions == [(1, 1)]
         fakes[0].weight_version, fakes[0].held, fakes[0].sent = "default", {}, []
@@ -434,13 +444,13 @@ def test_an_engine_that_was_started_again_serves_nobody_until_it_was_given_every
         with pytest.raises(WeightsError, match="sampled with weights 'default'") as problem:
             await Dispatch(engines).sample([task])
         assert problem.value.retryable
-        assert (started[0].state, len(lost)) == ("sick", num_engines == 1)
+        assert (started[0].state.phase, len(lost)) == (("sick", 1) if num_engines == 1 else ("syncing", 0))
         if num_engines == 1:
             with pytest.raises(WeightsError, match="out of service"):
                 await Dispatch(engines).sample([task])
-            assert len(lost) == 2
+            assert len(lost) == 1
             await engines.update_weights(version(1, tmp_path, a=b"12", b=b"3"))
-        while started[0].state != "serving":
+        while started[0].state.phase != "serving":
             assert (await Dispatch(engines).sample([task]))[0].versions == [(1, 1)]  # of the other
         assert (fakes[0].sent, fakes[0].weight_version) == (["a", "b"], "L:1")
 

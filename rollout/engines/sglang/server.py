@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.process import EngineProcess
-from slimebus.config.engine_plan import visible
+from slimebus.config.engine_plan import EngineSpec, visible
+from slimebus.config.schema import RunConfig
 from slimebus.process.launch import free_port
 
-SHIM_PATH = Path(__file__).parent / "sglang_cpu"
+SHIM_PATH = Path(__file__).parent / "cpu_shim"
 
 # Measured on a 2-core machine: ready in 24 s idle, 85 s under load.
 READY_TIMEOUT_S = 600.0
@@ -54,6 +55,12 @@ def sglang_server(
     ]
     environment = _cpu_environment() if is_cpu else visible(gpus)
     return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env=environment, api_key=key)
+
+
+def process_for(config: RunConfig, spec: EngineSpec, log_file: Path, api_key: str) -> EngineProcess:
+    """As `backends.Backend.process_for` says."""
+    python, arguments = config.engine.engine_python, option_list(spec.arguments)
+    return sglang_server(spec.directory, log_file, python=python, arguments=arguments, api_key=api_key, gpus=spec.gpus)
 
 
 def _key_arguments(api_key: str, log_path: Path, arguments: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

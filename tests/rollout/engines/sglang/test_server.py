@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import rollout
-from rollout.engines.sglang import option_list, sglang_server
+from rollout.engines.sglang.server import option_list, sglang_server
 
 ROOT = Path(rollout.__file__).parent
 
@@ -26,7 +26,7 @@ def test_on_cpu_the_flags_and_the_shim_are_applied_and_the_callers_arguments_win
     assert command[-2:] == ["--max-running-requests", "4"]
     assert server.url == "http://127.0.0.1:4000"
     assert server.environment["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert server.environment["PYTHONPATH"] == f"{ROOT / 'engines/sglang_cpu'}:/elsewhere"
+    assert server.environment["PYTHONPATH"] == f"{ROOT / 'engines/sglang/cpu_shim'}:/elsewhere"
 
 
 def test_with_cuda_only_the_dtype_that_is_published_is_added(tmp_path: Path):
@@ -37,7 +37,7 @@ def test_with_cuda_only_the_dtype_that_is_published_is_added(tmp_path: Path):
 
 
 def test_the_shim_and_the_guard_need_only_the_standard_library_to_be_imported():
-    for file in (ROOT / "engines/sglang_cpu/sitecustomize.py", ROOT / "engines/process_guard.py"):
+    for file in (ROOT / "engines/sglang/cpu_shim/sitecustomize.py", ROOT / "engines/process_guard.py"):
         imported = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {alias.name.split(".")[0] for node in imported for alias in node.names}
         assert names <= {"contextlib", "ctypes", "importlib", "os", "selectors", "signal", "subprocess", "sys", "types"}

@@ -5,15 +5,15 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout.response import plain
-from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, UsageError
+from rollout.response import Completion, EngineError, plain
+from slimebus.bus.errors import FatalWeightsError, Unreachable, UsageError
 
 log = logging.getLogger("rollout")
 T = TypeVar("T")
@@ -29,27 +29,6 @@ RETRY_LONGEST_S = 2.0
 RID_END = "."
 UNAUTHORIZED = 401
 DONE_STATUS, RETRIED_STATUS = (200, 202), (502, 503, 504)
-
-
-class EngineError(SlimebusError):
-    """An engine answered, and not with what was asked for; the text names its URL."""
-
-    code = "engine"
-
-
-class Completion(NamedTuple):
-    """One generated sequence of T tokens, the stop token included.
-
-    output_ids    int32 [T]
-    logprobs      float32 [T], of the distribution before top-k, top-p and min-p, at the sampling temperature
-    finish_reason stop, length, or abort (what was generated until then is here)
-    versions      (weight version, first token, one past the last token), in order, covering T
-    """
-
-    output_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    finish_reason: str
-    versions: list[tuple[str, int, int]]
 
 
 class _FinishReason(msgspec.Struct):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import EngineClient
-from rollout.weights import broadcast_group
-from rollout.weights.broadcast_group import BroadcastGroup
-from rollout.weights.calls import WeightCalls
+from rollout.engines.sglang import broadcast_group
+from rollout.engines.sglang.broadcast_group import BroadcastGroup
+from rollout.engines.sglang.calls import WeightCalls
+from rollout.engines.sglang.client import EngineClient
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.host.shared_folder import SharedTensor
 

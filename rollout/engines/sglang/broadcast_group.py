@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.weights.calls import WeightCalls
+from rollout.engines.sglang.calls import WeightCalls
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.process.launch import free_port
 from slimebus.weights.host.shared_folder import SharedTensor
