@@ -88,13 +88,13 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
     source: BrokerSession | ReplaySource | None = None
     try:
-        if int(os.environ.get("RANK", "0")) == 0:
-            replay = debugging.replay
-            if replay is None:
-                source = BrokerSession(resolved, broker, take_over=take_over)
-            else:
-                source = ReplaySource(replay, resolved, debugging.from_step)
         with stop.one_rank_says_it():
+            if int(os.environ.get("RANK", "0")) == 0:
+                replay = debugging.replay
+                if replay is None:
+                    source = BrokerSession(resolved, broker, take_over=take_over)
+                else:
+                    source = ReplaySource(replay, resolved, debugging.from_step)
             _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:
         if debugging.replay is None:

@@ -166,9 +166,9 @@ def wait_until_left(run_dir: Path, timeout_s: float) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now, and that the kernel gives to nobody who asks for any."""
+    """A TCP port that nothing listens on now, at any address, and that the kernel gives to nobody who asks for any."""
     while True:
         port = PORTS.start + secrets.randbelow(len(PORTS))  # processes that were forked draw apart
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
             return port

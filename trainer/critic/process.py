@@ -22,10 +22,10 @@ def run_critic(resolved: Resolved, broker: str | None, *, take_over: bool, debug
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
     session, model_dir = None, str(resolved.model_dir)
     try:
-        if int(os.environ.get("RANK", "0")) == 0:
-            session = CriticSession(resolved, broker, take_over=take_over)
-            stop.is_broker_silent = lambda: session.consumer.client.silent_s >= SILENT_S
         with stop.one_rank_says_it():
+            if int(os.environ.get("RANK", "0")) == 0:
+                session = CriticSession(resolved, broker, take_over=take_over)
+                stop.is_broker_silent = lambda: session.consumer.client.silent_s >= SILENT_S
             _run(resolved, model_dir, session, stop)
     except KeyboardInterrupt:
         log.warning("interrupted without saving; what came after the newest checkpoint is read and learned again")

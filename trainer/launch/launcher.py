@@ -5,20 +5,20 @@
 A set of ranks that starts again goes on from the newest checkpoint, as any trainer does.
 """
 
-import contextlib
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import IO, NamedTuple
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE
-from slimebus.process.launch import end_with_parent
+from slimebus.process.launch import end_with_parent, free_port
 from trainer.launch.plan import LAUNCHED, Plan
 from trainer.launch.rendezvous import NodeConnection, rendezvous
 
@@ -27,43 +27,59 @@ log = logging.getLogger("trainer")
 LOOK_S = 0.1
 GONE_CODE = 70
 """Of a node whose launcher is gone: without it nothing can start again. It becomes the exit code."""
-FINAL_CODES = (0, EXIT_USAGE)
+FINAL_CODES = (0, EXIT_USAGE, GONE_CODE)
 """Exit codes after which starting again makes no sense."""
+MAX_ERROR_BYTES = 2000
+FAILED = "a rank failed, so all are ended: %s"
+
+
+class End(NamedTuple):
+    """How the ranks of a node have ended. code: 0, or that of the first that failed; failure: which one that was, and its error."""
+
+    code: int = 0
+    failure: str = ""
 
 
 class Ranks:
-    """The processes of this node's ranks."""
+    """The processes of this node's ranks. errors: a file for each, where it writes its error before it ends."""
 
     def __init__(self, plan: Plan, arguments: Sequence[str], port: int) -> None:
-        self.processes = [_start(plan, arguments, port, local) for local in range(plan.ranks_here)]
+        self.first_rank = plan.node_rank * plan.ranks_here
+        self.errors = [tempfile.TemporaryFile() for _ in range(plan.ranks_here)]  # noqa: SIM115  # stop() closes them
+        self.processes = [_start(plan, arguments, port, local, error) for local, error in enumerate(self.errors)]
+        self._end: End | None = None
 
-    def code(self) -> int | None:
-        """None while they run; 0 when all have ended well; else the exit code of one that failed, 1 where a signal ended it."""
+    def end(self) -> End | None:
+        """None while they run. The code of one that a signal has ended is 1."""
+        self._end = self._end or self._look()
+        return self._end
+
+    def _look(self) -> End | None:
         codes = [process.poll() for process in self.processes]
-        failed = [code for code in codes if code]
-        if failed:
-            return failed[0] if failed[0] > 0 else EXIT_FAILURE
-        return None if None in codes else 0
-
-    def failure(self) -> str:
-        """Which of them failed, in words."""
-        failed = [(local, process.returncode) for local, process in enumerate(self.processes) if process.returncode]
-        return ", ".join(f"local rank {local} ended with {signal.Signals(-code).name if code < 0 else code}" for local, code in failed)
+        for local, code in enumerate(codes):
+            if code:
+                error = os.pread(self.errors[local].fileno(), MAX_ERROR_BYTES, 0).decode(errors="replace")
+                ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                which = f"rank {self.first_rank + local} on {socket.gethostname()} ended with {ended}"
+                return End(max(code, EXIT_FAILURE), f"{which}: {error}" if error else which)
+        return None if None in codes else End()
 
     def send(self, number: int) -> None:
         """The signal to each that still runs."""
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(number)
+            process.send_signal(number)
 
     def stop(self) -> None:
         """End those that still run, at once: what they have trained since the newest checkpoint is lost, as by any death of a rank."""
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        self.end()
+        for error in self.errors:
+            error.close()
 
 
-def _start(plan: Plan, arguments: Sequence[str], port: int, local: int) -> "subprocess.Popen[bytes]":
+def _start(plan: Plan, arguments: Sequence[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
     environment = os.environ | {
         "RANK": str(plan.node_rank * plan.ranks_here + local),
         "WORLD_SIZE": str(plan.world_size),
@@ -72,10 +88,11 @@ def _start(plan: Plan, arguments: Sequence[str], port: int, local: int) -> "subp
         "GROUP_RANK": str(plan.node_rank),
         "MASTER_ADDR": plan.master_addr,
         "MASTER_PORT": str(port),
-        LAUNCHED: "1",
+        LAUNCHED: str(error.fileno()),
     }
     command = [sys.executable, "-P", "-u", "-m", "slimebus", *arguments]  # -P: without the working directory on the path
-    return subprocess.Popen(command, env=environment, preexec_fn=end_with_parent(signal.SIGKILL, os.getpid()), process_group=0)
+    with_parent = end_with_parent(signal.SIGKILL, os.getpid())
+    return subprocess.Popen(command, env=environment, preexec_fn=with_parent, process_group=0, pass_fds=[error.fileno()])
 
 
 class Launcher:
@@ -83,6 +100,7 @@ class Launcher:
 
     def __init__(self, plan: Plan, arguments: Sequence[str], max_restarts: int) -> None:
         self.plan, self.arguments, self.max_restarts = plan, arguments, max_restarts
+        self.peers: list[NodeConnection] = []
         self.ranks: Ranks | None = None
         self.is_stopping = False
 
@@ -92,76 +110,79 @@ class Launcher:
         problem: what is wrong on this node; then nothing is started anywhere. settings: what all nodes must share. Raises SlimebusError
         when the nodes do not come together.
         """
-        with self._signals():
-            peers = rendezvous(self.plan, problem, settings) if self.plan.nnodes > 1 else []
-            try:
-                if problem:
-                    return EXIT_USAGE
-                return self._follow(peers[0]) if self.plan.node_rank else self._lead(peers)
-            finally:
-                if self.ranks is not None:
-                    self.ranks.stop()
-                for peer in peers:
-                    peer.close()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT go to the ranks, which save a checkpoint and leave."""
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            self.is_stopping = True
-            if self.ranks is None:
-                raise KeyboardInterrupt
-            self.ranks.send(number)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+        self.peers = rendezvous(self.plan, problem, settings) if self.plan.nnodes > 1 else []
         try:
-            yield
+            if problem:
+                return EXIT_USAGE
+            return self._follow(self.peers[0]) if self.plan.node_rank else self._lead()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if self.ranks is not None:
+                self.ranks.stop()
+            for peer in self.peers:
+                peer.close()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM and SIGINT go to the ranks, which save a checkpoint and leave once rank 0 says so: node 0 is asked for that."""
+        self.is_stopping = True
+        if self.ranks is None:
+            raise KeyboardInterrupt
+        self.ranks.send(number)
+        if self.plan.node_rank:
+            self.peers[0].send(leave=True)
 
     # --- node 0 ---
 
-    def _lead(self, peers: Sequence[NodeConnection]) -> int:
+    def _lead(self) -> int:
         for attempt in range(self.max_restarts + 1):
-            port = free_port(self.plan)
-            for peer in peers:
-                peer.send(start=port, attempt=attempt)
+            port = free_port()
+            for peer in self.peers:
+                peer.send(start=port)
             self.ranks = Ranks(self.plan, self.arguments, port)
-            code, are_all_here = self._watch(self.ranks, peers, attempt)
-            if code in FINAL_CODES or self.is_stopping or not are_all_here or attempt == self.max_restarts:
+            code = self._watch(self.ranks)
+            if code in FINAL_CODES or self.is_stopping or attempt == self.max_restarts:
                 break
             self.arguments = [word for word in self.arguments if word != "--take-over"]  # once: two launchers would replace each other
             log.warning("the ranks start again from the newest checkpoint (%d of %d)", attempt + 1, self.max_restarts)
-        for peer in peers:
+        for peer in self.peers:
             peer.send(finish=code)
         return code
 
-    def _watch(self, ranks: Ranks, peers: Sequence[NodeConnection], attempt: int) -> tuple[int, bool]:
-        """Until all ranks have ended well, or one has failed and all are ended: the exit code, and whether all nodes are still there."""
-        ended: dict[NodeConnection, int] = {}
-        is_stopped = False
+    def _watch(self, ranks: Ranks) -> int:
+        """Until all ranks have ended well, or one has failed and all are ended: the exit code, of the first that failed on any node."""
+        running, first = self.peers, End()
         while True:
-            for peer in (peer for peer in peers if peer not in ended):
-                codes = [code for said in peer.receive(0.0) if (code := _end_of(said, attempt)) is not None]
-                ended |= {peer: codes[0]} if codes else {}
-            code = ranks.code()
-            failed = code or next((code for code in ended.values() if code), 0)
-            if failed and not is_stopped:
-                log.error("a rank failed, so all are ended: %s", ranks.failure() or "one of another node")
-                for peer in peers:
-                    peer.send(stop=attempt)
+            own = ranks.end()
+            ends = {peer: end for peer in running if (end := self._end_of(peer))}
+            running = [peer for peer in running if peer not in ends]
+            failed = [end for end in (own, *ends.values()) if end and end.code]
+            if failed and not first.code:
+                first = failed[0]
+                log.error(FAILED, first.failure)
+                for peer in self.peers:
+                    peer.send(stop=first.failure)
                 ranks.stop()
-                is_stopped = True
-            if code is not None and len(ended) == len(peers):
-                return failed, all(code != GONE_CODE for code in ended.values())
+            if own and not running:
+                return first.code
             time.sleep(LOOK_S)
+
+    def _end_of(self, peer: NodeConnection) -> End | None:
+        """How the ranks of another node have ended, where it has told. Its request to leave goes to the ranks here."""
+        end = None
+        for said in peer.receive(0.0):
+            if "leave" in said:
+                log.info("node %d is asked to stop, so all ranks save a checkpoint and leave", peer.node)
+                self._pass_on(signal.SIGTERM, None)
+            elif end is None:
+                gone = End(GONE_CODE, f"node {peer.node} ({peer.address}) is gone")
+                end = gone if "gone" in said else End(said["ended"], said["failure"])
+        return end
 
     # --- another node ---
 
     def _follow(self, peer: NodeConnection) -> int:
-        attempt, has_told = -1, True
+        running: Ranks | None = None
         while True:
             for said in peer.receive(LOOK_S):
                 if "finish" in said:
@@ -172,27 +193,10 @@ class Launcher:
                     log.error("node 0 is gone, so the ranks here are ended")
                     return EXIT_FAILURE
                 if "start" in said:
-                    self.ranks = Ranks(self.plan, self.arguments, said["start"])
-                    attempt, has_told = said["attempt"], False
-                elif said.get("stop") == attempt and self.ranks is not None:
+                    running = self.ranks = Ranks(self.plan, self.arguments, said["start"])
+                elif self.ranks is not None:
+                    log.error(FAILED, said["stop"])
                     self.ranks.stop()
-            code = self.ranks.code() if self.ranks is not None else None
-            if code is not None and self.ranks is not None and not has_told:
-                if code:
-                    log.error("a rank failed: %s", self.ranks.failure())
-                    self.ranks.stop()
-                peer.send(ended=code, attempt=attempt)
-                has_told = True
-
-
-def _end_of(said: Mapping[str, Any], attempt: int) -> int | None:
-    """The exit code of a node's ranks, where a message tells it of this attempt."""
-    if "gone" in said:
-        return GONE_CODE
-    return int(said["ended"]) if said.get("attempt") == attempt else None
-
-
-def free_port(plan: Plan) -> int:
-    """A TCP port of this node that nothing listens on now."""
-    with socket.create_server(("127.0.0.1" if plan.nnodes == 1 else "", 0)) as probe:
-        return int(probe.getsockname()[1])
+            if running is not None and (end := running.end()):
+                peer.send(ended=end.code, failure=end.failure)
+                running = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from slimebus.bus.errors import UsageError
 
 LAUNCHED = "SLIMEBUS_LAUNCHED"
-"""In the environment of ranks that a launcher of ours has started."""
+"""In the environment of ranks that a launcher of ours has started: the file descriptor where a rank writes its error."""
 PORT = 29500
 """Where the first node listens for the others, as torchrun does."""
 SLURM_PORTS = (20000, 10000)

@@ -2,9 +2,11 @@
 
     node k -> node 0    {"node": k, "ranks": 4, "nnodes": 2, "settings": {...}}   once, when it is there; {"problem": "..."} when its
                                                                   check failed
-    node 0 -> all       {"start": PORT, "attempt": 0}             start your ranks; rank 0's store listens at PORT
-    node k -> node 0    {"ended": CODE, "attempt": 0}             its ranks have ended: 0, or the code of the first that failed
-    node 0 -> all       {"stop": 0}                               end your ranks of this attempt; answered by "ended", unless told before
+    node 0 -> all       {"start": PORT}                           start your ranks; rank 0's store listens at PORT
+    node k -> node 0    {"ended": CODE, "failure": "..."}         its ranks have ended: code 0, or that of the first that failed, and
+                                                                  which one that was; once for each "start"
+    node k -> node 0    {"leave": true}                           it got SIGTERM or Ctrl-C: let all save a checkpoint and leave
+    node 0 -> all       {"stop": "..."}                           end your ranks: the first failure on any node
     node 0 -> all       {"finish": CODE}                          leave with this exit code; with "problem" nothing was started
 
 A line of JSON each, over TCP. A connection that breaks is a node that is gone.
@@ -16,7 +18,7 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from slimebus.bus.errors import SlimebusError, UsageError
@@ -34,10 +36,10 @@ GONE = {"gone": True}
 
 
 class NodeConnection:
-    """A connection that carries a JSON object a line."""
+    """A connection that carries a JSON object a line. node: which one is at the other end."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.connection, self.address, self._buffer = connection, address, b""
+    def __init__(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        self.connection, self.address, self.node, self._buffer = connection, address[0], 0, b""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def send(self, **message: Any) -> None:
@@ -88,20 +90,20 @@ def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None
         return []
     log.info("node 0 of %d: waiting for the others at port %d", plan.nnodes, plan.master_port)
     with socket.create_server(("", plan.master_port)) as server:
-        found: dict[int, NodeConnection] = {}
+        peers: list[NodeConnection] = []
         said: dict[int, Mapping[str, str]] = {0: settings or {}}
         try:
-            while len(found) < plan.nnodes - 1:
+            while len(said) < plan.nnodes:
                 server.settimeout(max(0.1, deadline - time.monotonic()))
-                node, peer, said[node] = _accept(plan, server, found)
-                found[node] = peer
+                peers.append(_accept(plan, server, said))
+                said[peers[-1].node] = _checked(plan, peers[-1], said)
             if differing := disagreements([said[node] for node in sorted(said)], "node"):
                 raise UsageError(refusal(differing, "node"))
         except BaseException as bad:
-            for peer in found.values():
+            for peer in peers:
                 _refuse(peer, bad)
             raise
-    return [found[node] for node in sorted(found)]
+    return sorted(peers, key=lambda peer: peer.node)
 
 
 def _tell(plan: Plan, problem: str) -> None:
@@ -111,8 +113,7 @@ def _tell(plan: Plan, problem: str) -> None:
     with socket.create_server(("", plan.master_port)) as server, contextlib.suppress(TimeoutError):
         for _ in range(plan.nnodes - 1):
             server.settimeout(max(0.1, deadline - time.monotonic()))
-            connection, address = server.accept()
-            peer = NodeConnection(connection, address[0])
+            peer = NodeConnection(*server.accept())
             peer.receive_one(RETRY_S)  # what it says of itself: a connection with unread data would be reset
             _refuse(peer, UsageError(f"node 0: {problem}"))
 
@@ -126,44 +127,35 @@ def _refuse(peer: NodeConnection, bad: BaseException) -> None:
     peer.close()
 
 
-Hello = tuple[int, NodeConnection, Mapping[str, str]]
-"""The number of a node, the connection to it, its settings."""
-
-
-def _accept(plan: Plan, server: socket.socket, found: Mapping[int, NodeConnection]) -> Hello:
+def _accept(plan: Plan, server: socket.socket, found: Collection[int]) -> NodeConnection:
     try:
-        connection, address = server.accept()
+        return NodeConnection(*server.accept())
     except TimeoutError:
-        missing = ", ".join(map(str, sorted(set(range(1, plan.nnodes)) - found.keys())))
+        missing = ", ".join(str(node) for node in range(plan.nnodes) if node not in found)
         late = f"node {missing} did not come within {RENDEZVOUS_S:.0f} s"
         raise SlimebusError(f"{late}; was it started, with this node as --master-addr?") from None
-    peer = NodeConnection(connection, address[0])
-    try:
-        return _checked(plan, peer, found)
-    except UsageError as bad:
-        _refuse(peer, bad)
-        raise
 
 
-def _checked(plan: Plan, peer: NodeConnection, found: Mapping[int, NodeConnection]) -> Hello:
-    """The node that has come, which must fit. Raises UsageError."""
+def _checked(plan: Plan, peer: NodeConnection, found: Collection[int]) -> Mapping[str, str]:
+    """The settings of the node that has come, which must fit. Raises UsageError."""
     said = dict(peer.receive_one(RENDEZVOUS_S))
-    settings = said.pop("settings", {})
-    node = int(said.get("node", -1))
+    settings: Mapping[str, str] = said.pop("settings", {})
+    peer.node = int(said.get("node", -1))
     if "problem" in said:
-        raise UsageError(f"node {node} ({peer.address}): {said['problem']}")
-    if said != {**_hello(plan), "node": node} or node in found or node == 0:
-        twice = f"node {node} is there twice" if node in found or node == 0 else f"it says {said}, node 0 {_hello(plan)}"
+        raise UsageError(f"node {peer.node} ({peer.address}): {said['problem']}")
+    if said != {**_hello(plan), "node": peer.node} or peer.node in found:
+        twice = f"node {peer.node} is there twice" if peer.node in found else f"it says {said}, node 0 {_hello(plan)}"
         remedy = "give every node the same --nnodes and --nproc-per-node, and a --node-rank of its own"
         raise UsageError(f"a node at {peer.address} does not fit: {twice}; {remedy}")
-    return node, peer, settings
+    return settings
 
 
 def _connect(plan: Plan, deadline: float) -> NodeConnection:
-    log.info("node %d of %d, to meet node 0 at %s:%d", plan.node_rank, plan.nnodes, plan.master_addr, plan.master_port)
+    address = (plan.master_addr, plan.master_port)
+    log.info("node %d of %d, to meet node 0 at %s:%d", plan.node_rank, plan.nnodes, *address)
     while True:
         try:
-            return NodeConnection(socket.create_connection((plan.master_addr, plan.master_port), timeout=10.0), plan.master_addr)
+            return NodeConnection(socket.create_connection(address, timeout=10.0), address)
         except OSError as bad:
             if time.monotonic() > deadline:
                 raise SlimebusError(f"node 0 does not answer at {plan.master_addr}:{plan.master_port}: {bad}") from None

@@ -8,12 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from slimebus.bus.errors import SlimebusError
+from trainer.launch.plan import LAUNCHED
+
 log = logging.getLogger("trainer")
 
 BROADCAST_INTERVAL_S = 60.0
 """How often the ranks that wait for rank 0 hear that it still waits for a batch; far below the timeout of their collectives."""
 SAME_ERROR_S = 5.0
 """How long a rank other than 0 that fails lets rank 0 say what is wrong: mostly it is the same, and the launcher then ends the others."""
+FIRST_ERROR_S = 2.0
+"""How long rank 0 waits with an error that may be the death of another rank: the launcher, which names that one, ends it meanwhile."""
 DEADLINE_S = 25.0
 """Slurm kills 30 s after its SIGTERM."""
 LOOK_S = 5
@@ -48,13 +53,17 @@ class StopRequest:
     @staticmethod
     @contextlib.contextmanager
     def one_rank_says_it() -> Iterator[None]:
-        """An error leaves rank 0 at once and the others after SAME_ERROR_S, so that one of all ranks is printed once, and no rank says only
-        that rank 0 is gone."""
+        """An error leaves rank 0 first and the others after SAME_ERROR_S, so that one of all ranks is printed once, and no rank says only
+        that another one is gone. The launcher gets its last line, for all nodes."""
         try:
             yield
-        except Exception:
+        except Exception as bad:
+            if LAUNCHED in os.environ:
+                os.write(int(os.environ[LAUNCHED]), f"{type(bad).__name__}: {str(bad).strip().rpartition(chr(10))[2]}".encode())
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(SAME_ERROR_S)
+            elif "RANK" in os.environ and not isinstance(bad, SlimebusError):
+                time.sleep(FIRST_ERROR_S)
             raise
 
     def keep_deadline(self) -> None:

@@ -1,12 +1,16 @@
+import itertools
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from small_disk import fill, small_disk
 from waiting import has_ended, wait_until
 
+from slimebus.process import launch
 from slimebus.process.launch import Fleet, free_port
 
 
@@ -54,3 +58,12 @@ def test_children_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
 def test_a_free_port_is_none_that_others_get_by_chance() -> None:
     first_by_chance = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(port < first_by_chance for port in (free_port() for _ in range(100)))
+
+
+def test_a_free_port_is_free_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's store listens at all of them."""
+    taken, draws = free_port(), itertools.count()
+    with socket.create_server(("127.0.0.2", taken)):
+        monkeypatch.setattr(launch, "PORTS", range(taken, taken + 100))
+        monkeypatch.setattr(launch.secrets, "randbelow", lambda length: next(draws))
+        assert free_port() > taken

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -19,14 +21,24 @@ from trainer.launch.plan import Plan
 from trainer.launch.rendezvous import NodeConnection, rendezvous
 
 
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A launcher keeps its handlers: its process ends with it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def ranks_are(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes each rank a Python that runs this code, with its number in RANK."""
 
     def choose(code: str) -> None:
-        def start(plan: Plan, arguments: object, port: int, local: int) -> "subprocess.Popen[bytes]":
-            environment = os.environ | {"RANK": str(plan.node_rank * plan.ranks_here + local)}
-            return subprocess.Popen([sys.executable, "-S", "-c", f"import os, sys, time; {code}"], env=environment)
+        def start(plan: Plan, arguments: object, port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
+            environment = os.environ | {"RANK": str(plan.node_rank * plan.ranks_here + local), "ERROR": str(error.fileno())}
+            command = [sys.executable, "-S", "-c", f"import os, sys, time; {code}"]
+            return subprocess.Popen(command, env=environment, pass_fds=[error.fileno()])
 
         monkeypatch.setattr(launcher, "_start", start)
 
@@ -57,7 +69,7 @@ def test_a_failed_set_starts_again_as_often_as_asked(ranks_are: Callable[[str], 
 def test_a_set_that_starts_again_replaces_no_living_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def start(plan: Plan, arguments: list[str], port: int, local: int) -> "subprocess.Popen[bytes]":
+    def start(plan: Plan, arguments: list[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
         started.append(arguments)
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"])
 
@@ -113,11 +125,11 @@ def test_nodes_meet_and_talk() -> None:
     first, second = plans()
     other = OtherNode(second)
     (peer,) = rendezvous(first)
-    peer.send(start=1, attempt=0)
+    peer.send(start=1)
     other._thread.join(20)
-    assert list(other.peers[0].receive(20)) == [{"start": 1, "attempt": 0}]
-    other.peers[0].send(ended=0, attempt=0)
-    assert list(peer.receive(20)) == [{"ended": 0, "attempt": 0}]
+    assert list(other.peers[0].receive(20)) == [{"start": 1}]
+    other.peers[0].send(leave=True)
+    assert list(peer.receive(20)) == [{"leave": True}]
     other.end()
     assert list(peer.receive(20)) == [{"gone": True}]
     peer.close()
@@ -183,3 +195,47 @@ def test_the_problem_of_a_node_is_told_by_node_0() -> None:
     with pytest.raises(UsageError, match=r"node 1 \(127.0.0.1\): model.hf_checkpoint: no model at /models/x"):
         rendezvous(first)
     other.end()
+
+
+# --- nodes that run ---
+
+
+@contextlib.contextmanager
+def other_launcher(plan: Plan) -> Iterator[list[int]]:
+    """A second thread's launcher; its exit code."""
+    codes: list[int] = []
+
+    def follow() -> None:
+        second = Launcher(plan, [], 0)
+        second.peers = rendezvous(plan)
+        with contextlib.closing(second.peers[0]):
+            codes.append(second._follow(second.peers[0]))
+            assert second.ranks is not None
+            second.ranks.stop()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    yield codes
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("failing", "code", "text"),
+    [
+        ("os.write(int(os.environ['ERROR']), b'ValueError: no'), sys.exit(2)", 2, "exit code 2: ValueError: no"),
+        ("os.kill(os.getpid(), 9)", 1, "SIGKILL"),
+    ],
+)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_the_rank_that_fails_first_is_named_on_all_nodes(
+    ranks_are: Callable[[str], None], caplog: pytest.LogCaptureFixture, rank: int, failing: str, code: int, text: str
+) -> None:
+    """The other ranks are ended by SIGKILL, also those before it on its node: its exit code is the one that counts."""
+    ranks_are(f"os.environ['RANK'] == '{rank}' and ({failing}); time.sleep(60)")
+    first, second = plans()
+    with other_launcher(second) as codes:
+        assert Launcher(first, [], 0).run() == code
+    assert codes == [code]
+    said = [message.partition("so all are ended: ")[2] for message in caplog.messages if "so all are ended" in message]
+    assert said == [f"rank {rank} on {socket.gethostname()} ended with {text}"] * 2

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from slimebus.bus.errors import ConfigError
+from trainer.launch.plan import LAUNCHED
 from trainer.session import stop_request
 from trainer.session.stop_request import StopRequest
 
@@ -88,3 +90,20 @@ def test_an_error_of_all_ranks_leaves_rank_0_first(stop: StopRequest, monkeypatc
         with pytest.raises(ConfigError, match="wrong"), stop.one_rank_says_it():
             raise ConfigError("wrong")
     assert slept == [stop_request.SAME_ERROR_S]
+
+
+def test_an_error_of_torch_lets_the_rank_that_died_be_seen_first(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(stop_request.time, "sleep", slept.append)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError), stop.one_rank_says_it():
+        raise RuntimeError("Connection reset by peer")
+    assert slept == [stop_request.FIRST_ERROR_S]
+
+
+def test_the_launcher_gets_the_last_line_of_an_error(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryFile() as file:
+        monkeypatch.setenv(LAUNCHED, str(file.fileno()))
+        with pytest.raises(ConfigError), stop.one_rank_says_it():
+            raise ConfigError("two lines:\nrollout.seed is wrong")
+        assert os.pread(file.fileno(), 100, 0) == b"ConfigError: rollout.seed is wrong"
