@@ -14,8 +14,8 @@ from typing import Any
 
 from rollout.endpoint import Agent
 from rollout.endpoint.server import Seat
-from rollout.plugins import PluginError
-from rollout.session import Session
+from rollout.samples.plugins import PluginError
+from rollout.samples.session import Session
 from slimebus.prompts.verifiers_tasks import TASK, load, tasks_of
 
 HARNESS = "slimebus_chat"

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout import partials
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
-from rollout.groups import Dropped, GroupMaker
-from rollout.plugins import PluginError, contain_exits
-from rollout.response import Completion, Response, Task
-from rollout.tokenizer import Tokenizer
+from rollout.samples import partials
+from rollout.samples.plugins import PluginError, contain_exits
+from rollout.samples.response import Completion, Response, Task
+from rollout.samples.tokenizer import Tokenizer
+from rollout.worker.worker.groups import Dropped, GroupMaker
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup

@@ -4,7 +4,7 @@ Use as `rollout.custom_generate_function_path: rollout.sft:demonstration` with `
 `algorithm.advantage_estimator: sft` and `n_samples_per_prompt: 1`.
 """
 
-from rollout.session import Session
+from rollout.samples.session import Session
 
 
 def demonstration(session: Session) -> None:

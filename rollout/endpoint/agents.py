@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout.endpoint.server import Endpoint
-from rollout.plugins import Plugin, PluginError
-from rollout.response import Task
-from rollout.session import Session
+from rollout.samples.plugins import Plugin, PluginError
+from rollout.samples.response import Task
+from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollout.endpoint.tool_calls import from_the_wire, on_the_wire
-from rollout.response import Response
-from rollout.session import Session
+from rollout.samples.response import Response
+from rollout.samples.session import Session
 from slimebus.bus.errors import UsageError
 
 MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")

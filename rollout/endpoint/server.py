@@ -21,9 +21,9 @@ from jinja2 import TemplateError
 
 from rollout.endpoint.chat import ChatRequest, TextRequest, chat_answer, chunks, plain_message, text_answer
 from rollout.endpoint.tool_calls import parse, parse_by_sglang
-from rollout.partials import Unfinished
-from rollout.response import reward_number
-from rollout.session import Session
+from rollout.samples.partials import Unfinished
+from rollout.samples.response import reward_number
+from rollout.samples.session import Session
 from slimebus.bus.errors import SlimebusError, UsageError
 
 log = logging.getLogger("rollout")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rollout.engines import embedded
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang import server
+from rollout.engines.sglang.process import EngineProcess
 from rollout.engines.sglang.weights import SGLangEngine
-from rollout.response import Completion
+from rollout.samples.response import Completion
 from slimebus.config.engine_plan import EngineSpec
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedVersion

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rollout import partials
 from rollout.engines.engine import Requests
 from rollout.engines.pool import EnginePool
-from rollout.response import Completion, EngineError, Response, Task
+from rollout.samples import partials
+from rollout.samples.response import Completion, EngineError, Response, Task
 from slimebus.bus.errors import Unreachable, WeightsError
 from slimebus.bus.messages import NO_VERSION
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from rollout.embedded.settings import API_KEY_VARIABLE
-from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.process import EngineProcess
 from rollout.engines.sglang.server import option_list
 from slimebus.config.engine_plan import EngineSpec
 from slimebus.config.schema import RunConfig

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from rollout.engines.backends import BACKENDS, EngineApi, Sampler
 from rollout.engines.engine_state import EngineState
-from rollout.engines.process import EngineProcess
-from rollout.response import Completion
+from rollout.engines.sglang.process import EngineProcess
+from rollout.samples.response import Completion
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION, EngineReport
 from slimebus.config.engine_plan import EngineSpec

@@ -18,8 +18,8 @@ from rollout.engines.claim import claim
 from rollout.engines.engine import Engine, Requests
 from rollout.engines.engine_state import PROBE_S, SETTLE_S, Action, Event, PoolState
 from rollout.engines.model_shapes import check_shapes, shapes_of
-from rollout.engines.process import EngineProcess
-from rollout.engines.sglang.router import Router
+from rollout.engines.router import Router
+from rollout.engines.sglang.process import EngineProcess
 from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.config.engine_plan import EngineSpec, engine_specs
 from slimebus.config.model_folder import read_config, vocab_size

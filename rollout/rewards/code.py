@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 SECONDS = 10
 """Of each run."""

@@ -6,7 +6,7 @@ listing 1 of Minerva (https://arxiv.org/abs/2206.14858, appendix D.1). Labels ar
 
 import re
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 SEARCHED_CHARS = 300
 REPLACED = {"an ": "", "a ": "", ".$": "$", "\\$": "", r"\ ": "", " ": "", "mbox": "text", ",\\text{and}": ",", "\\text{and}": ","}

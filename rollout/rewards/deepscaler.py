@@ -6,8 +6,8 @@ reward `math`.
 
 import re
 
-from rollout.response import Response
 from rollout.rewards.math import is_answer, last_boxed, missing
+from rollout.samples.response import Response
 
 __all__ = ["missing", "reward"]
 

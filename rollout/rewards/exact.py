@@ -1,6 +1,6 @@
 """1 when the response, stripped, is the label and ended by itself."""
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 
 def reward(response: Response) -> float:

@@ -8,7 +8,7 @@ import re
 import string
 from collections import Counter
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 WHOLE = ("yes", "no", "noanswer")
 

@@ -9,7 +9,7 @@ import re
 import string
 from typing import Any
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 NAMED = (
     r"(?:answer|option|choice)\s*(?:is|:)?\s*([A-Z])\b",

@@ -5,8 +5,8 @@ A model as a judge: https://arxiv.org/abs/2306.05685.
 
 import re
 
-from rollout.response import Response
 from rollout.rewards.remote import ask
+from rollout.samples.response import Response
 
 QUESTION = """Grade the answer to a question, by its agreement with the reference answer.
 

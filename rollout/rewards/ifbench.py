@@ -7,7 +7,7 @@ IFBench is no package: clone https://github.com/allenai/IFBench and put it on PY
 import importlib.util
 from typing import Any
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 
 def missing() -> str:

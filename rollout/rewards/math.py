@@ -8,7 +8,7 @@ import importlib.util
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 SEARCHED_CHARS = 4096
 """Of the end of a response without a marked answer."""

@@ -19,12 +19,12 @@ from contextlib import suppress
 
 import msgspec
 
-from rollout.engines.process import GUARD_PATH, ending
-from rollout.plugins import Plugin, PluginError
-from rollout.response import Response
 from rollout.rewards import wire
 from rollout.rewards.wire import RewardSpec
+from rollout.samples.plugins import Plugin, PluginError
+from rollout.samples.response import Response
 from slimebus.process.hooks import text_of
+from slimebus.process.process_guard import GUARD_PATH, ending
 
 MAX_PROCESSES = max(2, min(8, (os.cpu_count() or 2) // 2))
 SLOW_S = 0.1
@@ -54,7 +54,7 @@ class RewardProcess:
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "rollout.rewards.process", msgspec.json.encode(spec).decode()]
         with theirs:
-            guarded = [sys.executable, str(GUARD_PATH), str(os.getpid()), *command]
+            guarded = [sys.executable, GUARD_PATH, str(os.getpid()), *command]
             self._process = subprocess.Popen(guarded, stdin=theirs.fileno(), start_new_session=True)
         for target in (self._read, self._write):
             threading.Thread(target=target, name=self.name, daemon=True).start()

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from rollout.plugins import PluginError, contain_exits
-from rollout.response import Response, reward_number
 from rollout.rewards import wire
 from rollout.rewards.wire import RewardSpec
+from rollout.samples.plugins import PluginError, contain_exits
+from rollout.samples.response import Response, reward_number
 from slimebus.bus.sample_table import MAX_REWARD
 from slimebus.process.hooks import text_of
 

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 
 def reward(response: Response) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from rollout.response import Response
+from rollout.samples.response import Response
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
-from rollout.plugins import PluginError
-from rollout.response import Response
 from rollout.rewards.pool import RewardPool
 from rollout.rewards.registry import IN_WORKER
 from rollout.rewards.wire import RewardSpec
+from rollout.samples.plugins import PluginError
+from rollout.samples.response import Response
 
 
 class Reward:

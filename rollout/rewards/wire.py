@@ -12,8 +12,8 @@ import msgpack
 import msgspec
 import numpy as np
 
-from rollout.plugins import Plugin, PluginError
-from rollout.response import Response, plain
+from rollout.samples.plugins import Plugin, PluginError
+from rollout.samples.response import Response, plain
 
 ASKS = ("remote", "graded")
 """Built-in rewards that ask the server at rollout.rm_url."""

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from rollout.endpoint.tool_calls import Calls, parse
-from rollout.session import Session
+from rollout.samples.session import Session
 from slimebus.bus.errors import HookError, UsageError
 
 START_S = 60.0

@@ -18,8 +18,8 @@ from typing import Any
 from bench_row import Row, absent, row
 
 from rollout.engines.embedded import embedded_engine
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import EngineClient
+from rollout.engines.sglang.process import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures"))

@@ -12,11 +12,11 @@ from bench_engine import VOCAB_SIZE, sampling, served
 from bench_row import Row, within
 
 from rollout.endpoint.server import Endpoint
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import EngineClient
-from rollout.response import Response, Task
-from rollout.session import Session
-from rollout.tokenizer import Tokenizer
+from rollout.engines.sglang.process import EngineProcess
+from rollout.samples.response import Response, Task
+from rollout.samples.session import Session
+from rollout.samples.tokenizer import Tokenizer
 
 TURNS, ANSWER_TOKENS = 10, 32
 MOST_MS = 3.0

@@ -17,8 +17,8 @@ from bench_serving import change
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import EngineClient
+from rollout.engines.sglang.process import EngineProcess
 from rollout.weights.sync import WeightSync
 from slimebus.bus.messages import Publish, Resume
 from slimebus.config.schema import EngineConfig, RunConfig

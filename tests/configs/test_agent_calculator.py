@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.response import Response, Task
-from rollout.session import Session
-from rollout.tokenizer import Tokenizer
+from rollout.samples.response import Response, Task
+from rollout.samples.session import Session
+from rollout.samples.tokenizer import Tokenizer
 from slimebus.process import hooks
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "agent-calculator"

@@ -17,10 +17,10 @@ from tiny_model import SERVED, SPECIAL_TOKENS, save_served, sglang_python
 
 from rollout.endpoint.tool_calls import parse_by_sglang
 from rollout.engines.embedded import embedded_engine
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import EngineClient
+from rollout.engines.sglang.process import EngineProcess
 from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
-from rollout.response import Completion
+from rollout.samples.response import Completion
 from slimebus.bus.errors import UsageError, WeightsError
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -15,7 +15,7 @@ from live_run import Run
 from openai import OpenAI
 from tiny_model import save_model
 
-from rollout.tokenizer import Tokenizer
+from rollout.samples.tokenizer import Tokenizer
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from slimebus.client.consumer import Consumer

@@ -16,7 +16,7 @@ import slimebus_command
 from live_run import Run, clients
 
 from rollout.engines.embedded import embedded_engine
-from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.process import EngineProcess
 
 pytestmark = pytest.mark.integration
 

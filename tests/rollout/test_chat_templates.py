@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from byte_tokenizer import save_tokenizer
 
-from rollout.response import Response, Task
-from rollout.session import Session
-from rollout.tokenizer import Tokenizer
+from rollout.samples.response import Response, Task
+from rollout.samples.session import Session
+from rollout.samples.tokenizer import Tokenizer
 from slimebus.bus.errors import UsageError
 
 CHATML = (

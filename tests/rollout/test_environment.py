@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 from letters import Letters
+from rollout.worker.worker.groups import GroupMaker
 from talk import Policy
 
 from broker.source import FileRows
-from rollout.groups import GroupMaker
-from rollout.plugins import PluginError
+from rollout.samples.plugins import PluginError
 from slimebus.bus.errors import ConfigError, Unreachable
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample

@@ -20,10 +20,10 @@ from tiny_model import save_served, sglang_python
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import EngineClient
+from rollout.engines.sglang.process import EngineProcess
 from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
-from rollout.response import Response, Task
+from rollout.samples.response import Response, Task
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import WeightsError
 from slimebus.config.schema import EngineConfig, RunConfig

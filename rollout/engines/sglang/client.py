@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout.response import Completion, EngineError, plain
+from rollout.samples.response import Completion, EngineError, plain
 from slimebus.bus.errors import FatalWeightsError, Unreachable, UsageError
 
 log = logging.getLogger("rollout")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.engines.process import EngineProcess
+from rollout.engines.sglang.process import EngineProcess
 from slimebus.config.engine_plan import EngineSpec, visible
 from slimebus.config.schema import RunConfig
 from slimebus.process.launch import free_port

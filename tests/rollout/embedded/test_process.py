@@ -23,9 +23,9 @@ from tiny_model import save_model
 from waiting import has_ended, wait_until
 
 from rollout.engines.embedded import embedded_engine
-from rollout.engines.process import EngineProcess, EngineStartError
 from rollout.engines.sglang.client import EngineClient
-from rollout.response import Completion
+from rollout.engines.sglang.process import EngineProcess, EngineStartError
+from rollout.samples.response import Completion
 from slimebus.bus.errors import UsageError
 from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.host.shared_folder import SharedFolder

@@ -11,9 +11,9 @@ import torch
 from byte_tokenizer import SHAPE, TEMPLATES, save_tokenizer
 from tiny_model import save_model
 
-from rollout.response import Response, Task, to_sample
-from rollout.session import Session
-from rollout.tokenizer import Tokenizer
+from rollout.samples.response import Response, Task, to_sample
+from rollout.samples.session import Session
+from rollout.samples.tokenizer import Tokenizer
 from slimebus.bus.messages import NO_VERSION
 
 TURNS, REPLY = 10, 12

@@ -13,9 +13,9 @@ from openai import AsyncOpenAI, OpenAI
 from talk import CALL, CHAT, END, TOOLS, Policy, ask, client_of, post, session, visit
 
 from rollout.endpoint import Agent, OutsideAgents
-from rollout.plugins import PluginError
-from rollout.response import Response, Task
-from rollout.session import Session
+from rollout.samples.plugins import PluginError
+from rollout.samples.response import Response, Task
+from rollout.samples.session import Session
 from slimebus.bus.errors import HookError, Unreachable
 
 

@@ -14,8 +14,8 @@ from talk import CHAT, TOOLS, Policy, ask, client_of, post, session, visit
 
 from rollout.endpoint import OutsideAgents
 from rollout.endpoint.server import Endpoint
-from rollout.response import Response, Task
-from rollout.session import Session
+from rollout.samples.response import Response, Task
+from rollout.samples.session import Session
 
 
 class Held(Policy):

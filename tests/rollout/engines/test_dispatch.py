@@ -13,8 +13,8 @@ from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
 from rollout.engines.engine_state import Phase
 from rollout.engines.pool import EnginePool
-from rollout.partials import Unfinished
-from rollout.response import Completion, Task
+from rollout.samples.partials import Unfinished
+from rollout.samples.response import Completion, Task
 from slimebus.bus.errors import Unreachable, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.config.engine_plan import EngineSpec

@@ -23,10 +23,10 @@ from rollout.engines.dispatch import Dispatch
 from rollout.engines.embedded import embedded_engine
 from rollout.engines.engine import Engine
 from rollout.engines.pool import EnginePool
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import EngineClient
-from rollout.partials import Unfinished
-from rollout.response import Task
+from rollout.engines.sglang.process import EngineProcess
+from rollout.samples.partials import Unfinished
+from rollout.samples.response import Task
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedVersion

@@ -20,10 +20,10 @@ import psutil
 import pytest
 from waiting import has_ended, wait_until
 
-from rollout.response import Response, Task
 from rollout.rewards import pool
 from rollout.rewards.scoring import Reward
 from rollout.rewards.wire import RewardSpec
+from rollout.samples.response import Response, Task
 
 HOOK = """
 import asyncio, os, re, signal, time

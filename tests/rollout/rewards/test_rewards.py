@@ -10,9 +10,9 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from rollout.response import Response, Task
 from rollout.rewards import code, dapo, deepscaler, exact, f1, gpqa, math, random
 from rollout.rewards.registry import BUILT_IN, find
+from rollout.samples.response import Response, Task
 from slimebus.bus.errors import HookError, UsageError
 from slimebus.config import resolve
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from letters import Letters
 
-from rollout.response import Response, Task
-from rollout.session import Session
+from rollout.samples.response import Response, Task
+from rollout.samples.session import Session
 from rollout.tools import McpAgent
 from slimebus.bus.errors import HookError
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from rollout.engines.sglang.client import EngineClient
-from rollout.response import EngineError
+from rollout.samples.response import EngineError
 from slimebus.bus.errors import Unreachable, UsageError, WeightsError
 
 Talk = Callable[[EngineClient], Awaitable[Any]]

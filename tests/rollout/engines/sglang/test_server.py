@@ -7,6 +7,7 @@ from pathlib import Path
 
 import rollout
 from rollout.engines.sglang.server import option_list, sglang_server
+from slimebus.process.process_guard import GUARD_PATH
 
 ROOT = Path(rollout.__file__).parent
 
@@ -37,7 +38,7 @@ def test_with_cuda_only_the_dtype_that_is_published_is_added(tmp_path: Path):
 
 
 def test_the_shim_and_the_guard_need_only_the_standard_library_to_be_imported():
-    for file in (ROOT / "engines/sglang/cpu_shim/sitecustomize.py", ROOT / "engines/process_guard.py"):
+    for file in (ROOT / "engines/sglang/cpu_shim/sitecustomize.py", Path(GUARD_PATH)):
         imported = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {alias.name.split(".")[0] for node in imported for alias in node.names}
         assert names <= {"contextlib", "ctypes", "importlib", "os", "selectors", "signal", "subprocess", "sys", "types"}

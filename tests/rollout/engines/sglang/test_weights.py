@@ -14,7 +14,7 @@ from rollout.engines.engine import Engine
 from rollout.engines.model_shapes import check_shapes
 from rollout.engines.pool import EnginePool
 from rollout.engines.sglang.calls import WeightCalls
-from rollout.response import Task
+from rollout.samples.response import Task
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion

@@ -21,6 +21,8 @@ import sys
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 KILLED_BY = 128
+GUARD_PATH = __file__
+"""To run it by path."""
 
 
 def main(parent_pid: int, command: list[str]) -> int:
@@ -53,6 +55,12 @@ def signal_group(group: int, number: signal.Signals) -> None:
     """Send a signal to a process group, which may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
+
+
+def ending(status: int) -> str:
+    """How a guarded command ended, from the status of its guard."""
+    number = status - KILLED_BY if status > KILLED_BY else -status
+    return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {status}"
 
 
 if __name__ == "__main__":

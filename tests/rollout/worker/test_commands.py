@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from rollout.worker.worker.commands import Commands
 
-from rollout.commands import Commands
 from rollout.engines.claim import claim
 from slimebus.bus.messages import Command, CommandReply
 

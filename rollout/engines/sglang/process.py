@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollout.engines.process_guard import KILLED_BY, signal_group
 from rollout.engines.sglang.client import EngineClient
 from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.process.process_guard import GUARD_PATH, ending, signal_group
 
-GUARD_PATH = Path(__file__).parent / "process_guard.py"
 LOG_TAIL_LINES = 30
 STOP_S = 10.0
 REAP_S = 30.0
@@ -48,7 +47,7 @@ class EngineProcess:
         """Start the command and return its process; what it writes is appended to the log."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            guarded = [sys.executable, str(GUARD_PATH), str(os.getpid()), *self.command]
+            guarded = [sys.executable, GUARD_PATH, str(os.getpid()), *self.command]
             self._process = subprocess.Popen(
                 guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
             )
@@ -85,9 +84,3 @@ class EngineProcess:
         signal_group(group, signal.SIGKILL)
         self._process.wait(REAP_S)
         self._process = None
-
-
-def ending(status: int) -> str:
-    """How a guarded command ended, from the status of its guard."""
-    number = status - KILLED_BY if status > KILLED_BY else -status
-    return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {status}"

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout import partials
 from rollout.engines.dispatch import Dispatch
-from rollout.generate_hook import TEARDOWN_S, GenerateHook
-from rollout.plugins import Plugin, PluginError, failure
-from rollout.response import Response, Task, normalise, to_sample
 from rollout.rewards.registry import find
 from rollout.rewards.scoring import Reward
-from rollout.session import Session
-from rollout.tokenizer import Tokenizer
-from rollout.worker_hooks import WorkerHooks
+from rollout.samples import partials
+from rollout.samples.generate_hook import TEARDOWN_S, GenerateHook
+from rollout.samples.plugins import Plugin, PluginError, failure
+from rollout.samples.response import Response, Task, normalise, to_sample
+from rollout.samples.session import Session
+from rollout.samples.tokenizer import Tokenizer
+from rollout.samples.worker_hooks import WorkerHooks
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group

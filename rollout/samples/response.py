@@ -1,7 +1,7 @@
 """What a sample is made from and what rewards see: a task, and the response made for it.
 
-A session turns a Task into Responses (rollout/session.py); a reward scores a Response. P prompt tokens and R response tokens become one
-sample of T = P + R tokens.
+A session (session.py) turns a Task into Responses; a reward scores a Response. P prompt tokens and R response tokens become one sample of
+T = P + R tokens.
 """
 
 from typing import Annotated, Any, Literal, NamedTuple

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.response import Completion, Response, Task, logprob_temperature, to_sample
+from rollout.samples.response import Completion, Response, Task, logprob_temperature, to_sample
 from slimebus.bus.errors import ProtocolError
 from slimebus.bus.messages import NO_VERSION, GiveBack, LeasedGroup
 from slimebus.bus.samples import decode_group, encode_group

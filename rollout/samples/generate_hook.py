@@ -5,9 +5,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from rollout.plugins import Plugin, PluginError, failure
-from rollout.response import Response
-from rollout.session import Session
+from rollout.samples.plugins import Plugin, PluginError, failure
+from rollout.samples.response import Response
+from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
 from slimebus.process.hooks import check_takes, text_of
 

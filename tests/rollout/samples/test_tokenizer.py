@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.tokenizer import Tokenizer
+from rollout.samples.tokenizer import Tokenizer
 from slimebus.bus.errors import UsageError
 
 TEMPLATE = (
@@ -51,7 +51,7 @@ def test_messages_need_the_chat_template(model_dir: Path) -> None:
 
 
 def test_a_directory_that_names_the_general_class_is_loaded_without_torch(model_dir: Path) -> None:
-    program = "import sys; from pathlib import Path; from rollout.tokenizer import Tokenizer\n"
+    program = "import sys; from pathlib import Path; from rollout.samples.tokenizer import Tokenizer\n"
     program += "t = Tokenizer(Path(sys.argv[1]), apply_chat_template=False); print(t.encode('add hi').tolist(), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program, str(model_dir)], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split("\n")[0] == f"{[WORDS.index('add'), WORDS.index('hi')]} False"

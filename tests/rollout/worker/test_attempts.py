@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 from parrot import Parrot, maker
+from rollout.worker.worker.attempts import Attempts
 
-from rollout import partials
-from rollout.attempts import Attempts
-from rollout.response import Response, Task
+from rollout.samples import partials
+from rollout.samples.response import Response, Task
 from slimebus.bus.messages import GiveBack, LeasedGroup, Message, Ok, Put, PutReply
 from slimebus.bus.samples import decode_group
 from slimebus.bus.transport.request import Reply
@@ -218,7 +218,7 @@ def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: P
 
 
 def test_an_engine_with_room_is_given_its_next_group_before_work_on_samples_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.attempts.REFILL_S", 60.0)
+    monkeypatch.setattr("rollout.worker.attempts.REFILL_S", 60.0)
 
     async def run() -> None:
         of, broker = attempts(tmp_path, Answering(), rm_type="random")

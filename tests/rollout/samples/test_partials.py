@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout import partials
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
 from rollout.engines.pool import EnginePool
-from rollout.response import Completion, EngineError, Response, Task
+from rollout.samples import partials
+from rollout.samples.response import Completion, EngineError, Response, Task
 from slimebus.bus.errors import ProtocolError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
 from slimebus.config.schema import EngineConfig, RunConfig

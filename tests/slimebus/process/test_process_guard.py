@@ -12,12 +12,12 @@ import psutil
 import pytest
 from waiting import has_ended, wait_until
 
-import rollout.engines.process_guard
-from rollout.engines.process import ending
+import slimebus.process.process_guard
+from rollout.engines.sglang.process import ending
 
 pytestmark = pytest.mark.integration
 
-GUARD = str(Path(rollout.engines.process_guard.__file__))
+GUARD = str(Path(slimebus.process.process_guard.__file__))
 # A server with a child of its own that ignores SIGTERM; both say that they run.
 SERVER = """
 import signal, subprocess, sys, time

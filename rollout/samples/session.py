@@ -5,7 +5,7 @@
     versions      -1       7 7 8 8    -1         8 8 8
 
 What the engine is given is the record itself, and what it makes is kept as it came: nothing that was sampled is tokenised again. Chat
-messages are turned into tokens only where they are new, behind what is there (rollout/tokenizer.py:encode_turn).
+messages are turned into tokens only where they are new, behind what is there (rollout/samples/tokenizer.py:encode_turn).
 
 One session is one trajectory: one of a group's n attempts. It is one sample, unless it is branched, or goes on with a context that does
 not begin with the record (compacted, or with another system prompt): then the record so far is a sample, and another one begins.
@@ -14,17 +14,19 @@ not begin with the record (compacted, or with another system prompt): then the r
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 import numpy as np
 
-from rollout.engines.dispatch import Dispatch
-from rollout.partials import Unfinished, joined
-from rollout.response import Response, Task, logprob_temperature, token_ids
-from rollout.tokenizer import Messages, Tokenizer
+from rollout.samples.partials import Unfinished, joined
+from rollout.samples.response import Response, Task, logprob_temperature, token_ids
+from rollout.samples.tokenizer import Messages, Tokenizer
 from slimebus.bus.errors import HookError, SlimebusError, UsageError
 from slimebus.bus.messages import NO_VERSION, Scalar
+
+if TYPE_CHECKING:
+    from rollout.engines.dispatch import Dispatch
 
 Context = Messages | Sequence[int] | np.ndarray
 NONE = np.zeros(0, np.int32)
@@ -78,7 +80,7 @@ class Session:
     template is given. max_context_len: most tokens of prompt and turns together; 0: no limit but the engine's.
     """
 
-    def __init__(self, task: Task, engines: Dispatch | None, tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
+    def __init__(self, task: Task, engines: "Dispatch | None", tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
         self.task, self.tokenizer, self.max_context_len = task, tokenizer, max_context_len
         self.id = f"{task.group}.{task.index}"
         self.engines = engines

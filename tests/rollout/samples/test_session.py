@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from letters import Letters
 
-from rollout.response import Response, Task, to_sample
-from rollout.session import Session
+from rollout.samples.response import Response, Task, to_sample
+from rollout.samples.session import Session
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import NO_VERSION
 

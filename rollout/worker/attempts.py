@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from rollout import partials
 from rollout.engines.dispatch import Dispatch
-from rollout.groups import Dropped, GroupMaker
-from rollout.plugins import LEASED, PluginError, failure
+from rollout.samples import partials
+from rollout.samples.plugins import LEASED, PluginError, failure
+from rollout.worker.worker.groups import Dropped, GroupMaker
 from slimebus.bus.errors import HookError, SlimebusError
 from slimebus.bus.messages import GiveBack, LeasedGroup, Put, PutReply
 from slimebus.bus.sample_table import check_group

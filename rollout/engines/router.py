@@ -16,8 +16,8 @@ import msgspec
 
 from rollout.engines.engine import Engine, Requests
 from rollout.engines.engine_state import EngineState
-from rollout.engines.process import EngineProcess
 from rollout.engines.sglang.client import GENERATE_TIMEOUT_S, EngineClient
+from rollout.engines.sglang.process import EngineProcess
 from rollout.engines.sglang.server import option_list
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.config.schema import RunConfig

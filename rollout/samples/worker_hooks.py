@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout.generate_hook import GenerateHook, instance_of, method_of
-from rollout.plugins import Plugin, PluginError
-from rollout.response import reward_number
+from rollout.samples.generate_hook import GenerateHook, instance_of, method_of
+from rollout.samples.plugins import Plugin, PluginError
+from rollout.samples.response import reward_number
 from slimebus.bus.errors import HookError
 from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.process.hooks import check_takes, text_of

@@ -1,0 +1,1 @@
+"""A sample in the making: its task, its tokens, what hooks do with it."""

@@ -1,0 +1,1 @@
+"""A worker: it leases groups, has them sampled and scored, and puts them."""
