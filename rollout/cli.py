@@ -28,9 +28,9 @@ def rollout(
     """
     resolved, debug = from_context(ctx, run_yaml), bool((ctx.obj or {}).get("debug"))
     if teacher:
-        from rollout.worker.worker.teacher import run_teacher
+        from rollout.worker.teacher import run_teacher
 
         return run_teacher(resolved, broker, teacher, worker_name, take_over=take_over, debug=debug)
-    from rollout.worker.worker.process import run_worker
+    from rollout.worker.process import run_worker
 
     run_worker(resolved, broker, worker_name, take_over=take_over, debug=debug)

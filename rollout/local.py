@@ -24,7 +24,7 @@ from rollout.samples import partials
 from rollout.samples.plugins import PluginError, contain_exits
 from rollout.samples.response import Completion, Response, Task
 from rollout.samples.tokenizer import Tokenizer
-from rollout.worker.worker.groups import Dropped, GroupMaker
+from rollout.worker.groups import Dropped, GroupMaker
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup

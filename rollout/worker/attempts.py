@@ -15,7 +15,7 @@ import msgspec
 from rollout.engines.dispatch import Dispatch
 from rollout.samples import partials
 from rollout.samples.plugins import LEASED, PluginError, failure
-from rollout.worker.worker.groups import Dropped, GroupMaker
+from rollout.worker.groups import Dropped, GroupMaker
 from slimebus.bus.errors import HookError, SlimebusError
 from slimebus.bus.messages import GiveBack, LeasedGroup, Put, PutReply
 from slimebus.bus.sample_table import check_group

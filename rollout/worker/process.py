@@ -5,7 +5,7 @@ import logging
 import uvloop
 
 from rollout.samples.tokenizer import Tokenizer
-from rollout.worker.worker.worker import Worker
+from rollout.worker.worker import Worker
 from slimebus.bus.messages import Welcome
 from slimebus.bus.transport.client import Client
 from slimebus.client import connect

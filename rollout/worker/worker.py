@@ -19,9 +19,9 @@ from rollout.samples.plugins import called_in, contain_exits
 from rollout.samples.tokenizer import Tokenizer
 from rollout.weights.relay import WeightRelay
 from rollout.weights.sync import WeightSync
-from rollout.worker.worker.attempts import Attempts, without_samples
-from rollout.worker.worker.commands import Commands
-from rollout.worker.worker.groups import GroupMaker
+from rollout.worker.attempts import Attempts, without_samples
+from rollout.worker.commands import Commands
+from rollout.worker.groups import GroupMaker
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, Heartbeat, HeartbeatReply, Hint, Lease, LeasedGroup, LeaseReply, Welcome
 from slimebus.bus.transport.client import Client

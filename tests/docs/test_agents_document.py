@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from letters import Letters
-from rollout.worker.worker.groups import GroupMaker
 
 from rollout.samples.response import Response, Task
+from rollout.worker.groups import GroupMaker
 from slimebus.bus.messages import LeasedGroup
 from slimebus.config import resolve
 

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 from letters import Letters
-from rollout.worker.worker.groups import Dropped, GroupMaker
 
 from broker.buffer_filter import ReadyGroup, load_plugin
 from broker.source import load_source
@@ -17,6 +16,7 @@ from broker.state.prompt_source import GroupResult
 from broker.state.records import BatchWanted
 from rollout.rewards import registry
 from rollout.samples.response import Response, Task
+from rollout.worker.groups import Dropped, GroupMaker
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.config import resolve

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 from letters import Letters
-from rollout.worker.worker.groups import GroupMaker
 from talk import Policy
 
 from broker.source import FileRows
 from rollout.samples.plugins import PluginError
+from rollout.worker.groups import GroupMaker
 from slimebus.bus.errors import ConfigError, Unreachable
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample

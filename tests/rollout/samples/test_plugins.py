@@ -13,10 +13,10 @@ import pytest
 import torch
 from letters import Letters
 from parrot import Parrot, make, maker
-from rollout.worker.worker.worker import Worker
 
 from rollout.samples.plugins import Plugin, PluginError, contain_exits
 from rollout.samples.response import Response, Task, to_sample
+from rollout.worker.worker import Worker
 from slimebus.bus import envelope
 from slimebus.bus.errors import HookError, ProtocolError, SlimebusError, UsageError, WeightsError
 from slimebus.bus.messages import GiveBack, Lease, LeasedGroup, LeaseReply, Message, Put, PutReply, Welcome
@@ -215,7 +215,7 @@ def test_a_filter_cannot_change_what_is_put(tmp_path: Path) -> None:
 
 
 def test_a_filter_may_be_a_coroutine_function(tmp_path: Path) -> None:
-    from rollout.worker.worker.groups import Dropped
+    from rollout.worker.groups import Dropped
 
     with pytest.raises(Dropped):
         make(maker(tmp_path, "async def keep(samples): return False\n", dynamic_sampling_filter_path="plug.py:keep"))

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 from letters import Letters
-from rollout.worker.worker.attempts import Counts
-from rollout.worker.worker.groups import Dropped, GroupMaker
-from rollout.worker.worker.worker import Worker
 from talk import Policy
 
 from rollout.samples.plugins import PluginError
 from rollout.samples.worker_hooks import WorkerHooks
+from rollout.worker.attempts import Counts
+from rollout.worker.groups import Dropped, GroupMaker
+from rollout.worker.worker import Worker
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample

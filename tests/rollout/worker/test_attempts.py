@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 from parrot import Parrot, maker
-from rollout.worker.worker.attempts import Attempts
 
 from rollout.samples import partials
 from rollout.samples.response import Response, Task
+from rollout.worker.attempts import Attempts
 from slimebus.bus.messages import GiveBack, LeasedGroup, Message, Ok, Put, PutReply
 from slimebus.bus.samples import decode_group
 from slimebus.bus.transport.request import Reply

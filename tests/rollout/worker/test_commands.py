@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from rollout.worker.worker.commands import Commands
 
 from rollout.engines.claim import claim
+from rollout.worker.commands import Commands
 from slimebus.bus.messages import Command, CommandReply
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 from parrot import Parrot, make, maker
-from rollout.worker.worker.groups import Dropped
 
+from rollout.worker.groups import Dropped
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
 from slimebus.bus.samples import encode_group

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rollout.worker.worker.teacher import scores_of
 
 from rollout.engines.sglang.client import EngineClient
+from rollout.worker.teacher import scores_of
 from slimebus.bus.errors import UsageError
 from slimebus.bus.samples import Sample
 from slimebus.cli.root import root
