@@ -96,3 +96,28 @@ def test_a_killed_broker_neither_loses_nor_repeats_a_prompt_or_its_feedback(tmp_
     assert {t[0] for t in told if t[2] == "dropped"} == {f"hook/{int(p[1:]) - 1}" for p in prompts if p.endswith("7")}
     assert all(t[3] == int(t[0].partition("/")[2]) + 1 and t[4] == ([1.0] if t[2] == "dropped" else [0.5] * SAMPLES) for t in told)
     assert len(told) == len({t[0] for t in told})
+
+
+def test_a_broker_whose_source_does_not_return_names_its_line_ends_at_sigterm_and_goes_on_when_started_again(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(SOURCE.replace("        self.given += 1", "        time.sleep(1e6 * (self.given == 2))\n        self.given += 1", 1))
+    source.write_text("import time\n" + source.read_text())
+    rollout = {"rollout_batch_size": BATCH, "n_samples_per_prompt": SAMPLES, "num_rollout": 1000}
+    with LiveBroker(tmp_path, data={"source_path": "source.py:Counting"}, rollout=rollout) as broker:
+        trainer, worker = (broker.client(name, role, resend_s=0.3) for name, role in (("t", "trainer"), ("w", "rollout")))
+        begin(trainer)
+        first = worker.call(Lease(want=2, wait_s=0.0, lineage="L", serving=0), timeout_s=60).message
+        assert isinstance(first, LeaseReply)
+        assert len(first.groups) == 2
+        asked = worker.submit(Lease(want=1, wait_s=1.0, lineage="L", serving=0), timeout_s=200)
+        line = f"the broker's loop has been blocked for 5 s at {source}:"
+        wait_until("a line of the log", lambda: line in broker.log.read_text())
+        broker.process.terminate()
+        assert broker.process.wait(40) == 1
+        assert "time.sleep" in broker.log.read_text(), "the stack"
+        source.write_text(SOURCE)
+        broker.start()
+        third = asked.result(200).message
+        assert isinstance(third, LeaseReply)
+        assert len(third.groups) == 1
+        assert third.groups[0].group not in {group.group for group in first.groups}

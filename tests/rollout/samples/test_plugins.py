@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from letters import Letters
 from parrot import Parrot, make, maker
 
-from rollout.samples.plugins import Plugin, PluginError, contain_exits
+from rollout.samples.plugins import LEASED, Plugin, PluginError, called_in, contain_exits
 from rollout.samples.response import Response, Task, to_sample
 from rollout.worker.worker import Worker
 from slimebus.bus import envelope
@@ -83,6 +84,37 @@ def test_an_exit_in_a_task_that_a_hook_began_ends_that_task_alone(tmp_path: Path
             await made.make(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60), record())
 
     asyncio.run(run())
+
+
+def test_another_thread_sees_which_hook_a_loop_is_in_and_for_which_group_also_in_a_task_that_the_hook_began(tmp_path: Path) -> None:
+    plug = "import asyncio, time\nasync def tool(): time.sleep(1)\nasync def g(session): await asyncio.gather(tool(), asyncio.sleep(0))\n"
+    made = maker(tmp_path, plug, custom_generate_function_path="plug.py:g")
+    leased, seen, ended = LeasedGroup(group="0/1", lease=7, num_samples=1, deadline_s=60), set[Any](), threading.Event()
+
+    async def work() -> None:
+        LEASED.set(leased)
+        with pytest.raises(PluginError, match="made no sample"):
+            await made.make(leased, record())
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        contain_exits(loop)
+
+        def look() -> None:
+            while not ended.wait(0.01):
+                name, group = called_in(loop)
+                seen.add((name, group and group.lease))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        await asyncio.gather(work())
+        await asyncio.sleep(0.1)
+        ended.set()
+        looking.join()
+        assert LEASED.get() is None, "it is that task's alone"
+
+    asyncio.run(run())
+    assert {("generate hook plug.py:g", 7), ("", None)} <= seen
 
 
 def task(index: int) -> Task:
