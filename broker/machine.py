@@ -99,6 +99,8 @@ class Machine:
         for client in state.clients.values():
             clients.touch(state, client)
             client.newcomers = {}
+            for successor in client.successors:
+                successor.heard_at = state.now
         members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
         state.members_before = {(c.name, c.instance) for c in members}
         state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)

@@ -108,13 +108,15 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
     """The same instance keeps its epoch; another of the same name gets a new one, and may take the place of the older one."""
     _check_hello(state, event, ask)
     known = state.clients.get(event.sender)
+    if known is not None:
+        _drop_late(state, known)
     same_name = [known, *known.successors] if known is not None else []
     if known is not None and ask.instance in {*known.previous_instances, *(c.instance for c in same_name if c.is_fenced)}:
         raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
     _check_key(event, ask, known)
     for client in same_name:
         if (client.instance, client.role, client.key) == (ask.instance, ask.role, event.key):
-            client.settings = ask.settings
+            client.settings, client.heard_at = ask.settings, state.now
             if client is known:
                 touch(state, client, event.to.peer)
             return client
@@ -122,7 +124,7 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
     _make_room(state, known)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
-    client.host, client.pid = ask.host, ask.pid
+    client.host, client.pid, client.heard_at = ask.host, ask.pid, state.now
     if known is None:
         _enter(state, client)
         touch(state, client, event.to.peer)
@@ -211,6 +213,7 @@ def _enter(state: State, client: Client) -> None:
 
 def _take_place(state: State, old: Client, event: Event) -> Client:
     """A living process of this name, newer than `old`, asks for the first time: it goes on, the older ones are fenced."""
+    _drop_late(state, old)
     new = next((c for c in old.successors if (c.epoch, c.key) == (event.epoch, event.key)), None)
     if new is None:
         return old
@@ -221,6 +224,15 @@ def _take_place(state: State, old: Client, event: Event) -> Client:
     leave(state, old, "its worker was restarted", cause="worker lost")
     _enter(state, new)
     return new
+
+
+def _drop_late(state: State, holder: Client) -> None:
+    """While its holder lives, the place is no longer open to those who were welcomed and then silent: they count as dead like any other."""
+    earliest = state.now - SILENT_BEATS * state.rules.heartbeat_s
+    in_time = [c for c in holder.successors if c.heard_at >= earliest]
+    if len(in_time) < len(holder.successors) and is_present(holder) and holder.heard_at >= earliest:
+        holder.successors = in_time
+        _keep(state, holder)
 
 
 def fence_older_trainers(state: State, newest: Client) -> None:

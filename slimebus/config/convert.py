@@ -107,5 +107,5 @@ def describe(of: Any) -> str:
     if isinstance(kind, msgspec.inspect.ListType):
         is_of_numbers = isinstance(kind.item_type, msgspec.inspect.IntType)
         return "a list of whole numbers, such as [1, 2]" if is_of_numbers else "a list of texts, such as [a, b]"
-    words = {msgspec.inspect.BoolType: "true or false", msgspec.inspect.DictType: "a map"}
+    words = {msgspec.inspect.BoolType: "true or false", msgspec.inspect.DictType: "a map, with texts for keys"}
     return words.get(type(kind), "text (in quotes, where YAML takes it for something else)")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -154,15 +154,27 @@ def interrupt_on_sigterm() -> None:
 
 def wait_until_left(run_dir: Path, timeout_s: float) -> bool:
     """True once no broker of this machine has this run directory: one that was killed with its parent may be on its way out."""
-    file, until = run_dir / "broker" / "owner.lock", time.monotonic() + timeout_s
-    while file.is_file():
-        with file.open("a") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() > until:
-            return False
-        time.sleep(LOOK_S)
-    return True
+    file = run_dir / "broker" / "owner.lock"
+    if not file.is_file():
+        return True
+    with locked(file, timeout_s) as is_ours:
+        return is_ours
+
+
+@contextlib.contextmanager
+def locked(file: Path, timeout_s: float) -> Iterator[bool]:
+    """Inside, no other process has this lock; False where one has kept it for so long."""
+    until = time.monotonic() + timeout_s
+    with file.open("a") as lock:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > until:
+                yield False
+                return
+            time.sleep(LOOK_S)
+        yield True
 
 
 def free_port() -> int:

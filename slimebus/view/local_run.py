@@ -17,7 +17,7 @@ from slimebus.bus.transport.server import bind_socket
 from slimebus.client.connect import visit
 from slimebus.config import Resolved
 from slimebus.config.engine_plan import placement, visible
-from slimebus.process.launch import Child, Fleet, free_port, wait_until_left
+from slimebus.process.launch import Child, Fleet, free_port, locked, wait_until_left
 from slimebus.security.exposure import reachable
 from slimebus.view import report, terminal
 from slimebus.view.result_table import result_table
@@ -38,6 +38,8 @@ EXIT_GRACE_S, BROKER_EXIT_GRACE_S = 3.0, 30.0
 MAX_RESTARTS = 3
 LEAVE_S = 3.0
 """In which the broker of an `up` that was killed has left."""
+UP_LOCK = "up.lock"
+"""In the run directory: of two `up` that start at once, the trainer of one would take its place at the broker of the other."""
 
 
 class LocalRun:
@@ -70,13 +72,19 @@ class LocalRun:
     def run(self) -> int:
         """Run until all processes ended; the exit code: 0, that of the first that failed (`failed`), or 130 and 143 for a signal.
 
-        Raises UsageError before anything is written or started where a broker has the run directory.
+        Raises UsageError before anything is written or started where a broker, or another `up`, has the run directory.
         """
         run_dir = self.resolved.run_dir
+        in_use = f"the run in {run_dir} is running: its %s has the folder open; end it first, or give another --name or --run-dir"
         if not wait_until_left(run_dir, LEAVE_S):
-            raise UsageError(
-                f"the run in {run_dir} is running: its broker has the folder open; end it first, or give another --name or --run-dir"
-            )
+            raise UsageError(in_use % "broker")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with locked(run_dir / UP_LOCK, LEAVE_S) as is_ours:
+            if not is_ours:
+                raise UsageError(in_use % "`slimebus up`")
+            return self._run()
+
+    def _run(self) -> int:
         with Fleet(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as fleet:
             address = start_all(fleet, self.resolved, self.arguments, self.workers, self.consumers)
             with _signals() as stop, contextlib.ExitStack() as stack:

@@ -383,14 +383,19 @@ def _has_trained(state: State, step: int, groups: tuple[str, ...]) -> bool:
 
 def _durable(state: State) -> dict[str, dict[Any, Any]]:
     """What a restart must give back."""
-    kept = Client.__struct_fields__[: Client.__struct_fields__.index("settings")]
     return {
         "meta": {**msgspec.structs.asdict(state.meta), "source_ended": False},
         "groups": state.groups.by_id,
         "steps": state.steps,
         "evaluations": state.evaluations,
-        "clients": {name: [getattr(c, f) for f in kept] for name, c in state.clients.items() if c.role != "client"},
+        "clients": {name: _kept(client) for name, client in state.clients.items() if client.role != "client"},
     }
+
+
+def _kept(client: Client) -> list[Any]:
+    """What a restart must give back of a client, and of those that wait for its place."""
+    kept = Client.__struct_fields__[: Client.__struct_fields__.index("settings")]
+    return [[_kept(one) for one in client.successors] if field == "successors" else getattr(client, field) for field in kept]
 
 
 def _difference(live: dict[Any, Any], stored: dict[Any, Any]) -> str:

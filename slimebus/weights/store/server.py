@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, WeightsError
+from slimebus.bus.messages import Message
 from slimebus.bus.transport.server import Request, Server, describe
 from slimebus.security.keyring import Keyring
 from slimebus.weights.messages import (
@@ -52,7 +53,10 @@ class WeightServer:
         """Messages refused, by error code."""
         self.sent_bytes = 0
         self._encoder = ThreadPoolExecutor(1, "weights-manifest")
-        self._making: deque[tuple[Request, Future[tuple[ManifestReply, bytes]]]] = deque()
+        self._asked: dict[bytes, tuple[Request, ManifestRequest]] = {}
+        """Of each peer, the newest manifest request that is not begun: one that asks again takes no more memory, and no other's turn."""
+        self._asking = threading.Lock()
+        self._making: deque[Future[tuple[Request, Message, list[bytes]]]] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weights-server", daemon=True)
         self._thread.start()
@@ -68,8 +72,8 @@ class WeightServer:
     def _serve(self) -> None:
         while not self._closing.is_set():
             self._server.wait(MAKING_S if self._making else IDLE_S)
-            while self._making and self._making[0][1].done():
-                self._send_manifest(*self._making.popleft())
+            while self._making and self._making[0].done():
+                self._server.reply(*self._making.popleft().result())
             for request in self._server.receive(0):
                 self._answer(request)
         self._server.close()
@@ -78,7 +82,11 @@ class WeightServer:
         message = request.message
         try:
             if isinstance(message, ManifestRequest):
-                self._making.append((request, self._encoder.submit(self._make_manifest, message)))
+                with self._asking:
+                    is_first = request.peer not in self._asked
+                    self._asked[request.peer] = request, message
+                if is_first:
+                    self._making.append(self._encoder.submit(self._answer_manifest, request.peer))
             elif isinstance(message, ChunkRequest):
                 frames, gone = self._read(message)
                 self.sent_bytes += sum(len(frame) for frame in frames)
@@ -110,21 +118,22 @@ class WeightServer:
 
     # --- manifests: made in the encoder thread, sent by the serving one ---
 
-    def _make_manifest(self, message: ManifestRequest) -> tuple[ManifestReply, bytes]:
+    def _answer_manifest(self, peer: bytes) -> tuple[Request, Message, list[bytes]]:
+        with self._asking:
+            request, message = self._asked.pop(peer)
+        try:
+            return request, *self._make_manifest(message)
+        except SlimebusError as problem:
+            return request, error_reply(problem), []
+        except Exception as problem:
+            log.exception("manifest for %s", describe(request.peer))
+            text = f"the server could not make the manifest: {type(problem).__name__}"
+            return request, error_reply(WeightsError(text, code="internal")), []
+
+    def _make_manifest(self, message: ManifestRequest) -> tuple[ManifestReply, list[bytes]]:
         manifest = self._store.manifest(message.have_lineage, message.have_version, message.want)
         source = ""
         if self._fanout is not None and manifest.base != manifest.version:
             source = self._fanout.source((manifest.lineage, manifest.version), manifest.base, message.serves, message.avoid)
         reply = ManifestReply(lineage=manifest.lineage, version=manifest.version, sources=[source] if source else manifest.sources)
-        return reply, manifest.encoded
-
-    def _send_manifest(self, request: Request, made: "Future[tuple[ManifestReply, bytes]]") -> None:
-        problem = made.exception()
-        if problem is None:
-            reply, encoded = made.result()
-            self._server.reply(request, reply, [encoded])
-            return
-        if not isinstance(problem, SlimebusError):
-            log.error("manifest for %s: %r", describe(request.peer), problem)
-            problem = WeightsError(f"the server could not make the manifest: {type(problem).__name__}", code="internal")
-        self._server.reply(request, error_reply(problem))
+        return reply, [manifest.encoded]

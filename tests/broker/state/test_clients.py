@@ -237,6 +237,26 @@ def test_a_connected_process_is_replaced_once_three_heartbeats_are_missing_and_f
     assert desk.ask("w", m.Heartbeat()).code == "fenced"
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_of_two_newcomers_the_one_that_was_stopped_wakes_up_too_late(desk: Any, is_restarted: bool) -> None:
+    first = desk.ask("w", newcomer("rollout"), epoch=0, is_alone=True)
+    stopped = desk.ask("w", m.Hello(role="rollout", instance="stopped"), epoch=0, is_alone=True)
+    if is_restarted:
+        desk.restart()
+    for _ in range(4):
+        assert isinstance(desk.ask("w", m.Heartbeat(), epoch=first.epoch), m.HeartbeatReply)
+        desk.now += 1.0
+    assert desk.ask("w", m.Heartbeat(), epoch=stopped.epoch).code == "not_joined"
+    for _ in range(2):
+        desk.now += 1.0
+        refused = desk.ask("w", m.Hello(role="rollout", instance="stopped"), epoch=0)
+        assert isinstance(desk.ask("w", m.Heartbeat(), epoch=first.epoch), m.HeartbeatReply)
+    assert refused.code == "name_in_doubt"
+    desk.now += 1.0
+    assert desk.ask("w", m.Hello(role="rollout", instance="stopped"), epoch=0).code == "name_in_use"
+    assert isinstance(desk.ask("w", m.Heartbeat(), epoch=first.epoch), m.HeartbeatReply)
+
+
 def test_what_a_dead_process_had_sent_is_no_sign_of_life(desk: Any) -> None:
     """Its last heartbeat is read behind the hello of the process that comes after it."""
     assert desk.ask("w", newcomer("rollout"), epoch=0).retryable

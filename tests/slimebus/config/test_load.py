@@ -54,6 +54,7 @@ def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None
         ("broker:\n  durability: disk\n", "run.yaml:2: broker.durability: got 'disk'; expected one of fsync, os, memory"),
         ("rollout: 3\n", "run.yaml:1: rollout: got 3; expected a map of its fields"),
         ("- a\n", "expected a map of sections"),
+        ("megatron: {7: 8}\n", "run.yaml:1: megatron: got a map; expected a map, with texts for keys"),
         ("a: [\n", "not YAML"),
         (
             "eval:\n  datasets:\n    h: {path: x, temprature: 1}\n",

@@ -12,8 +12,9 @@ import pytest
 
 from slimebus.bus.errors import UsageError
 from slimebus.config import resolve
-from slimebus.process.launch import Fleet
-from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, LocalRun, left_too_early, start_all
+from slimebus.process.launch import Fleet, locked
+from slimebus.view import local_run
+from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, UP_LOCK, LocalRun, left_too_early, start_all
 
 HERE = ("broker", "trainer", "rollout", "rollout-2")
 
@@ -108,3 +109,16 @@ def test_nothing_is_started_beside_a_broker_that_has_the_address(tmp_path: Path)
         with pytest.raises(UsageError, match="in use by another process"):
             start_all(fleet, resolved, [], 1, {})
         assert not fleet.children
+
+
+def test_of_two_ups_at_once_one_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has a broker yet that the other could find."""
+    monkeypatch.setattr(local_run, "LEAVE_S", 0.3)
+    second = LocalRun(resolve(None, {"run_dir": str(tmp_path)}), [], quiet=True)
+    with locked(tmp_path / UP_LOCK, 0.0) as is_first:
+        assert is_first
+        with pytest.raises(UsageError, match=r"is running: its `slimebus up` has the folder open"):
+            second.run()
+    assert [file.name for file in tmp_path.iterdir()] == [UP_LOCK]
+    monkeypatch.setattr(second, "_run", lambda: 0)
+    assert second.run() == 0, "a lock ends with its owner"

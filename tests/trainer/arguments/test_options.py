@@ -263,3 +263,8 @@ def test_the_spellings_table_of_the_document_is_the_codes() -> None:
     for name, hint in option_table().rejected_with_hint.items():
         assert f"| `--{name.replace('_', '-')}` | {hint} |" in rows
     assert len(rows) == len(option_table().spellings) + len(option_table().rejected_with_hint)
+
+
+@pytest.mark.parametrize("value", ["attn,mlp", "no_such_scope", "", []])
+def test_a_scope_of_graphs_that_are_never_made_is_refused_before_megatron_looks_it_up(value: object) -> None:
+    assert "a CUDA graph has one" in read_options({"cuda_graph_scope": value}).problems["cuda_graph_scope"]

@@ -17,6 +17,7 @@ from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Error, Message
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest
 from slimebus.weights.pull import stream as stream_module
+from slimebus.weights.pull.connection import WeightServerConnection
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store import version_store as store_module
 from slimebus.weights.store.relay_payloads import RelayPayloads
@@ -35,6 +36,19 @@ def publish(closing: Any, tensors: dict[str, np.ndarray], **options: Any) -> tup
     store = VersionStore(keep=4)
     store.publish(tensors)
     return store, closing(WeightServer(store, **options))
+
+
+class SlowStore:
+    """Makes no manifest until `go`; `asked` are the versions that manifests were made for."""
+
+    def __init__(self, store: VersionStore) -> None:
+        self._store, self.read = store, store.read
+        self.go, self.asked = threading.Event(), list[int]()
+
+    def manifest(self, have_lineage: str, have_version: int, want: int) -> Manifest:
+        self.asked.append(have_version)
+        self.go.wait(60)
+        return self._store.manifest(have_lineage, have_version, want)
 
 
 class Pull:
@@ -406,3 +420,21 @@ def test_a_puller_of_another_protocol_is_told_so(closing: Any, version: int) -> 
     assert not told.retryable
     assert str(version) in told.text
     assert protocol.unreadable(version).code == told.code
+
+
+def test_of_the_manifests_that_one_peer_asks_for_while_one_is_made_the_last_is_made(closing: Any) -> None:
+    store = VersionStore(keep=4)
+    store.publish({"w": noise(0.1)})
+    slow: Any = SlowStore(store)
+    server = closing(WeightServer(slow))
+    flood = closing(WeightServerConnection(server.endpoint, name="flood", stall_s=60))
+    flood.send(ManifestRequest(have_version=0))
+    wait_until("a manifest in the making", lambda: slow.asked)
+    last = [flood.send(ManifestRequest(have_version=version)) for version in range(1, 301)][-1]
+    behind = flood.send(ChunkRequest(lineage="", version=0, pieces=[]))
+    answers: list[int] = []
+    wait_until("all to be read", lambda: answers.extend(a[0] for a in flood.receive(0.1)) or behind in answers)
+    slow.go.set()
+    wait_until("the last", lambda: answers.extend(a[0] for a in flood.receive(0.1)) or last in answers)
+    assert slow.asked == [0, 300]
+    assert len(answers) == 3
