@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 MEAN_PULL_S = 0.3
-RUDE_SHARE = 0.2
+RUDE_SHARE = 0.4
 """Of the puts of a rude worker, those with something wrong."""
 LEAVE_S = 5.0
 
