@@ -12,7 +12,7 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.config import Resolved
-from slimebus.config.flags import ConfigCommand, ExternalOptions, config_argument, from_context, take_over_option
+from slimebus.config.flags import OF_RUN, ConfigCommand, ExternalOptions, config_argument, from_context, take_over_option
 
 if TYPE_CHECKING:
     from trainer.launch.plan import NodeOptions
@@ -63,7 +63,7 @@ def algorithm_problems(resolved: Resolved) -> list[str]:
 
 @click.command(cls=ConfigCommand, external=external_options, problems=algorithm_problems)
 @config_argument
-@click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: broker.bind of the config.")
+@click.option("--broker", help=f"[address] Of the broker, tcp://HOST:PORT; default: {OF_RUN}.")
 @click.option("--role", type=click.Choice(["policy", "critic"]), default="policy", show_default=True, help="[choice] What it trains.")
 @click.option("--help-megatron", **EAGER, callback=show_megatron_help, help="Show Megatron's options, and exit.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="[times] Start all ranks again when one of them fails.")
