@@ -299,15 +299,15 @@ def on_silence(state: State, name: str) -> None:
     client = state.clients.get(name)
     if client is None:
         return
-    silence_s, forget_s = state.now - client.heard_at, FORGET_S + state.rules.client_timeout_s
-    if client.role == "client" or silence_s >= forget_s:
+    forget_at = client.heard_at + (FORGET_S + state.rules.client_timeout_s)
+    if client.role == "client" or state.now >= forget_at:  # as the timer is set: rounded alike, or it would fall due again at once
         _forget(state, client)
         return
     if not client.is_gone:
         client.is_gone = True
         set_serving(state, client, client.lineage, NO_VERSION)
-        state.note(f"{client.title} has been silent for {silence_s:.0f} s", is_warning=True)
-    state.timers.set(("client", name), client.heard_at + forget_s)
+        state.note(f"{client.title} has been silent for {state.now - client.heard_at:.0f} s", is_warning=True)
+    state.timers.set(("client", name), forget_at)
 
 
 def _forget(state: State, client: Client) -> None:

@@ -104,7 +104,7 @@ class Invariants:
         fork = self._note_fork(state, event.message)
         unknown = [step for step in trained if step >= fork or not _has_trained(state, step, trained[step])]
         self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
-        self._diverged |= bool(unknown)
+        self._diverged |= any(step >= fork or step not in state.steps for step in unknown)  # other groups under one step it cannot see
         self._begins_anew |= fork < state.meta.floor
 
     def _note_fork(self, state: State, resume: m.Resume) -> int:

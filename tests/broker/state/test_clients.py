@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.state.clients import FORGET_S
 from slimebus.bus import messages as m
 
 
@@ -448,3 +449,21 @@ def test_a_name_that_is_not_printable_joins_no_run(desk: Any, name: str) -> None
     refused = desk.ask(name, m.Hello(role="rollout", instance="1"))
     assert (refused.code, name in desk.state.clients) == ("protocol", False)
     assert "not printable" in refused.text
+
+
+@pytest.mark.timeout(30)
+def test_a_silent_client_is_forgotten_at_its_deadline_however_that_is_rounded(new_desk: Any) -> None:
+    """A deadline that is reached, while the seconds to it are not, fell due again and again: the broker stood still for ever."""
+    forget_s = FORGET_S + 20.0
+    for heard_at in (100.0 + i * 0.1234567 for i in range(10_000)):
+        if (heard_at + forget_s) - heard_at < forget_s:
+            desk = new_desk(client_timeout_s=20.0)
+            desk.now = heard_at
+            desk.join("w", "rollout")
+            desk.pass_time(20.0)
+            assert desk.state.clients["w"].is_gone
+            desk.now = heard_at + forget_s
+            desk.perform(desk.machine.tick(desk.now))
+            assert "w" not in desk.state.clients
+            return
+    pytest.fail("no moment is rounded like that")
