@@ -96,8 +96,9 @@ class Meta(msgspec.Struct, kw_only=True):
 class Client(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
-    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. told_in: the first of
-    its requests whose answer said that the run is finished. knows_end: it has asked for more since. host, pid: where it says it is. peer: the socket identity it was last heard from, empty until it is heard.
+    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. host, pid: where it says
+    it is. peer: the socket identity it was last heard from, empty until it is heard. told_in: the first of its requests whose answer said
+    that the run is finished. knows_end: it has asked for more since.
     newcomers: instances that were told to wait for its place, and when they first asked.
     """
 
