@@ -247,7 +247,7 @@ class EngineConfig(Section, frozen=True):
     gpus: list[GPU] = []
     """[numbers] GPUs of this machine for engines; `slimebus up` divides them among its workers. Empty: those of CUDA_VISIBLE_DEVICES."""
     sglang_config: str = ""
-    """[path] YAML file of several models and server groups (docs/operations.md); relative to the run.yaml. Empty: the policy alone."""
+    """[path] YAML file of several models and server groups (docs/cluster.md); relative to the run.yaml. Empty: the policy alone."""
     sglang_server_concurrency: Positive = 512
     """[requests] Most at one engine at once; others wait in the worker."""
     use_router: bool = False
