@@ -116,7 +116,7 @@ def test_several_models_are_started_with_their_own_gpus_and_overrides(tmp_path: 
         ([{"name": "a", "model_path": "x", "server_groups": [{"num_gpus": 1}]}], "one of them update_weights: true, the policy"),
         ([{"name": "a", "server_groups": [{"num_gpus": 3, "num_gpus_per_engine": 2}]}], "a: num_gpus 3 is no multiple of 2 GPUs an engine"),
         ([{"name": "a", "server_groups": [{"num_gpus": 1, "worker_typ": "x"}]}], "unknown field `worker_typ`"),
-        ([{"name": "a", "server_groups": [{"num_gpus": 1, "worker_type": "prefill"}]}], "need engine.use_router: true"),
+        ([{"name": "a", "server_groups": [{"num_gpus": 1, "worker_type": "prefill"}]}], "Invalid enum value 'prefill'"),
     ],
 )
 def test_a_wrong_file_of_models_is_named(tmp_path: Path, models: list[Any], problem: str) -> None:
