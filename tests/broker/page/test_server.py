@@ -13,14 +13,14 @@ import pytest
 from aiohttp import ClientTimeout
 from made_samples import frames, made
 
-from broker.page.process import STOP_S, PageProcess
+from broker.page.process import STOP_S, PageProcess, listen, token_of
 from broker.store.lmdb_store import LmdbStore
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.sample_table import check_group
 from slimebus.client.exported_groups import arrays_of, write_arrays
 from slimebus.config import resolve
 from slimebus.config.saved import save_config, saved_config
-from slimebus.security.http_address import listen, token_of
+from slimebus.view.report import page_url
 
 
 @pytest.fixture
@@ -164,6 +164,12 @@ def test_the_port_and_token_of_an_earlier_process_are_taken_again(closing: Any) 
     closing(public)
     assert len(token_of(address)) >= 32
     assert token_of(url) == ""
+
+
+@pytest.mark.parametrize("kept", [b"http://127.0.0.1:99999/", b"http://127.0.0.1:x/", b"\xff\xfe", b"http://[::1/"])
+def test_a_damaged_address_of_before_is_as_none(tmp_path: Path, kept: bytes) -> None:
+    (tmp_path / "page.url").write_bytes(kept)
+    assert page_url(tmp_path) == ""
 
 
 def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
