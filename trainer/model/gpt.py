@@ -17,10 +17,10 @@ from slimebus.config import RunConfig
 from slimebus.config.schema import TrainerConfig
 from trainer.arguments.megatron_options import make_config, split_megatron_options
 from trainer.compat import cpu_compat, te_compat
+from trainer.hf.families import Family
+from trainer.hf.hf_config import hf_map, read_hf_config, rotary_percent, transformer_fields
 from trainer.hf.hf_map import HfMap
 from trainer.model import parallel
-from trainer.model.glm4_layers import add_post_norms
-from trainer.model.hf_config import hf_map, read_hf_config, rotary_percent, transformer_fields
 from trainer.model.hf_load import load_weights
 from trainer.model.value_head import put_value_head
 
@@ -120,10 +120,10 @@ def transformer_options() -> dict[str, Any]:
     }
 
 
-def make_gpt(settings: Any, family: str, hf_config: Any) -> Any:
+def make_gpt(settings: Any, family: Family, hf_config: Any) -> Any:
     """The GPTModel of this pipeline stage, on this rank's device, with random weights."""
     spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
-    if family == "glm4":
+    if family.is_glm4:
         add_post_norms(spec)
     ranks = settings.tensor_model_parallel_size
     gpt = GPTModel(
@@ -141,3 +141,28 @@ def make_gpt(settings: Any, family: str, hf_config: Any) -> Any:
     if hf_config.rope_parameters["rope_type"] == "llama3":  # megatron's own has fixed wavelengths
         gpt.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, parallel.device())
     return gpt.to(parallel.device())
+
+
+def with_post_norm(linear: Any, norm: Any) -> Any:
+    """`linear`, a row-parallel layer class, followed by a norm of its output: its parameter `post_norm.weight`. Megatron's layers have
+    no place for a norm between it and the residual (GLM-4, arXiv:2406.12793).
+    """
+
+    class NormedLinear(linear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_norm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+            out, bias = super().forward(x, *args, **options)
+            return self.post_norm(out), bias
+
+    return NormedLinear
+
+
+def add_post_norms(block: Any) -> None:
+    """Change a decoder's spec, in place: every layer gets both norms. The layers of a stage may share one spec."""
+    for layer in {id(spec): spec.submodules for spec in block.layer_specs}.values():
+        attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+        attention.linear_proj = with_post_norm(attention.linear_proj, block.layer_norm)
+        mlp.linear_fc2 = with_post_norm(mlp.linear_fc2, block.layer_norm)

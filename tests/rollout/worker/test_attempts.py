@@ -1,7 +1,6 @@
 """What becomes of a leased group that does not end by itself: recalled, or out of time."""
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 

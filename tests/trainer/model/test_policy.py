@@ -368,6 +368,17 @@ def test_learning_rate_follows_the_schedule(tied_model, build_policy, make_batch
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4])
 
 
+def test_weight_decay_shrinks_matrices_and_leaves_norms_as_they_are(tied_model, build_policy, make_batch):
+    def trained(decay):
+        policy = build_policy(tied_model, optimizer=OptimizerConfig(lr=1e-2), megatron={"weight_decay": decay})
+        policy.train(make_batch())
+        return {name: tensor.clone() for name, tensor in policy.export.tensors()}
+
+    without, decayed = trained(0.0), trained(0.1)
+    changed = {name for name, tensor in without.items() if not torch.equal(tensor, decayed[name])}
+    assert changed == {name for name, tensor in without.items() if tensor.dim() > 1}
+
+
 def test_unknown_megatron_option_names_the_nearest(tied_model, build_policy):
     with pytest.raises(ConfigError, match="did you mean 'recompute_granularity'"):
         split_megatron_options({"recompute_granularty": "full"})
