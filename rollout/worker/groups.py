@@ -280,7 +280,7 @@ class GroupMaker:
         return self.config.rollout.generate_timeout_s
 
     async def _is_in_time(self, work: "asyncio.Future[Any]", session: Session) -> bool:
-        """Whether it is done within the time for sampling, which stands still while requests, or the session, wait for an engine or agent."""
+        """Whether it is done within the time for sampling, which stands still while requests or the session wait for an engine or agent."""
         while not work.done() and (left_s := session.began_at + self._limit_s - time.monotonic()) > 0:
             await asyncio.wait({work}, timeout=left_s)
             if not work.done() and (session.is_waiting or self._is_queued(session.task.group)):
