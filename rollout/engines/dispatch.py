@@ -33,7 +33,7 @@ class Dispatch:
         self.is_leaving = False
         self._recalled: set[str] = set()
         self._waiting: Counter[str] = Counter()
-        self._homes: OrderedDict[str, Requests] = OrderedDict()
+        self._engine_of_session: OrderedDict[str, Requests] = OrderedDict()
         self._ids = itertools.count()
 
     @property
@@ -72,21 +72,21 @@ class Dispatch:
         """Where they go, once it has room; None once the group is recalled."""
         limit = self.pool.config.engine.sglang_server_concurrency
         while not (self.is_leaving or group in self._recalled):
-            up: list[Requests] = [engine for engine in self.pool.of(model) if engine.state.is_in_service]
+            up: list[Requests] = [engine for engine in self.pool.engines_of(model) if engine.state.is_in_service]
             if not up and not model:
                 raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
             if self.pool.router is not None and not model:  # it may ask any of them: none may be between two versions
                 up = [self.pool.router.target] if all(engine.state.phase == "serving" for engine in up) else []
-            home = self._homes.get(session) if session else None
-            if home not in up:
-                home = min(up, key=lambda engine: (engine.state.phase != "serving", engine.running), default=None)
-            if home is not None and home.state.phase == "serving" and (not home.running or home.running + num_requests <= limit):
+            chosen = self._engine_of_session.get(session) if session else None
+            if chosen not in up:
+                chosen = min(up, key=lambda engine: (engine.state.phase != "serving", engine.running), default=None)
+            if chosen is not None and chosen.state.phase == "serving" and (not chosen.running or chosen.running + num_requests <= limit):
                 if session:
-                    self._homes[session] = home
-                    self._homes.move_to_end(session)
-                    if len(self._homes) > MAX_SESSIONS:
-                        self._homes.popitem(last=False)
-                return home
+                    self._engine_of_session[session] = chosen
+                    self._engine_of_session.move_to_end(session)
+                    if len(self._engine_of_session) > MAX_SESSIONS:
+                        self._engine_of_session.popitem(last=False)
+                return chosen
             self._waiting[group] += 1
             try:
                 await self.pool.until_change()
