@@ -24,13 +24,11 @@ from slimebus.security.key_file import KeyPair
 from slimebus.telemetry.spans import Spans
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import SCHEME, DiskPuller, chain_dir
-from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion
 from slimebus.weights.pull.connection import with_key
-from slimebus.weights.pull.pull_loop import PullLoop
+from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.relay_payloads import RelayPayloads
-from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.tensors import Weights
 
 
