@@ -1,9 +1,9 @@
 """GSPO: the ratio of a whole sequence. Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 5, 7 and 13 (GSPO-token)."""
 
-import torch
-
 from slimebus.config.schema import NonNegative
 from trainer.algorithms.grpo import Grpo
+from trainer.objective.clip import clipped_loss
+from trainer.objective.plugin import Clip, TokenLoss
 from trainer.objective.row import Row
 
 
@@ -27,6 +27,11 @@ class Gspo(Grpo):
 
     settings: Settings
 
-    def log_ratio(self, row: Row) -> torch.Tensor:
+    @property
+    def clip(self) -> Clip:
+        return super().clip._replace(level="geometric")
+
+    def loss(self, row: Row) -> TokenLoss:
         new = row.new_logprobs
-        return row.sequence_mean(new.detach() - row.old_logprobs) + (new - new.detach())
+        log_s = row.sequence_mean(new.detach() - row.old_logprobs) + (new - new.detach())
+        return clipped_loss(log_s, row.advantages, self.clip, self.settings.eps_clip_c)

@@ -19,7 +19,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 def log_weight(row: Row, level: Level = "token") -> torch.Tensor:
     """[1, t], no gradient: log(p_old / p_rollout) at this level, spread over the tokens. With use_rollout_logprobs p_old is the policy
-    being trained (plugin.py:Correction.weighs_old)."""
+    being trained (plugin.py:Correction.is_importance_weight)."""
     d = (row.old_logprobs - row.rollout_logprobs).detach()
     return d if level == "token" else row.sequence_sum(d) if level == "sequence" else row.sequence_mean(d)
 

@@ -31,7 +31,7 @@ def weights(chosen: Objective, batch: Batch, new: list[float]) -> list[float]:
     """Those of the first correction at each trained token."""
     row = row_of(batch, new, old=chosen.old_column(batch))
     correction = chosen.corrections[0]
-    if correction.replaces_old:
+    if correction.provides_old_logprobs:
         row.old_logprobs = correction.old_logprobs(row)
     return in_order(row, correction.weight(row).weight)
 
@@ -122,7 +122,7 @@ def test_decoupled_gradient_is_that_of_finite_differences() -> None:
 
 def test_a3po_interpolates_the_old_policy_by_the_lag_of_each_token() -> None:
     chosen = objective("a3po", **OWN_OLD)
-    assert not chosen.keeps_old  # no forward pass
+    assert not chosen.recomputes_old_logprobs  # no forward pass
     batch = batch_of([4], lag=[0, 1, 2, 4])
     new = [0.4] * 4
     assert weights(chosen, batch, new) == pytest.approx([1, 1, math.exp(0.2), math.exp(0.3)])  # rho^((k - 1) / k)
