@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
 from trainer.objective.group_rewards import group_normalised, rewards_with_kl
@@ -19,8 +18,6 @@ class Grpo(ClippedPolicyGradient):
     class Settings(ClippedPolicyGradient.Settings, frozen=True):
         """Of the clip and the advantages."""
 
-        eps_clip_high: NonNegative = 0.28
-        """[ratio] ... and above at 1 + eps_clip_high."""
         grpo_std_normalization: bool = True
         """[switch] Divide a group's advantages by its standard deviation."""
 

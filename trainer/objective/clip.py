@@ -16,7 +16,8 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip, dual_clip: float = 0.0) -> TokenLoss:
-    """-min(w A, clip(w, low, high) A) per token with w = exp(log_ratio), and where the clip took the gradient away (0 or 1).
+    """-min(w A, clip(w, low, high) A) per token with w = exp(log_ratio); where the clip took the gradient away (0 or 1), and the largest w
+    of a bad token that kept it: nothing else bounds what one token adds to the gradient.
 
     Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with separate low and high bounds. dual_clip c > 1: where
     A < 0 the loss is at most -c A. Ye et al., "Mastering Complex Control in MOBA Games" (2020), eq. 5.
@@ -28,7 +29,8 @@ def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip, 
         bound = -dual_clip * advantages
         clipped = clipped | ((advantages < 0) & (loss > bound))
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    return TokenLoss(loss, {"pg_clipfrac": clipped.float()})
+    kept = torch.where((advantages < 0) & ~clipped, ratio.detach(), 0.0)
+    return TokenLoss(loss, {"pg_clipfrac": clipped.float(), "pg_ratio_max": kept})
 
 
 class ClippedPolicyGradient(PolicyGradient):
@@ -39,8 +41,8 @@ class ClippedPolicyGradient(PolicyGradient):
 
         eps_clip: NonNegative = 0.2
         """[ratio] The importance ratio is clipped below at 1 - eps_clip."""
-        eps_clip_high: NonNegative = 0.2
-        """[ratio] ... and above at 1 + eps_clip_high."""
+        eps_clip_high: NonNegative | None = None
+        """[ratio] ... and above at 1 + eps_clip_high; empty: as eps_clip."""
         eps_clip_c: NonNegative = 0.0
         """[ratio] Dual clip: where the advantage is negative the loss is at most this times its size; above 1, or 0 for no such bound."""
 
@@ -48,7 +50,8 @@ class ClippedPolicyGradient(PolicyGradient):
 
     @property
     def clip(self) -> Clip:
-        return Clip(1.0 - self.settings.eps_clip, 1.0 + self.settings.eps_clip_high)
+        low, high = self.settings.eps_clip, self.settings.eps_clip_high
+        return Clip(1.0 - low, 1.0 + (low if high is None else high))
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

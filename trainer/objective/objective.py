@@ -1,6 +1,7 @@
 """What a run minimises: one algorithm, its corrections, the KL and entropy terms, and the forward passes that they need."""
 
 import contextlib
+import logging
 import math
 import sys
 import traceback
@@ -21,6 +22,8 @@ from trainer.objective.lag_metrics import by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
 
+log = logging.getLogger("trainer")
+
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
@@ -34,6 +37,10 @@ METRICS = {
 METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")
 
 
+MOST_CLIPPED = 0.3
+"""Share of tokens whose gradient may be clipped away at lag 0, where the sampler differs by its engine alone, before it is warned of."""
+
+
 class Objective:
     """The chosen plug-ins of a run, as the trainer uses them."""
 
@@ -42,6 +49,7 @@ class Objective:
         self.algorithm, self.corrections = algorithm, list(corrections)
         self.plugins: list[Plugin] = [algorithm, *corrections]
         self.aggregation = config.algorithm.loss_aggregation or algorithm.aggregation
+        self._has_warned = False
 
     # --- what is needed ---
 
@@ -71,6 +79,12 @@ class Objective:
         """Whether old_logprobs are the trainer's own, from before the first optimizer step: with several steps that is a forward pass."""
         is_provided = any(correction.provides_old_logprobs for correction in self.corrections)
         return self.algorithm.compares_with == "old" and not self.settings.use_rollout_logprobs and not is_provided
+
+    @property
+    def old_is_of_the_training_pass(self) -> bool:
+        """Whether old_logprobs are those of the only optimizer step's own pass, so that the ratio is 1."""
+        is_only = self.config.rollout.num_steps_per_rollout == 1
+        return is_only and self.recomputes_old_logprobs and "old_logprobs" not in self.fields
 
     @property
     def trains_without_advantage(self) -> bool:
@@ -182,8 +196,16 @@ class Objective:
         """Metrics by lag of what was trained, which has its new_logprobs; none for demonstrations, which no policy sampled."""
         if self.algorithm.is_supervised or not batch.num_samples:
             return {}
-        low, high = (getattr(self.algorithm.settings, name, 0.2) for name in ("eps_clip", "eps_clip_high"))
-        return by_lag(batch, (1 - low, 1 + high))
+        clip, old = self.algorithm.clip, self.old_column(batch)
+        if any(correction.provides_old_logprobs for correction in self.corrections):
+            old = None  # it is of each row, and no column
+        metrics = by_lag(batch, clip, old)
+        share = metrics.get("lag/0/clip_active", 0.0)
+        if clip and old == "rollout_logprobs" and share > MOST_CLIPPED and not self._has_warned:
+            self._has_warned = True
+            text = "at lag 0 the clip to %g - %g took the gradient of %.0f%% of the tokens away: it clips the error of the sampler's engine"
+            log.warning(text + "; widen algorithm.settings.eps_clip (docs/algorithms.md)", clip.low, clip.high, 100 * share)
+        return metrics
 
 
 class ReadColumns(Mapping[str, Column]):

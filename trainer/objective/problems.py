@@ -53,7 +53,7 @@ def of_samples(objective: Objective) -> Iterator[str]:
 
 
 def of_importance_weights(objective: Objective) -> Iterator[str]:
-    """What contradicts the corrections that weigh old against the sampler."""
+    """What contradicts the corrections that weigh old against the sampler, and what has no effect where the ratio to old is 1."""
     a, algorithm = objective.settings, objective.algorithm
     weights = [name for name, c in zip(a.corrections, objective.corrections, strict=True) if c.is_importance_weight]
     weighing = [a.advantage_estimator, *weights] if algorithm.compares_with == "rollout" else weights
@@ -62,14 +62,18 @@ def of_importance_weights(objective: Objective) -> Iterator[str]:
             f"algorithm.corrections: {' and '.join(weighing)} each weigh the same tokens by their ratio to the sampler, and their "
             "product would count it more than once; keep one of them (masks such as opsm and trm go with any)"
         )
-    if not (weights and a.use_rollout_logprobs and algorithm.compares_with == "old"):
+    if weights and a.use_rollout_logprobs:
+        why = f"with use_rollout_logprobs: true the weight of {weights[0]} stands in the place of the ratio, which is 1"
+        remedy = f"set use_rollout_logprobs: false and rollout.num_steps_per_rollout above 1, or remove {weights[0]}"
+    elif objective.old_is_of_the_training_pass:
+        why = "with use_rollout_logprobs: false and one optimizer step on a batch old is the policy being trained, so the ratio is 1"
+        remedy = "set rollout.num_steps_per_rollout above 1, or use_rollout_logprobs: true"
+    else:
         return
-    why = f"with use_rollout_logprobs: true the weight of {weights[0]} stands in the place of the ratio, which is 1"
     if algorithm.needs_ratio:
-        remedy = f"set use_rollout_logprobs: false, or remove {weights[0]}"
         yield f"algorithm.advantage_estimator: {a.advantage_estimator} is its ratio, but {why}; {remedy}"
-    for name in (name for name in a.settings if name.startswith("eps_clip")):
-        yield f"algorithm.settings.{name}: no effect: {why}, so nothing is clipped; set use_rollout_logprobs: false, or remove it"
+    for name in (name for name in a.settings if name.startswith("eps_clip") and algorithm.clip):
+        yield f"algorithm.settings.{name}: no effect: {why}, and nothing is clipped; {remedy}, or leave it out"
 
 
 def of_a_cut_distribution(objective: Objective) -> Iterator[str]:

@@ -46,6 +46,29 @@ def test_a_negative_advantage_costs_at_most_the_dual_clip():
     assert log_ratio.grad.tolist() == pytest.approx([0.0, 4.0])
 
 
+def test_the_largest_ratio_that_keeps_its_gradient_is_reported():
+    row = row_of(batch_of([3], advantages=[-1.0, -1.0, 1.0]), [math.log(30), math.log(0.1), math.log(90)])
+    assert in_order(row, objective().loss(row).measures["pg_ratio_max"]) == pytest.approx([30, 0, 0])
+    bounded = objective(settings={"eps_clip_c": 3.0}).loss(row)
+    assert in_order(row, bounded.measures["pg_ratio_max"]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "low", "high"),
+    [
+        ("grpo", {}, 0.8, 1.2),
+        ("grpo", {"eps_clip": 0.1}, 0.9, 1.1),
+        ("grpo", {"eps_clip": 0.1, "eps_clip_high": 0.3}, 0.9, 1.3),
+        ("dapo", {}, 0.8, 1.28),
+        ("gspo", {"eps_clip": 0.2}, 0.8, 1.2),
+        ("ppo", {"eps_clip_high": 0.0}, 0.8, 1.0),
+    ],
+)
+def test_one_bound_of_the_clip_sets_both_unless_the_upper_is_given(name, settings, low, high):
+    clip = objective(advantage_estimator=name, settings=settings).algorithm.clip
+    assert clip[:2] == pytest.approx((low, high))
+
+
 def test_a_clipped_token_has_no_gradient_and_another_has_its_ratio():
     row = row_of(batch_of([2]), [math.log(1.5), math.log(1.1)])
     objective().loss(row).loss.sum().backward()
