@@ -26,7 +26,7 @@ from slimebus.config.file_checks import TEACHER_FIELD as FIELD
 from slimebus.config.file_checks import teacher_problems
 from slimebus.config.load import raise_all
 from slimebus.telemetry import logs
-from slimebus.telemetry.exporter import MetricsServer
+from slimebus.telemetry.metrics import usage
 
 log = logging.getLogger("teacher")
 
@@ -44,13 +44,11 @@ def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str 
     name = name or "teacher"
     with Consumer(broker_address(resolved, broker), name=name, **how) as consumer:
         work = Work(consumer)
-        exporter = MetricsServer(resolved, "teacher", name, work.metrics)
+        consumer.metrics = work.metrics
         try:
             uvloop.run(_run(work, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             log.info("interrupted; started again it goes on where it was")
-        finally:
-            exporter.close()
 
 
 @dataclass
@@ -74,9 +72,9 @@ class Work:
         self.busy_s += took_s
 
     def metrics(self) -> dict[str, float]:
-        """For Prometheus (docs/metrics.md)."""
+        """What the broker is told (docs/metrics.md)."""
         own = {name: float(getattr(self, name)) for name in ("groups", "samples", "tokens", "unscored", "busy_s")}
-        return own | {"position": float(self.consumer.position), "groups_skipped": float(self.consumer.num_skipped)}
+        return own | {"position": float(self.consumer.position), "groups_skipped": float(self.consumer.num_skipped)} | usage()
 
 
 def engines_of(resolved: Resolved, teacher: str) -> EnginePool:

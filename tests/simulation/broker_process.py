@@ -192,6 +192,7 @@ class BrokerProcess:
         for event in events:
             answer = machine.answer_uncommitted(event, self._last_hint, held.problem, now)
             if isinstance(answer, Reply):
+                self.world.invariants.beaten(answer.to, answer.message)
                 self.world.answer(answer.to, answer.message, [])
         if now < held.retry_at:
             return
@@ -218,6 +219,8 @@ class BrokerProcess:
                 self.world.invariants.handed_out(reply.to, reply.message)
             elif isinstance(reply.message, m.LeaseReply):
                 self.world.invariants.granted(machine, reply.to, reply.message)
+            elif isinstance(reply.message, m.Welcome):
+                self.world.invariants.welcomed(reply.to, reply.message)
             elif isinstance(reply.message, m.Ok):
                 self.world.invariants.acknowledged(reply.to)
             try:
