@@ -118,7 +118,7 @@ class Dispatch:
 
     def _in_service(self, model: str) -> list[Requests]:
         """What may be asked for this model. Raises WeightsError where that is nothing, UsageError for a model that no engine has."""
-        up: list[Requests] = [engine for engine in self.pool.of(model) if engine.state.is_in_service]
+        up: list[Requests] = [engine for engine in self.pool.engines_of(model) if engine.state.is_in_service]
         if not up and not model:
             raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
         if self.pool.router is not None and not model:  # it may ask any of them: none may be between two versions

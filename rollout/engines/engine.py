@@ -1,13 +1,19 @@
 """One engine as the pool sees it: its state, the client that speaks to it, and the requests that it has."""
 
 import asyncio
+import contextlib
+import errno
 import logging
+import socket
+import sys
+import time
+from urllib.parse import urlsplit
 
 from rollout.engines.backends import BACKENDS, EngineApi, Sampler
 from rollout.engines.engine_state import EngineState
 from rollout.engines.sglang.process import EngineProcess
 from rollout.samples.response import Completion
-from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.bus.errors import SlimebusError, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION, EngineReport
 from slimebus.config.engine_plan import EngineSpec
 from slimebus.config.schema import EngineConfig
@@ -15,6 +21,8 @@ from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
 
+CLAIM_WAIT_S, CLAIM_POLL_S = 15.0, 0.2
+"""A worker that is just leaving, with what it is sampling, is waited for."""
 ABORT_TIMEOUT_S = 5.0
 ABORT_POLL_S = 0.05
 RESUME_TIMEOUT_S = 1.0
@@ -32,7 +40,7 @@ class Requests:
         self._groups: dict[str, str] = {}
 
     @property
-    def names(self) -> list[str]:
+    def rids(self) -> list[str]:
         """Of the requests that are there."""
         return list(self._groups)
 
@@ -131,3 +139,37 @@ class Engine(Requests):
     async def close(self) -> None:
         """Close the connections."""
         await self.client.close()
+
+
+async def claim(url: str) -> socket.socket:
+    """Keep an attached engine from other workers of this host: two would move it from version to version at once.
+
+    The claim is a name among this host's abstract sockets, which ends when it is closed or its process ends. Raises UsageError for no
+    URL, and when another worker still has the engine after CLAIM_WAIT_S.
+    """
+    name = f"\0slimebus-engine-{await _address_of(url)}"
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform != "linux":  # others have no abstract sockets, and nothing that ends as surely with its process
+        return lock
+    deadline = time.monotonic() + CLAIM_WAIT_S
+    while True:
+        try:
+            lock.bind(name)
+            return lock
+        except OSError as bad:
+            if bad.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                lock.close()
+                raise UsageError(f"the engine at {url} is another worker's of this host; give each worker engines of its own") from None
+        await asyncio.sleep(CLAIM_POLL_S)
+
+
+async def _address_of(url: str) -> str:
+    """The same for each way to write the address. Raises UsageError when it is none."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        with contextlib.suppress(OSError):
+            host = str((await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0])
+    except ValueError as bad:  # of a port, a bracket, or a part of a name that is too long
+        raise UsageError(f"{url!r} is no engine's address ({bad}); expected http://HOST:PORT") from None
+    return f"{host}:{port}"

@@ -171,10 +171,10 @@ def test_requests_that_wait_go_in_order_and_none_passes_one_that_needs_more_room
 
 def test_a_request_that_ends_wakes_those_that_there_is_room_for_and_no_others(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, only: Client) -> None:
-        looks, of = list[str](), dispatch.pool.of
+        looks, of = list[str](), dispatch.pool.engines_of
         begun = [begin(dispatch) for _ in range(200)]
         await turns()
-        dispatch.pool.of = lambda model: looks.append(model) or of(model)  # type: ignore[func-returns-value, method-assign]
+        dispatch.pool.engines_of = lambda model: looks.append(model) or of(model)  # type: ignore[func-returns-value, method-assign]
         only.release()
         await begun[0]
         await turns()
