@@ -83,7 +83,7 @@ def test_saved_directory_reloads_with_the_trained_weights(tied_model, build_poli
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
 
 
-def naive_step(model, optimizer, batch, clip=(0.8, 1.28)):
+def naive_step(model, optimizer, batch, clip=(0.8, 1.2)):
     """GRPO one sample at a time."""
     samples, losses, tokens = [], [], 0
     for group in batch:
