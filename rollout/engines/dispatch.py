@@ -94,7 +94,9 @@ class Dispatch:
             try:
                 await self.pool.until_change()
             finally:
-                self._waiting -= Counter([group])
+                self._waiting[group] -= 1
+                if not self._waiting[group]:
+                    del self._waiting[group]
         return None
 
     def is_waiting(self, group: str) -> bool:
