@@ -37,7 +37,7 @@ class WeightRelay:
 
     def __init__(self, client: Client, config: WeightsConfig) -> None:
         """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
-        keyring = PullKeyring.of(client)
+        keyring = PullKeyring.for_client(client)
         self.payloads = RelayPayloads()
         self.server = WeightServer(self.payloads, config.fanout_bind, keyring=keyring)
         self.address = with_key(advertised(self.server.endpoint, "", client.address), keyring.pair.public if keyring else "")
@@ -225,7 +225,7 @@ class WeightSync:
 
     def _share(self, weights: Weights) -> SharedVersion:
         """The version in shared memory; beside it only the one that engines serve stays there."""
-        self._weights = self._folder.hold(weights)
+        self._weights = self._folder.place_in_memory(weights)
         self._held = shared = self._folder.make_version(self._weights, self.model_dir)
         self._folder.retain(*self._served, shared)
         self._is_suspect = False
