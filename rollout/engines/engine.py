@@ -7,7 +7,6 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from rollout.engines.backends import BACKENDS, EngineApi, Sampler
@@ -33,10 +32,10 @@ ATTACHED = EngineSpec()
 
 
 class Requests:
-    """Those at one engine, or at the router in front of several. running: how many. on_change: called when some end."""
+    """Those at one engine, or at the router in front of several. running: how many, or on their way, as dispatch counts them."""
 
-    def __init__(self, client: Sampler, state: EngineState, *, on_change: Callable[[], None]) -> None:
-        self.client, self.state, self.on_change, self.running = client, state, on_change, 0
+    def __init__(self, client: Sampler, state: EngineState) -> None:
+        self.client, self.state, self.running = client, state, 0
         self._calls: set[asyncio.Task[list[Completion]]] = set()
         self._groups: dict[str, str] = {}
 
@@ -56,7 +55,6 @@ class Requests:
         call = asyncio.ensure_future(self.client.generate(prompts, samplings, rids, cache_key=version, session=session))
         self._calls.add(call)
         self._groups |= dict.fromkeys(rids, group)
-        self.running += len(prompts)
         try:
             return await call
         except asyncio.CancelledError:
@@ -72,8 +70,6 @@ class Requests:
             self._calls.discard(call)
             for rid in rids:
                 del self._groups[rid]
-            self.running -= len(prompts)
-            self.on_change()
 
     async def abort(self, group: str | None = None) -> None:
         """End those of this group, or all: their callers get what there is. Returns once none is left."""
@@ -94,12 +90,11 @@ class Engine(Requests):
     client: EngineApi
 
     def __init__(
-        self, url: str, process: EngineProcess | None, vocab_size: int | None, config: EngineConfig, *, spec: EngineSpec = ATTACHED,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, url: str, process: EngineProcess | None, vocab_size: int | None, config: EngineConfig, *, spec: EngineSpec = ATTACHED
+    ) -> None:
         self.vocab_size, self.config, self.spec = vocab_size, config, spec
         state = EngineState(url, model=spec.model, is_owned=process is not None, is_frozen=spec.is_frozen)
-        super().__init__(self.connect(url, process, state), state, on_change=on_change)
+        super().__init__(self.connect(url, process, state), state)
 
     def connect(self, url: str, process: EngineProcess | None, state: EngineState) -> EngineApi:
         """It is there from now on."""

@@ -52,6 +52,8 @@ class EnginePool:
         self._claims: dict[Engine, socket.socket] = {}
         self._changed, self._attaching = asyncio.Event(), asyncio.Lock()
         self.router: Router | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called once an engine changes its state, or has room."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called when no engine of the policy has its weights any more."""
 
@@ -69,13 +71,14 @@ class EnginePool:
         return [*self.engines, *([self.router.target] if self.router is not None else [])]
 
     async def until_change(self) -> None:
-        """Return once an engine changes its state, or ends a request."""
+        """Return once an engine changes its state, or has room."""
         await self._changed.wait()
 
     def note_change(self) -> None:
-        """Whoever waits in `until_change` looks again."""
+        """What waits in `until_change` looks again, and so does `on_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()
 
     # --- events and actions ---
 
@@ -159,7 +162,7 @@ class EnginePool:
         for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
             process, config = self._launch(spec), self.config.engine
             size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
-            self.add(Engine(process.url, process, size, config, spec=spec, on_change=self.note_change))
+            self.add(Engine(process.url, process, size, config, spec=spec))
         first = [asyncio.create_task(self._wait_ready(engine, START_TIMEOUT_S)) for engine in self.engines]
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
@@ -184,7 +187,7 @@ class EnginePool:
 
     async def _claim(self, url: str) -> Engine:
         claimed = await claim(url)
-        engine = Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine, on_change=self.note_change)
+        engine = Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine)
         self.add(engine)
         self._claims[engine] = claimed
         return engine

@@ -65,7 +65,7 @@ class Router:
         command = [config.engine.engine_python or sys.executable, "-m", "sglang_router.launch_router", *arguments]
         self.process = EngineProcess(command, f"http://127.0.0.1:{port}", log_file)
         self.client, self.on_change = RouterClient(self.process.url, engines, vocab_size=vocab_size), on_change
-        self.target = Requests(self.client, EngineState(self.process.url), on_change=on_change)
+        self.target = Requests(self.client, EngineState(self.process.url))
         self._known: dict[str, str] = {}
         self._following: asyncio.Task[None] | None = None
 

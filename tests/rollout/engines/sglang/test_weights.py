@@ -141,7 +141,6 @@ def pool_of(folder: Path, *engines: Engine) -> EnginePool:
     pool = EnginePool(RunConfig(), folder, folder, name="w")
     for engine in engines:
         pool.add(engine)
-        engine.on_change = pool.note_change
         pool.apply("process_ready", engine)
     return pool
 
