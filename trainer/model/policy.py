@@ -16,6 +16,7 @@ from trainer.model.hf_export import HfExport
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference
+from trainer.objective.lag_metrics import thinned
 from trainer.objective.objective import Objective
 
 
@@ -45,18 +46,17 @@ class Policy(Learner):
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
         rates = learning_rates or self.learning_rates(num_steps)
-        for groups_of_step, lr in zip(batch.cut_groups(num_steps), rates, strict=True):
-            samples, counts = update.choose_samples(batch, groups_of_step, self.objective)
-            metrics, logprobs = self._train_part(batch.select(samples), lr, is_first=not made)
-            trained.append(samples)
-            made.append(counts | metrics)
+        for samples, lr in zip(batch.cut_groups(num_steps), rates, strict=True):
+            metrics, kept, logprobs = self._train_part(batch.select(samples), lr, is_first=not made)
+            trained.append(samples[kept])
+            made.append(metrics)
             new_logprobs.append(logprobs)
-        kept = np.concatenate(trained)
+        with_gradient = np.concatenate(trained)
         for i, group in enumerate(groups or ()):
-            group.has_gradient = bool(np.isin(i, batch.group_of[kept]))
+            group.has_gradient = bool(np.isin(i, batch.group_of[with_gradient]))
         gather_weights(self.model)
-        seen = batch.select(kept).with_columns({"new_logprobs": np.concatenate(new_logprobs)})
-        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | self.objective.lag_metrics(seen)
+        lag = self.objective.lag_metrics(thinned(batch, with_gradient, np.concatenate(new_logprobs)))
+        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | lag
 
     def refresh_reference(self, num_steps: int) -> None:
         """Make the model as it is now the reference, if one is held and so many steps of the run are a multiple of its interval."""
@@ -77,16 +77,20 @@ class Policy(Learner):
             columns |= dict.fromkeys(wanted, self._forward(batch))
         return batch.with_columns(columns)
 
-    def _train_part(self, part: Batch, lr: float, *, is_first: bool) -> tuple[dict[str, float], np.ndarray]:
-        """One optimizer step on all of `part`, or none where nothing in it has a gradient; metrics, and new_logprobs of its tokens, [N]."""
+    def _train_part(self, part: Batch, lr: float, *, is_first: bool) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+        """One optimizer step on `part`, or none where nothing in it has a gradient; metrics, the samples that have one (indices), and
+        new_logprobs of all their tokens. What each token weighs, and all that `prepare` chooses, is of the whole part: samples that are
+        left out of the forward pass, as they have no gradient, count in it.
+        """
+        samples, counts = update.choose_samples(part, self.objective)
         metrics, logprobs = {"lr": lr} | update.NO_STEP, np.zeros(0, np.float32)
-        if part.num_samples:
+        if len(samples):
             if not is_first and self.objective.needs_pass("current_logprobs"):
                 part = part.with_columns({"current_logprobs": self._forward(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
-            metrics, logprobs = self._step(part, lr)
+            metrics, logprobs = self._step(part.select(samples), lr)
         self._count_update(metrics)
-        return metrics, logprobs
+        return counts | metrics, samples, logprobs
 
     def _step(self, part: Batch, lr: float) -> tuple[dict[str, float], np.ndarray]:
         """One optimizer step at this learning rate times the plug-ins' factors; metrics and new_logprobs, 0 where the mask is 0."""
