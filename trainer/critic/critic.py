@@ -39,13 +39,15 @@ class Critic(Learner):
         return np.split(self._forward(batch), batch.ends[:-1])
 
     def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
-        """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps; metrics on every rank (docs/critic.md).
+        """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps a pass; metrics on every rank
+        (docs/critic.md).
 
         Raises SlimebusError `nonfinite`, as the policy.
         """
         batch = self._shared(groups, None)
         batch = batch.with_columns(self._of_rank_0(lambda: {"returns": Column(self._returns(batch))}))
-        made = [self._train_part(batch.select(part)) for part in batch.cut_groups(num_steps)]
+        parts = batch.cut_groups(num_steps) * self.config.rollout.num_passes_per_rollout
+        made = [self._train_part(batch.select(part)) for part in parts]
         gather_weights(self.model)
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | measures(batch)
 

@@ -33,24 +33,26 @@ class Policy(Learner):
     def train(
         self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None, learning_rates: Sequence[float] = ()
     ) -> dict[str, float]:
-        """Train on a batch of groups, in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on every rank
-        (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch. learning_rates: of
-        each optimizer step; none: those of the schedule.
+        """Train on a batch of groups, in each pass in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on
+        every rank (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch. learning_rates: of each
+        optimizer step of all passes; none: those of the schedule.
 
             share the batch -> forward passes, each a column -> advantages -> for each part: prepare, packed rows, loss, optimizer step
 
         Each group then knows whether it had a gradient. Raises SlimebusError `nonfinite` when the loss or gradient is not finite and
         `on_nonfinite` says stop, or too often.
         """
-        batch = self._add_logprob_columns(self._shared(groups, version), num_steps)
+        num_passes = self.config.rollout.num_passes_per_rollout
+        batch = self._add_logprob_columns(self._shared(groups, version), num_steps * num_passes)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
-        rates = learning_rates or self.learning_rates(num_steps)
-        for samples, lr in zip(batch.cut_groups(num_steps), rates, strict=True):
-            metrics, kept, logprobs = self._train_part(batch.select(samples), lr, is_first=not made)
-            trained.append(samples[kept])
-            made.append(metrics)
-            new_logprobs.append(logprobs)
+        rates = learning_rates or self.learning_rates(num_steps * num_passes)
+        for i, (samples, lr) in enumerate(zip(batch.cut_groups(num_steps) * num_passes, rates, strict=True)):
+            metrics, kept, logprobs = self._train_part(batch.select(samples), lr, is_first=i == 0)
+            if i < num_steps:
+                trained.append(samples[kept])
+                new_logprobs.append(logprobs)
+            made.append(metrics if i < num_steps else {name: metrics[name] for name in metrics.keys() - update.OF_THE_BATCH})
         with_gradient = np.concatenate(trained)
         for i, group in enumerate(groups or ()):
             group.has_gradient = bool(np.isin(i, batch.group_of[with_gradient]))

@@ -28,7 +28,9 @@ log = logging.getLogger("trainer")
 
 NO_STEP = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}
 """The metrics of an optimizer step on nothing."""
-COUNTED = ("samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups", "updated", "nonfinite")
+OF_THE_BATCH = {"samples", "tokens", "zero_variance_groups"}
+"""Counts that are the same in every pass over a batch."""
+COUNTED = OF_THE_BATCH | {"samples_trained", "tokens_trained", "updated", "nonfinite"}
 
 
 def rank_layout(model: Model) -> RankLayout:

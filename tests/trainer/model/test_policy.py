@@ -284,6 +284,32 @@ def test_several_optimizer_steps_on_a_batch_equal_as_many_batches(tied_model, bu
     assert whole["logprob_mismatch_max"] == pytest.approx(max(part["logprob_mismatch_max"] for part in parts), rel=1e-4)
 
 
+def test_several_passes_equal_as_many_steps_on_the_same_batch(tied_model, build_policy, make_batch):
+    batch = make_batch()
+    policy = build_policy(tied_model)
+    apart = [policy.train(batch, num_steps=2) for _ in range(3)]
+    weights = {name: tensor.clone() for name, tensor in policy.export.tensors()}
+    policy = build_policy(tied_model)
+    policy.config = replace(policy.config, rollout=replace(policy.config.rollout, num_passes_per_rollout=3))
+    together = policy.train(batch, num_steps=2)
+    for name, tensor in policy.export.tensors():
+        torch.testing.assert_close(tensor, weights[name])
+    assert (together["updated"], together["lr"]) == (6, apart[-1]["lr"])
+    assert [together[name] for name in ("samples", "tokens", "zero_variance_groups")] == [
+        apart[0][name] for name in ("samples", "tokens", "zero_variance_groups")
+    ]
+    assert together["loss"] == pytest.approx(np.mean([metrics["loss"] for metrics in apart]), rel=1e-4)
+    assert together["lag/all/m2"] == pytest.approx(apart[0]["lag/all/m2"])  # of the policy that the batch was given to
+
+
+def test_old_logprobs_are_those_of_before_the_first_of_several_passes(tied_model, build_policy, make_batch, monkeypatch):
+    made, own = passes(monkeypatch), AlgorithmConfig(use_rollout_logprobs=False)
+    policy = build_policy(tied_model, algorithm=own, optimizer=OptimizerConfig(lr=0.05))
+    policy.config = replace(policy.config, rollout=replace(policy.config.rollout, num_passes_per_rollout=3))
+    assert policy.train(make_batch())["pg_clipfrac"] > 0
+    assert len(made) == 1
+
+
 def passes(monkeypatch):
     """The forward-only passes that a policy makes."""
     made, compute = [], update.forward_pass
