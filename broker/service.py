@@ -26,8 +26,8 @@ from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.status_askers import StatusAskers
-from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
-from broker.store.lmdb_store import damaged_store
+from broker.store import Damaged, Store, StoreError, StoreRefusal
+from broker.store.interface import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from slimebus.bus.clock import Clock
@@ -94,15 +94,14 @@ class Broker:
             self.status_askers = StatusAskers(self.server, clock, self.last_status)
             self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
             self.endpoint = self.server.endpoint
-            self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints if isinstance(store, LmdbStore) else "")
+            self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
             opened.callback(self.hints.close)
             first_id = int(self.clock.time() * 1000)  # a broker whose folder was lost gives no epoch or lease twice
             how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "buffer_filter": buffer_filter}
             self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
             self.machine = self._restored()
             self._opened = opened.pop_all()
-        if isinstance(store, LmdbStore):
-            store.announce(self.endpoint, self.hints.endpoint)
+        store.announce(self.endpoint, self.hints.endpoint)
         self.hints.last = Hint(**self.machine.state.meta.newest())
 
     def _restored(self) -> Machine:
