@@ -43,7 +43,7 @@ class Machine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
     `buffer_filter` chooses the groups of batches; None: first in, first out.
-    `first_id`: where epochs and leases begin in a new run; a number that no earlier broker of the same run has reached.
+    `first_id`: where epochs and leases begin; a number that no earlier broker of the same run has reached.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class Machine:
         meta.fingerprint, meta.source_ended = state.meta.fingerprint, False
         if meta.finishing and (state.rules.num_steps or 0) > meta.finished_num_steps:
             meta.finishing = False  # it goes on with more steps: a worker that joins before the trainer is to wait for it
+        meta.next_epoch = max(state.meta.next_epoch, meta.next_epoch)  # a power cut may have taken the last ones that were given
+        meta.next_lease = max(state.meta.next_lease, meta.next_lease)
         state.meta = meta
 
     def _restart_deadlines(self) -> None:

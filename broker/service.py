@@ -84,7 +84,7 @@ class Broker:
             self.endpoint = self.server.endpoint
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
             opened.callback(self.hints.close)
-            first_id = int(self.clock.time() * 1000)  # a broker whose folder was lost gives no epoch or lease twice
+            first_id = int(self.clock.time() * 1000)  # above all given so far, also where the folder lost its last writes, or all
             how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "buffer_filter": buffer_filter}
             self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
             self.machine = self._restored()

@@ -37,8 +37,8 @@ def view(run: Target, http: str, broker: str | None, listening: int | None) -> N
     resolved = _as_it_ran(run)
     import asyncio
 
+    from broker.page.process import listen, token_of
     from broker.page.server import Page, serve
-    from slimebus.security.http_address import listen, token_of
     from slimebus.telemetry import logs
     from slimebus.view.report import page_url
 

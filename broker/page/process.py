@@ -1,15 +1,16 @@
 """The page's process beside a broker: its address and its start."""
 
 import contextlib
-import os
+import secrets
 import signal
-import subprocess
-import sys
+import socket
+from urllib.parse import parse_qs, urlsplit
 
+from slimebus.atomic_file import replacing
+from slimebus.bus.errors import UsageError
 from slimebus.config import Resolved
-from slimebus.process.launch import end_with_parent
-from slimebus.security.exposure import reachable
-from slimebus.security.http_address import listen, write_address
+from slimebus.process.launch import SLIMEBUS, ChildProcess
+from slimebus.security.exposure import OUTSIDE, advertised, is_local, reachable
 from slimebus.view.report import page_url
 
 STOP_S = 5.0
@@ -22,19 +23,42 @@ class PageProcess:
         """Raises UsageError when broker.http cannot be bound."""
         keys = resolved.keys_path
         listening, self.url = listen(resolved.config.broker.http, page_url(resolved.run_dir))
-        write_address(resolved.run_dir / "page.url", self.url)
+        with replacing(resolved.run_dir / "page.url", mode=0o600, sync=False) as out:
+            out.write(self.url.encode())
         with listening:
             words = ["view", str(resolved.run_dir), "--broker", reachable(endpoint), "--listening", str(listening.fileno())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slimebus", *words, *(["--keys", str(keys.resolve())] if keys else [])],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,
-                preexec_fn=end_with_parent(signal.SIGKILL, os.getpid()),
-            )
+            words += ["--keys", str(keys.resolve())] if keys else []
+            self._child = ChildProcess([*SLIMEBUS, *words], pass_fds=[listening.fileno()], on_parent_end=signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the page; it holds nothing that could be lost. One that a hung file system keeps is not waited for."""
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
+        """End the page; it holds nothing that could be lost."""
+        self._child.kill(STOP_S)
+
+
+def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
+    """A socket bound at HOST:PORT, and the address for a browser. Raises UsageError when it cannot be bound.
+
+    last: the address of an earlier process, whose port is taken again where the port is free to choose, and whose token stays valid.
+    """
+    wanted, before = urlsplit(f"//{address}"), urlsplit(last)
+    host, ports = wanted.hostname or "", [wanted.port] if wanted.port else [before.port or 0, 0]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            listening = socket.create_server((host, port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+            break
+        except OSError as bad:
+            if port == ports[-1] or isinstance(bad, socket.gaierror):  # no port helps a name that is unknown, and asking takes seconds
+                raise UsageError(f"cannot listen at {address}: {bad.strerror}; give another --http HOST:PORT") from None
+    shown = f"tcp://{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
+    if is_local(shown):
+        return listening, f"{shown.replace('tcp:', 'http:')}/"
+    with contextlib.suppress(OSError):  # it has no network
+        shown = advertised(shown, "", OUTSIDE)
+    token = token_of(last) or secrets.token_urlsafe(24)
+    return listening, f"{shown.replace('tcp:', 'http:')}/?token={token}"
+
+
+def token_of(url: str) -> str:
+    """The token in an address; empty where it needs none."""
+    return parse_qs(urlsplit(url).query).get("token", [""])[0]

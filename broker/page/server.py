@@ -1,6 +1,6 @@
 """The page over HTTP: files, events, samples, replay, metrics.
 
-GET /  static/...   GET /events   GET /groups?state=&text=   GET /group?id=   GET /config   GET /metrics   POST /replay
+GET /  static/...   GET /events   GET /groups?state=&text=   GET /group?id=   GET /config   GET /metrics?per=process   POST /replay
 """
 
 import asyncio
@@ -181,11 +181,12 @@ class Page:
         return _json(without_secrets(self.resolved.config))
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Everything for Prometheus, as of now."""
+        """Everything for Prometheus, as of now; with `per=process` each worker's values."""
         from broker.page import metrics  # whoever only looks at the page starts without it
 
         await self.look()
-        text = metrics.exposition(self.live.status if not self.live.problem else {}, self.history)
+        status, each = self.live.status if not self.live.problem else {}, request.query.get("per") == "process"
+        text = metrics.exposition(status, self.history, is_per_process=each)
         return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     # --- who may look ---

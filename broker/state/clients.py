@@ -328,7 +328,8 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     client.state = beat.state[:64]
     client.metrics = {name: value for name, value in list(beat.metrics.items())[:MAX_METRICS] if abs(value) <= MAX_METRIC}
     set_serving(state, client, beat.lineage, beat.serving)
-    client.engines, client.is_told = beat.engines, state.is_finished
+    client.engines = beat.engines
+    note_end_told(client, event.to.request, is_finished=state.is_finished)
     client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
     outstanding = commands.take_outcomes(client, beat.outcomes)
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
@@ -406,6 +407,14 @@ def is_starting(client: Client) -> bool:
 
 
 def still_here(state: State) -> list[Client]:
-    """Of a finished run, those whose leaving its broker waits for: workers and trainers, and consumers that do not know of the end yet."""
+    """Of a finished run, those whose leaving its broker waits for: workers and trainers, and consumers that may not know of the end."""
     everyone = state.clients.values()
-    return [c for c in everyone if is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.is_told))]
+    return [c for c in everyone if is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.knows_end))]
+
+
+def note_end_told(client: Client, request: int, *, is_finished: bool) -> None:
+    """An answer that says whether the run is finished leaves for `client`. It may be lost with the connection, and its broker, which leaves
+    with the run, would not be there when the client asks again: the client knows of the end when another request of it has come.
+    """
+    client.knows_end = is_finished and client.told_in not in (0, request)
+    client.told_in = (client.told_in or request) if is_finished else 0

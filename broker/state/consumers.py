@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent
+from broker.state.clients import is_present, is_silent, note_end_told
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group, LateField, field_key
 from broker.state.records import Consumer
@@ -113,7 +113,7 @@ def _serve(state: State, name: str) -> None:
 
 def _answer(state: State, name: str, reply: ReadReply, samples: Sequence[StoredPayload] = ()) -> None:
     if client := state.clients.get(name):
-        client.is_told = reply.finished
+        note_end_told(client, state.waiting_reads[name].to.request, is_finished=reply.finished)
     state.answer(state.waiting_reads, name, reply, samples)
 
 

@@ -96,8 +96,9 @@ class Meta(msgspec.Struct, kw_only=True):
 class Client(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
-    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. is_told: that the run is
-    finished. host, pid: where it says it is. peer: the socket identity it was last heard from, empty until it is heard.
+    previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. host, pid: where it says
+    it is. peer: the socket identity it was last heard from, empty until it is heard. told_in: the first of its requests whose answer said
+    that the run is finished. knows_end: it has asked for more since.
     newcomers: instances that were told to wait for its place, and when they first asked.
     """
 
@@ -116,7 +117,8 @@ class Client(msgspec.Struct, kw_only=True):
     peer: bytes = b""
     newcomers: dict[str, float] = {}
     is_gone: bool = False
-    is_told: bool = False
+    told_in: int = 0
+    knows_end: bool = False
     state: str = ""
     lineage: str = ""
     serving: int = NO_VERSION

@@ -31,6 +31,7 @@ class Dispatch:
         self.pool = pool
         self.tokens_made = 0
         self.is_leaving = False
+        self._tokens_of: Counter[str] = Counter()
         self._recalled: set[str] = set()
         self._waiting: Counter[str] = Counter()
         self._homes: OrderedDict[str, Requests] = OrderedDict()
@@ -65,7 +66,9 @@ class Dispatch:
             raise
         if not engine.state.is_frozen and any(tag.rpartition(":")[0] != self.lineage for c in completions for tag, _, _ in c.versions):
             await self.pool.check_version(engine)
-        self.tokens_made += sum(len(completion.output_ids) for completion in completions)
+        num_tokens = sum(len(completion.output_ids) for completion in completions)
+        self.tokens_made += num_tokens
+        self._tokens_of[group] += num_tokens
         return completions
 
     async def _engine_for(self, num_requests: int, group: str, session: str, model: str) -> Requests | None:
@@ -141,9 +144,10 @@ class Dispatch:
         self.pool.note_change()
         await self._abort(group)
 
-    def forget(self, group: str) -> None:
-        """The group may be sampled again."""
+    def forget(self, group: str) -> int:
+        """The group may be sampled again; how many tokens were made of it."""
         self._recalled.discard(group)
+        return self._tokens_of.pop(group, 0)
 
     async def leave(self) -> None:
         """End every sample being made, whose callers get what there is; nothing new is begun."""

@@ -62,9 +62,7 @@ class Router:
         on_change: Callable[[], None],
     ) -> None:  # fmt: skip
         self.config, self.engines, port = config, engines, free_port()
-        parts = {engine.spec.kind for engine in engines()}
-        ours = OURS | ({"pd_disaggregation": True} if "prefill" in parts else {})
-        arguments = option_list({"host": "127.0.0.1", "port": port, "prometheus_port": free_port(), **ours, **_plain(config.router)})
+        arguments = option_list({"host": "127.0.0.1", "port": port, "prometheus_port": free_port(), **OURS, **_plain(config.router)})
         command = [config.engine.engine_python or sys.executable, "-m", "sglang_router.launch_router", *arguments]
         self.process = EngineProcess(command, f"http://127.0.0.1:{port}", log_file)
         self.client, self.on_change = RouterClient(self.process.url, engines, vocab_size=vocab_size), on_change
@@ -101,14 +99,15 @@ class Router:
             await asyncio.sleep(POLL_S)
 
     async def _tell(self) -> None:
-        serving = {engine.url: engine for engine in self.engines() if engine.state.is_in_service and engine.spec.kind != "encode"}
+        serving = {engine.url: engine for engine in self.engines() if engine.state.is_in_service}
         self.target.state.version = next((engine.state.version for engine in serving.values()), "")
         if serving.keys() == self._known.keys() and self.target.state.phase == "serving":
             return
         for url in self._known.keys() - serving.keys():
             await self._ask(f"/workers/{self._known.pop(url)}", method="DELETE")
         for url in serving.keys() - self._known.keys():
-            self._known[url] = str((await self._ask("/workers", self._about(serving[url])))["worker_id"])
+            key = self._key_of(serving[url])
+            self._known[url] = str((await self._ask("/workers", {"url": url, **({"api_key": key} if key else {})}))["worker_id"])
         listed = {one["url"] for one in (await self._ask("/workers"))["workers"]}
         self._move("replaced")
         if self._known.keys() <= listed and listed:
@@ -118,10 +117,8 @@ class Router:
         self.target.state.move(cause)
         self.on_change()
 
-    def _about(self, engine: Engine) -> dict[str, Any]:
-        key = self.config.engine.engine_api_key if engine.process is None else engine.process.api_key
-        about = {"url": engine.url, "worker_type": engine.spec.kind, "api_key": key, "bootstrap_port": engine.spec.bootstrap_port}
-        return {name: value for name, value in about.items() if value}
+    def _key_of(self, engine: Engine) -> str:
+        return self.config.engine.engine_api_key if engine.process is None else engine.process.api_key
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
         return msgspec.json.decode(await self.client._call(path, body, method=method), type=dict[str, Any])

@@ -4,9 +4,11 @@ T tokens of one sample
 """
 
 import asyncio
+import itertools
 import logging
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from slimebus.config.file_checks import TEACHER_FIELD as FIELD
 from slimebus.config.file_checks import teacher_problems
 from slimebus.config.load import raise_all
 from slimebus.telemetry import logs
-from slimebus.telemetry.exporter import MetricsServer
+from slimebus.telemetry.metrics import usage
 
 log = logging.getLogger("teacher")
 
@@ -44,13 +46,11 @@ def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str 
     name = name or "teacher"
     with Consumer(broker_address(resolved, broker), name=name, **how) as consumer:
         work = Work(consumer)
-        exporter = MetricsServer(resolved, "teacher", name, work.metrics)
+        consumer.metrics = work.metrics
         try:
             uvloop.run(_run(work, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             log.info("interrupted; started again it goes on where it was")
-        finally:
-            exporter.close()
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Work:
         self.busy_s += took_s
 
     def metrics(self) -> dict[str, float]:
-        """For Prometheus (docs/metrics.md)."""
+        """What the broker is told (docs/metrics.md)."""
         own = {name: float(getattr(self, name)) for name in ("groups", "samples", "tokens", "unscored", "busy_s")}
-        return own | {"position": float(self.consumer.position), "groups_skipped": float(self.consumer.num_skipped)}
+        return own | {"position": float(self.consumer.position), "groups_skipped": float(self.consumer.num_skipped)} | usage()
 
 
 def engines_of(resolved: Resolved, teacher: str) -> EnginePool:
@@ -98,9 +98,10 @@ async def _run(work: Work, engines: EnginePool, groups_at_once: int) -> None:
         log.info("scores with %s", engine.url)
         while (found := await asyncio.to_thread(_read, consumer, groups_at_once)) or not consumer.is_finished:
             begin = time.monotonic()
-            scored = [(group, await scores_of(engine.client, group)) for group in found if not _is_scored(group)]
-            await asyncio.to_thread(consumer.put_all, [(group, {FIELD: scores}) for group, scores in scored])
-            work.add([scores for _, scores in scored], time.monotonic() - begin)
+            open_ = [group for group in found if not _is_scored(group)]
+            scored = await scores_of(engine.client, open_)
+            await asyncio.to_thread(consumer.put_all, [(group, {FIELD: scores}) for group, scores in zip(open_, scored, strict=True)])
+            work.add(scored, time.monotonic() - begin)
     finally:
         await engines.stop()
 
@@ -117,10 +118,14 @@ def _is_scored(group: ConsumedGroup) -> bool:
     return all(FIELD in sample.extras for sample in group.samples)
 
 
-async def scores_of(client: EngineApi, group: ConsumedGroup) -> list[np.ndarray]:
-    """The field of each sample, f32 [T]: NaN, which the trainer refuses, where the sample cannot be scored; the log says why."""
-    names = [f"{group.id}-{group.lease}-{i}" for i in range(len(group.samples))]
-    return list(await asyncio.gather(*map(_scores, [client] * len(names), group.samples, names)))
+async def scores_of(client: EngineApi, groups: Sequence[ConsumedGroup]) -> list[list[np.ndarray]]:
+    """The field of each sample of each group, f32 [T], all asked for at once.
+
+    NaN, which the trainer refuses, where the sample cannot be scored; the log says why.
+    """
+    named = [(f"{group.id}-{group.lease}-{i}", sample) for group in groups for i, sample in enumerate(group.samples)]
+    fields = iter(await asyncio.gather(*(_scores(client, sample, name) for name, sample in named)))
+    return [list(itertools.islice(fields, len(group.samples))) for group in groups]
 
 
 async def _scores(client: EngineApi, sample: Sample, name: str) -> np.ndarray:

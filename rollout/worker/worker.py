@@ -28,8 +28,7 @@ from slimebus.bus.transport.client import Client
 from slimebus.config import Resolved
 from slimebus.config.model_folder import context_length
 from slimebus.process.loop_watch import LoopWatch, progress_of
-from slimebus.telemetry.exporter import MetricsServer
-from slimebus.telemetry.metrics import MetricsWriter
+from slimebus.telemetry.metrics import MetricsWriter, usage
 from slimebus.telemetry.spans import Spans
 from slimebus.weights.threads import num_threads
 
@@ -59,7 +58,6 @@ class Worker:
         self.sync: WeightSync | None = None
         self.relay: WeightRelay | None = None
         self.writer = MetricsWriter(resolved.run_dir / "metrics", f"rollout-{name}")
-        self.exporter: MetricsServer | None = None
         self.spans = Spans(resolved.run_dir / "metrics", name, run=c.name)
         client.on_clock = self.spans.compare_clock
         self.finished = False
@@ -87,7 +85,6 @@ class Worker:
         maker = GroupMaker(self.config, self.resolved.base, tokenizer, offered, vocab_size=size, max_context_len=longest)
         about: dict[str, Any] = {"max_group_bytes": welcome.max_message_bytes, "spans": self.spans, "give_up": self._give_up}
         self.attempts = Attempts(self.config.rollout, self.client, maker, self.engines, **about)
-        self.exporter = MetricsServer(self.resolved, "rollout", self.client.name, self._metrics)
         self.client.keep_alive(welcome.heartbeat_s, self._beat, self._on_beat, lambda problem: self._threadsafe(self._give_up, problem))
         background = []
         try:
@@ -160,7 +157,7 @@ class Worker:
         await self.pool.stop()
         if self.has_engines and self.attempts.maker.hooks is not None:  # what they counted since
             self._on_new_version()
-        for part in (self.sync, self.relay, self.writer, self.exporter):
+        for part in (self.sync, self.relay, self.writer):
             if part is not None:
                 part.close()
 
@@ -260,6 +257,7 @@ class Worker:
             }
             values |= {f"sync_{stage}_s": seconds for stage, seconds in self.sync.stage_s.items()}
         numbers = attempts.maker.hooks.numbers if attempts.maker.hooks is not None else {}
+        values |= usage()
         return {name: float(value) for name, value in (values | numbers | values).items()}  # its own first: the broker keeps so many
 
     def _threadsafe(self, function: Callable[..., None], *args: Any) -> None:

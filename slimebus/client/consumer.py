@@ -7,7 +7,7 @@ the same name. docs/consumers.md has an example.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Consumer:
         self.num_skipped = 0
         self.position = 0
         """Of the newest group that was read; 0 before the first read."""
+        self.metrics: Callable[[], dict[str, float]] = dict
+        """What each heartbeat reports, from the client's thread (docs/metrics.md)."""
         self._goes_back = False
         self._finished = threading.Event()
         try:
@@ -63,7 +65,9 @@ class Consumer:
         except SlimebusError:
             self.client.close(goodbye=False)
             raise
-        self.client.keep_alive(welcome.heartbeat_s, Heartbeat, self._on_beat, lambda lost: log.error("%s", lost.text))
+        self.client.keep_alive(
+            welcome.heartbeat_s, lambda: Heartbeat(metrics=self.metrics()), self._on_beat, lambda lost: log.error("%s", lost.text)
+        )
 
     def __enter__(self) -> "Consumer":
         return self

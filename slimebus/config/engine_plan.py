@@ -14,16 +14,7 @@ from slimebus.bus.errors import ConfigError, UsageError
 if TYPE_CHECKING:  # the config checks itself with what is here
     from slimebus.config.schema import RunConfig
 
-Kind = Literal["regular", "prefill", "decode", "encode"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-OF_KIND: dict[str, dict[str, Any]] = {
-    "prefill": {"disaggregation_mode": "prefill"},
-    "decode": {"disaggregation_mode": "decode"},
-    "encode": {"encoder_only": True},
-}
-"""What SGLang's server is told of its part."""
-BOOTSTRAP_PORT = 8998
-"""SGLang's own first port, where an engine that prefills meets those that decode."""
 RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"))
 REPLICAS = ("dp_size", "data_parallel_size", "dp")
 
@@ -31,26 +22,20 @@ REPLICAS = ("dp_size", "data_parallel_size", "dp")
 class EngineSpec(NamedTuple):
     """One engine. model: its name, empty for the policy's of a config without engine.sglang_config; gpus: none: whatever is visible.
 
-    kind: its part where several engines make one sample. suffix: of its log file. The defaults are those of one that is not started here.
+    suffix: of its log file. The defaults are those of an engine that is not started here.
     """
 
     model: str = ""
     directory: Path = Path()
     is_frozen: bool = False
-    kind: Kind = "regular"
     gpus: tuple[int, ...] = ()
     arguments: dict[str, Any] = {}
     suffix: str = ""
 
-    @property
-    def bootstrap_port(self) -> int:
-        """Where an engine that prefills meets those that decode; 0 for others."""
-        return int(self.arguments.get("disaggregation_bootstrap_port", 0))
-
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     num_gpus: int
-    worker_type: Kind = "regular"
+    worker_type: Literal["regular"] = "regular"  # the one of slime's that there is here
     num_gpus_per_engine: int = 0
     overrides: dict[str, Any] = {}
 
@@ -81,15 +66,11 @@ def engine_specs(config: "RunConfig", model_dir: Path, base: Path) -> list[Engin
         raise ConfigError(f"engine.gpus: {len(gpus)} GPUs for a worker whose engines need {num_wanted}; give more, or start fewer workers")
     if not gpus and len(wanted) > 1:
         gpus = list(range(num_wanted))
-    if not config.engine.use_router and {group.worker_type for _, group, _ in wanted} & OF_KIND.keys():
-        raise ConfigError("engine.sglang_config: prefill, decode and encode groups need engine.use_router: true")
     taken = iter(gpus)
     specs = []
     for i, (model, group, directory) in enumerate(wanted):
-        meeting = {"disaggregation_bootstrap_port": BOOTSTRAP_PORT + i} if group.worker_type == "prefill" else {}
-        arguments = {**config.sglang, **OF_KIND.get(group.worker_type, {}), **meeting, **group.overrides}
         own, suffix = tuple(itertools.islice(taken, group.num_gpus)), f"-{i + 1}" if len(wanted) > 1 else ""
-        specs.append(EngineSpec(model.name, directory, not model.update_weights, group.worker_type, own, arguments, suffix))
+        specs.append(EngineSpec(model.name, directory, not model.update_weights, own, {**config.sglang, **group.overrides}, suffix))
     return specs
 
 

@@ -43,8 +43,7 @@ class BrokerConfig(Section, frozen=True):
     """[address] Where hints are published; empty: a free port of the same interface, the same again after a restart if it is free."""
     http: str = "127.0.0.1:0"
     """[address] Where the run's web page and its metrics are served, as HOST:PORT; with port 0 any free one, after a restart the same if
-    it is free. The log and RUN_DIR/page.url say which. Trainer, critic and workers serve their own metrics on such a host, at the next
-    free port (RUN_DIR/metrics/PROCESS.url). Empty: none of these."""
+    it is free. The log and RUN_DIR/page.url say which. Empty: neither."""
     max_staleness: NonNegative | Literal["auto"] = 1
     """[versions] The bound eta: no sample older than this many versions is trained. 0 is on-policy; .inf is unbounded; auto begins at
     staleness_floor, goes up when the trainer waits for workers, and down when target_ess is missed."""
@@ -248,7 +247,7 @@ class EngineConfig(Section, frozen=True):
     gpus: list[GPU] = []
     """[numbers] GPUs of this machine for engines; `slimebus up` divides them among its workers. Empty: those of CUDA_VISIBLE_DEVICES."""
     sglang_config: str = ""
-    """[path] YAML file of several models and server groups (docs/operations.md); relative to the run.yaml. Empty: the policy alone."""
+    """[path] YAML file of several models and server groups (docs/cluster.md); relative to the run.yaml. Empty: the policy alone."""
     sglang_server_concurrency: Positive = 512
     """[requests] Most at one engine at once; others wait in the worker."""
     use_router: bool = False

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import resource
 import socket
 import threading
 import time
@@ -89,6 +90,15 @@ def grouped(role: str, name: str) -> str:
     if name.startswith(OF_WEIGHTS):
         return f"weights/{name.removeprefix('weights_')}"
     return f"{'train' if role in ('trainer', 'critic') else role}/{name}"
+
+
+def usage() -> dict[str, float]:
+    """What this process takes: its memory now (Linux; else the most so far), its CPU time so far."""
+    try:
+        memory = int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory_bytes": float(memory), "cpu_s": time.process_time()}
 
 
 class MetricsWriter:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from slimebus.bus.errors import DataError
 from slimebus.config import RunConfig
-from slimebus.security.http_address import read_address
 
 WARM_STEPS = 5
 """Steps left out of idle shares: engines start, first weights are pulled whole, the pipeline fills."""
@@ -79,8 +79,11 @@ def main_dataset(names: Iterable[str]) -> str:
 
 
 def page_url(run_dir: Path) -> str:
-    """Where the run's broker serves, or last served, the run's page; empty where it serves none."""
-    return read_address(run_dir / "page.url")
+    """Where the run's broker serves, or last served, the run's page; empty where it serves none, or its file is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        url = (run_dir / "page.url").read_text()
+        return url if urlsplit(url).port else ""
+    return ""
 
 
 def summarise(report: Report) -> dict[str, Any]:

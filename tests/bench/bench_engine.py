@@ -153,9 +153,9 @@ async def computed_tokens(engine: EngineProcess) -> tuple[int, int]:
     async with EngineClient(engine.url) as client:
 
         async def ask(ids: list[int], n: int) -> list[dict[str, Any]]:
-            reply = await client.post_once("/generate", {"input_ids": ids, "sampling_params": sampling(ANSWER_TOKENS) | {"n": n}})
-            answers = json.loads(reply)
-            return answers if isinstance(answers, list) else [answers]
+            reply = await client.post_once("/generate", {"input_ids": [ids] * n, "sampling_params": sampling(ANSWER_TOKENS)})
+            answers: list[dict[str, Any]] = json.loads(reply)
+            return answers
 
         history, in_turns = list[int](), 0
         for turn in range(TURNS):

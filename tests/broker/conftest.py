@@ -40,7 +40,7 @@ class Desk:
     def __init__(self, prompts: int = 100, **rules: Any) -> None:
         settings: dict[str, Any] = {"batch_size": 2, "max_staleness": 1, "lease_s": 10.0, "heartbeat_s": 1.0, "client_timeout_s": 20.0}
         self.rules = Rules(**(settings | rules))
-        self.source, self.store, self.now, self.request = Numbers(prompts), MemoryStore(), 100.0, 0
+        self.source, self.store, self.now, self.request, self.first_id = Numbers(prompts), MemoryStore(), 100.0, 0, 1
         self.epochs: dict[str, int] = {}
         self.answers: dict[int, m.Message] = {}
         self.hints: list[m.Hint] = []
@@ -53,7 +53,8 @@ class Desk:
         self.machine = self._boot()
 
     def _boot(self) -> Machine:
-        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, buffer_filter=self.buffer_filter)
+        how: dict[str, Any] = {"first_id": self.first_id, "buffer_filter": self.buffer_filter}
+        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, **how)
         machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 

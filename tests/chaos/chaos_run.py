@@ -1,6 +1,6 @@
 """A run of real processes under kill -9 and SIGSTOP, each restarted as an operator would; then everything is counted.
 
-`bin/chaos --minutes N` runs this; docs/operations.md says what it promises.
+`bin/chaos --minutes N` runs this; docs/proofs.md says what it promises.
 """
 
 import contextlib

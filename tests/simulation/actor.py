@@ -185,9 +185,12 @@ class Actor:
             self._beat()
 
     def _beat(self) -> None:
-        heartbeat_s = self.world.rules.heartbeat_s
-        self.ask(self.beat(), lambda reply, _: self.beaten(reply), timeout_s=4 * heartbeat_s)
-        self.later(heartbeat_s, self._beat)
+        self.beat_now()
+        self.later(self.world.rules.heartbeat_s, self._beat)
+
+    def beat_now(self) -> None:
+        """Send a heartbeat beside the regular ones."""
+        self.ask(self.beat(), lambda reply, _: self.beaten(reply), timeout_s=4 * self.world.rules.heartbeat_s)
 
     # --- what each role does ---
 

@@ -214,6 +214,8 @@ class BrokerProcess:
                 self.world.invariants.handed_out(reply.to, reply.message)
             elif isinstance(reply.message, m.LeaseReply):
                 self.world.invariants.granted(machine, reply.to, reply.message)
+            elif isinstance(reply.message, m.Welcome):
+                self.world.invariants.welcomed(reply.to, reply.message)
             elif isinstance(reply.message, m.Ok):
                 self.world.invariants.acknowledged(reply.to)
             try:

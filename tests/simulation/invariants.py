@@ -35,6 +35,8 @@ class Invariants:
         self._freed: set[str] = set()
         self._parked: Counter[Address] = Counter()
         self._heard: dict[int, float] = {}
+        self._unread: dict[Address, dict[int, float]] = {}
+        """Heartbeats that the broker has not read yet, and when each of the leases that it speaks of was heard of by it."""
         self._held: dict[int, Group] = {}
         self._granted: dict[Address, set[int]] = {}
         self._asked: list[tuple[m.Put, bool]] = []
@@ -43,6 +45,8 @@ class Invariants:
         self._has_place: list[str] = []
         self._rejected: dict[Address, int] = {}
         self._forks: dict[str, int] = {}
+        self._given: dict[tuple[str, int], Any] = {}
+        """Epochs and leases that left the broker, and for which process or request: none is given twice, also after a power cut."""
 
     # --- hooks of the broker process ---
 
@@ -50,6 +54,7 @@ class Invariants:
         """The broker has read its state back."""
         self._parked.clear()
         self._heard.clear()
+        self._unread.clear()
         self._restore_charge(self._machine.state)
         self._note_freed(self._machine.state)
         self.deep(self._machine)
@@ -68,10 +73,14 @@ class Invariants:
         if not isinstance(beat, m.Heartbeat) or client is None or held is None or client.epoch != event.epoch:
             return
         agrees = (beat.num_leases, beat.lease_sum) == (len(held.groups), sum(held.groups) % m.LEASE_SUM_MODULUS)
-        ends = [e.message.lease for e in self.world.broker.inbox if e.sender == event.sender and isinstance(e.message, m.Put | m.GiveBack)]
-        agrees = agrees and not held.groups.keys() & set(ends)  # read before it, they change what the broker compares with
         spoken_of = held.groups.keys() & set(beat.leases or ()) if not agrees else held.groups.keys()
-        self._heard.update(dict.fromkeys(spoken_of, max(self.world.now, self.world.broker.stopped_until)))
+        self._unread[event.to] = dict.fromkeys(spoken_of, max(self.world.now, self.world.broker.stopped_until))
+
+    def beaten(self, to: Address, reply: m.Message | None) -> None:
+        """A heartbeat is answered. What was read before it may have changed what the broker counts: then it asks for the list."""
+        heard = self._unread.pop(to, {})
+        if isinstance(reply, m.HeartbeatReply) and not reply.list_leases:
+            self._heard.update(heard)
 
     def before_tick(self, machine: Machine) -> None:
         self._held = dict(machine.state.groups.by_lease)
@@ -124,6 +133,8 @@ class Invariants:
             result = getattr(replies.get(events[0].to), "result", "")
             require(had_lease or result != "accepted", f"a put of {put.group} without its lease was accepted")
         for event in events:
+            if isinstance(event.message, m.Heartbeat):
+                self.beaten(event.to, replies.get(event.to))
             if isinstance(event.message, m.Reject):
                 self._rejected[event.to] = event.message.step
                 self._note_rejected(event.to.peer, event.message.step)
@@ -241,12 +252,20 @@ class Invariants:
             lag = reply.version - group.oldest_version if group.oldest_version != m.NO_VERSION else 0
             require(lag <= bound, f"step {reply.step}: {group.group} is {lag} versions old, bound {bound}")
 
+    def welcomed(self, to: Address, reply: m.Welcome) -> None:
+        """An epoch leaves the broker."""
+        first = self._given.setdefault(("epoch", reply.epoch), to.peer)
+        require(first == to.peer, f"epoch {reply.epoch} is given to {first!r} and to {to.peer!r}")
+
     def granted(self, machine: Machine, to: Address, reply: m.LeaseReply) -> None:
         """Leases leave the broker: the same request has the same ones."""
         leases, before = {group.lease for group in reply.groups}, self._granted.get(to, set())
         is_same = not before or leases <= before or not before & machine.state.groups.by_lease.keys()
         require(is_same or self.world.account.lost_suffix, f"{to} was granted {before}, now {leases}")
         self._granted[to] = leases
+        for lease in leases:
+            first = self._given.setdefault(("lease", lease), to)
+            require(first == to, f"lease {lease} is granted to {first} and to {to}")
 
     def _check_grant(self, state: State, reply: m.LeaseReply) -> None:
         for leased in reply.groups:
@@ -385,7 +404,7 @@ def _has_trained(state: State, step: int, groups: tuple[str, ...]) -> bool:
 def _durable(state: State) -> dict[str, dict[Any, Any]]:
     """What a restart must give back."""
     return {
-        "meta": {**msgspec.structs.asdict(state.meta), "source_ended": False},
+        "meta": {**msgspec.structs.asdict(state.meta), "source_ended": False, "next_epoch": 0, "next_lease": 0},  # a start moves them on
         "groups": state.groups.by_id,
         "steps": state.steps,
         "evaluations": state.evaluations,

@@ -1,4 +1,4 @@
-"""`bin/simtest`: simulated workers, trainers, disks, networks and engines around the real state machines; docs/operations.md says more."""
+"""`bin/simtest`: simulated workers, trainers, disks, networks and engines around the real state machines; docs/proofs.md says more."""
 
 import sys
 import time

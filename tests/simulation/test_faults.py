@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 from simulation.campaign import run_seed
 from simulation.faults import FAULTS
+from simulation.trainer import Checkpoint, Trainer
 from simulation.world import World
+
+from broker.state.effects import Address, Event
+from slimebus.bus import messages as m
 
 SEEDS = 1000
 PER_TEST = 20
@@ -15,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
-def test_every_prompt_is_trained_once_or_accounted_for_under_faults(first: int) -> None:
-    for seed in range(first, first + PER_TEST):
+def test_every_prompt_is_trained_once_or_accounted_for_under_faults(base: int, first: int) -> None:
+    for seed in range(base + first, base + first + PER_TEST):
         outcome = run_seed(seed)
         if outcome.broken:
             told = "\n".join([*outcome.recent, outcome.broken])
@@ -39,6 +43,31 @@ def test_without_faults_only_staleness_wastes() -> None:
             allowed.add("put after the lease was lost")
         assert world.broker.machine is not None
         assert set(world.broker.machine.state.meta.waste) <= allowed, f"seed {seed}: {world.broker.machine.state.meta.waste}"
+
+
+def test_workers_come_back_to_a_trainer_that_begins_anew_long_after_they_left() -> None:
+    world = World(0, faults=False)
+    while not world.trainer.is_done:
+        world.step()
+    left_at, world.checkpoints = world.now, [Checkpoint()]
+    while world.now < left_at + 60:
+        world.step()
+    world.trainer = Trainer(world, "t")
+    world.run()
+    assert world.trainer.is_done
+
+
+@pytest.mark.parametrize("lists_leases", [True, False])
+def test_a_heartbeat_is_no_word_for_its_leases_where_the_broker_asks_for_their_list(lists_leases: bool) -> None:
+    """It crossed a grant, say: docs/protocol.md says of such an answer that nothing was extended."""
+    world = World(0, faults=False)
+    while not any(worker.held for worker in world.workers):
+        world.step()
+    worker = next(worker for worker in world.workers if worker.held)
+    to = Address(worker.instance.encode(), 1000)
+    world.invariants.arrived(Event(to=to, sender=worker.name, epoch=worker.epoch, run="sim", message=worker.beat()))
+    world.invariants.beaten(to, m.HeartbeatReply(list_leases=lists_leases))
+    assert (world.invariants._heard.keys() >= worker.held.keys()) != lists_leases
 
 
 def test_a_seed_replays_to_the_same_event_in_another_process() -> None:

@@ -80,8 +80,12 @@ class Worker(Actor):
     def _finished(self) -> None:
         """Leave; should the trainer go back behind its end, whoever looks after the run starts workers again."""
         if not self.is_leaving:
-            self.world.timeline.later(10.0, lambda: None if self.world.trainer.is_done else self.start_again())
+            self._look_after_the_run()
             self.preempt()
+
+    def _look_after_the_run(self) -> None:
+        again = self._look_after_the_run if self.world.trainer.is_done else self.start_again
+        self.world.timeline.later(10.0 * self.world.scenario.slowness, again)
 
     # --- weights ---
 
@@ -98,7 +102,9 @@ class Worker(Actor):
         )
 
     def beaten(self, reply: m.HeartbeatReply) -> None:
-        self.lists_leases = self.lists_leases or reply.list_leases
+        if reply.list_leases:
+            self.lists_leases = True
+            self.beat_now()
         for lease in [*reply.lost, *reply.surplus]:
             if lease not in self.putting:
                 self._release(lease)
@@ -112,7 +118,7 @@ class Worker(Actor):
     def told(self, hint: m.Hint) -> None:
         self._news(hint.lineage, hint.version)
         if hint.recalls and self.epoch and not self.is_leaving:
-            self.ask(self.beat(), lambda reply, _: self.beaten(reply), timeout_s=4 * self.world.rules.heartbeat_s)
+            self.beat_now()
         if hint.finished and self.epoch:
             self._finished()
 

@@ -57,6 +57,7 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
         dtype: str = "float32",
         on_nonfinite: str = "skip",
         family: str = "",
+        megatron: dict | None = None,
     ) -> Policy:
         while built:
             built.pop().close()
@@ -65,6 +66,7 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
             optimizer=optimizer or OptimizerConfig(lr=1e-2, lr_warmup_iters=2),
             algorithm=algorithm or AlgorithmConfig(),
             trainer=TrainerConfig(max_tokens_per_gpu=max_tokens_per_gpu, params_dtype=dtype, on_nonfinite=on_nonfinite),
+            megatron=megatron or {},
         )
         built.append(Policy.build(config, str(folder)))
         return built[0]

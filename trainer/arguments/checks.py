@@ -20,8 +20,7 @@ from slimebus.bus.errors import ConfigError
 from slimebus.config import Resolved
 from slimebus.config.model_folder import read_config
 from slimebus.config.schema import TrainerConfig
-from trainer.arguments.option_table import megatron_values_from_hf
-from trainer.hf.families import ALWAYS, check_features, family_of
+from trainer.hf.families import ALWAYS, Family, family_of, megatron_values
 from trainer.objective.plugin_settings import known_settings, settings_of_file
 
 log = logging.getLogger("trainer")
@@ -108,18 +107,17 @@ def model_problems(resolved: Resolved) -> list[str]:
         return []
     try:
         family = family_of(str(raw.get("model_type")), resolved.config.model.family)
-        check_features(family, as_transformers(family, raw))
+        family.check(as_transformers(family, raw))
     except ConfigError as bad:
         return [f"model.hf_checkpoint: {resolved.model_dir}: {bad.text}"]
     return []
 
 
-def as_transformers(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the defaults of transformers that `check_features` looks at, and rope's settings under their name there."""
+def as_transformers(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the defaults of transformers that the family looks at, and rope's settings under their name there."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    defaults: dict[str, Any] = {"use_sliding_window": False} if family.startswith("qwen") else {"num_experts_per_tok": 8}
-    return {**defaults, **raw, "rope_parameters": rope}
+    return {**family.defaults, **raw, "rope_parameters": rope}
 
 
 def shape_of(resolved: Resolved) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def shape_of(resolved: Resolved) -> dict[str, Any]:
         return {}
     text = tree.get("text_config") or tree
     text = text | {key: value for key, value in (text.get("rope_parameters") or {}).items() if key not in text}
-    shape = megatron_values_from_hf(text) | ALWAYS
+    shape = megatron_values(text) | ALWAYS
     shape |= {"position_embedding_type": "rope", "use_rotary_position_embeddings": True}
     if shape.get("num_query_groups") and shape.get("num_attention_heads"):
         shape["group_query_attention"] = shape["num_query_groups"] < shape["num_attention_heads"]

@@ -177,7 +177,9 @@ def read_options(given: Mapping[str, Any], other_names: Sequence[str] = ()) -> M
         is_at_work = name in found.values and found.values[name] != options()[name].default
         is_free = not found.problems.keys() & {found.keys.get(name, name), needed}
         if is_at_work and is_free and not found.values.get(needed):
-            found.problems[found.keys[name]] = f"without effect unless {needed} is set; set it too, or leave {name} out"
+            why = option_table().fixed.get(needed)
+            remedy = f"which is not possible: {why}" if why else f"set it too, or leave {name} out"
+            found.problems[found.keys[name]] = f"without effect unless {needed} is set{', ' if why else '; '}{remedy}"
     return found
 
 

@@ -1,9 +1,7 @@
 """What is known of Megatron's options besides its own classes: option_table.yaml, which explains its tables. No torch here."""
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,7 +22,6 @@ class OptionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choices: dict[str, tuple[str, ...]]
     of_the_model: frozenset[str]
     model_options: dict[str, str]
-    config_keys: dict[str, tuple[str, ...]]
     spellings: dict[str, Spelling]
     rejected_with_hint: dict[str, str]
     other_names: dict[str, str]
@@ -34,9 +31,3 @@ class OptionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def option_table() -> OptionTable:
     """The tables, read once."""
     return msgspec.yaml.decode(Path(__file__).with_name("option_table.yaml").read_bytes(), type=OptionTable)
-
-
-def megatron_values_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Hugging Face config says under one of `config_keys`, by Megatron's names."""
-    found = {name: [config[key] for key in keys if config.get(key) is not None] for name, keys in option_table().config_keys.items()}
-    return {name: values[0] for name, values in found.items() if values}

@@ -19,7 +19,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from slimebus.bus.errors import ConfigError
 from trainer.checkpoint.boxes import Box, Shape, boxes_of_range
 from trainer.model.learner import Learner
 
@@ -122,13 +121,10 @@ def shards(part: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
 
 def optimizers(policy: Learner) -> list[Any]:
     """The distributed optimizers that have parameters on this rank, with Adam's state made: torch and Transformer Engine make it at the
-    first step. Raises ConfigError for a kind of state that is not saved.
+    first step.
     """
     parts = [part for part in policy.optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
     for part in parts:
-        if part.config.use_precision_aware_optimizer:
-            text = "checkpoints hold fp32 weights and moments; set megatron.use_precision_aware_optimizer to false"
-            raise ConfigError(f"megatron.use_precision_aware_optimizer: {text}")
         _make_state(part)
     return parts
 

@@ -11,8 +11,7 @@ from slimebus.bus.samples import Sample
 from slimebus.client.connect import broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
 from slimebus.config import Resolved
-from slimebus.telemetry.exporter import MetricsServer
-from slimebus.telemetry.metrics import MetricsWriter
+from slimebus.telemetry.metrics import MetricsWriter, usage
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
 
@@ -31,8 +30,6 @@ class CriticSession:
         address, timeout_s = broker_address(resolved, broker), self.config.broker.connect_timeout_s
         self.consumer = Consumer(address, name=NAME, timeout_s=timeout_s, keys=keys, take_over=take_over)
         self.writer = MetricsWriter(resolved.run_dir / "metrics", NAME, tensorboard=self.config.trainer.tensorboard)
-        self._metrics: dict[str, float] = {}
-        self.exporter = MetricsServer(resolved, NAME, NAME, lambda: self._metrics)
         self.needs = ["reference_logprobs"] if self.config.algorithm.kl_coef else []
         self.read: list[ConsumedGroup] = []
         """Since the last training step."""
@@ -106,8 +103,8 @@ class CriticSession:
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step, and log it."""
-        values = metrics | {"position": float(self.position), "groups_skipped": float(self.consumer.num_skipped)}
-        self._metrics = values
+        values = metrics | {"position": float(self.position), "groups_skipped": float(self.consumer.num_skipped)} | usage()
+        self.consumer.metrics = lambda: values
         self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
         log.info(
             "step %d: value loss %.4f, explained variance %.3f, mean return %.3f, %.0f tokens in %.2f s after waiting %.2f s",
@@ -129,5 +126,4 @@ class CriticSession:
     def close(self) -> None:
         """Release sockets, threads and files."""
         self.writer.close()
-        self.exporter.close()
         self.consumer.close()

@@ -24,12 +24,12 @@ from trainer.arguments.megatron_options import (
     shown,
     split_megatron_options,
 )
-from trainer.arguments.option_table import option_table
 from trainer.compat.cpu_compat import library_warnings_ignored
+from trainer.hf.families import CONFIG_KEYS
 from trainer.model.gpt import transformer_config, transformer_options
 
 OF_SOME_MODELS = ("num_moe", "moe_", "q_lora", "kv_lora", "qk_", "v_head")
-"""Of the names in `config_keys`, those that not every model's config.json says something of."""
+"""Of the names in CONFIG_KEYS, those that not every model's config.json says something of."""
 Found = Iterator[tuple[str, str]]
 
 
@@ -80,7 +80,7 @@ def _contradicts_model(options: MegatronOptions, request: CheckRequest) -> Found
     for name, value in options.model.items():
         if name in shape and shape[name] != value:
             yield name, contradiction_text(value, shape[name])
-        elif shape and name not in shape and name in option_table().config_keys and name.startswith(OF_SOME_MODELS):
+        elif shape and name not in shape and name in CONFIG_KEYS and name.startswith(OF_SOME_MODELS):
             yield name, f"{shown(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
 
 

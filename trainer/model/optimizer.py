@@ -30,6 +30,8 @@ def build_optimizer(config: RunConfig, model: Model) -> Any:
     check_architecture(model.config, config.megatron)
     options = split_megatron_options(config.megatron)["OptimizerConfig"]
     optimizer = get_megatron_optimizer(make_config(OptimizerConfig, chosen | options), [model.module])
+    for group in optimizer.param_groups:  # Megatron's scheduler, which is not used, would leave norms and biases undecayed
+        group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
     model.config.grad_scale_func = optimizer.scale_loss
     if model.module.ddp_config.overlap_grad_reduce:  # else each row's gradients would be reduced, and those of the others left out
         model.config.no_sync_func = model.module.no_sync

@@ -147,5 +147,5 @@ def check_reach(bind: str) -> None:
     if int(os.environ.get("GROUP_RANK", "0")) and is_local(bind):
         raise ConfigError(
             f"weights.weights_bind {bind} can only be reached from this host, but the trainer has publishing ranks on several; "
-            "bind tcp://0.0.0.0:0 or an address of each host (docs/operations.md)"
+            "bind tcp://0.0.0.0:0 or an address of each host (docs/cluster.md)"
         )

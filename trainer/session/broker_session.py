@@ -12,8 +12,7 @@ from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply
 from slimebus.client import connect
 from slimebus.config import Resolved
 from slimebus.config.saved import without_secrets
-from slimebus.telemetry.exporter import MetricsServer
-from slimebus.telemetry.metrics import MetricsWriter
+from slimebus.telemetry.metrics import MetricsWriter, usage
 from trainer.checkpoint.manifest import Progress
 from trainer.session.eval_forwarder import Tracker
 from trainer.session.step_batch import StepBatch
@@ -55,7 +54,6 @@ class BrokerSession:
         run["id"] = blake3(str(resolved.run_dir.resolve()).encode()).hexdigest()[:16]  # a resumed run goes on as the same one
         self.writer = MetricsWriter(resolved.run_dir / "metrics", "trainer", tensorboard=t.tensorboard, wandb=run if t.wandb else None)
         self.batches = MetricsWriter(resolved.run_dir / "metrics", "batches")
-        self.exporter = MetricsServer(resolved, "trainer", "trainer", lambda: self._metrics)
 
     def begin(self, start: Progress, publication: "Publication", vocab_size: int) -> None:
         """A new lineage begins where `start` ends; the broker takes back what this timeline has not trained.
@@ -91,7 +89,7 @@ class BrokerSession:
         """Tell the broker and the records that `step` is trained."""
         assert self.batch_client is not None  # begin() came first
         values = metrics | batch.metrics() | {"elapsed_s": time.monotonic() - self._started}
-        values |= {f"weights_{name}": value for name, value in self.publication.metrics().items()}
+        values |= {f"weights_{name}": value for name, value in self.publication.metrics().items()} | usage()
         self.batch_client.commit(step, checkpoint=checkpoint, unused=batch.without_gradient(), metrics=values)
         self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
         self._metrics = values
@@ -118,7 +116,7 @@ class BrokerSession:
             self.batch_client.close()
         if self.tracker is not None:
             self.tracker.close()
-        for part in (self.writer, self.batches, self.exporter):
+        for part in (self.writer, self.batches):
             part.close()
         self.client.close()
 

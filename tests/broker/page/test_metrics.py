@@ -18,11 +18,11 @@ def parsed(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def exposition(status: dict[str, Any], history: History) -> bytes:
+def exposition(status: dict[str, Any], history: History, **how: bool) -> bytes:
     pytest.importorskip("prometheus_client")
     from broker.page import metrics
 
-    return metrics.exposition(status, history)
+    return metrics.exposition(status, history, **how)
 
 
 def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: Any, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: 
     history = History(tmp_path)
     history._add_step({"step": 0, "metrics": {"loss": 0.25, "lag/3-4/ess_token": 0.5, "weights_copy_s": 0.1, "odd": float("nan")}})
     history.evaluations["held", 0] = {"mean_reward": 0.75, "version": 0}
-    found = parsed(exposition(desk.status, history))
+    found = parsed(exposition(desk.status, history, is_per_process=True))
     assert found["slimebus_broker_up", ()] == 1.0
     assert found["slimebus_rollout_tokens", (("process", 'w"1'),)] == 7.0
     assert found["slimebus_weights_sync_s", (("process", 'w"1'),)] == 0.5
@@ -45,6 +45,33 @@ def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: 
     assert found["slimebus_train_lag_ess_token", (("lag", "3-4"), *TRAINER)] == 0.5
     assert found["slimebus_eval_mean_reward", (("dataset", "held"),)] == 0.75
     assert not [name for name, _ in found if "odd" in name]
+
+
+def test_of_workers_there_are_sums_and_quantiles_however_many_they_are(tmp_path: Path) -> None:
+    about = {"role": "rollout", "state": "serving", "version": 3}
+    clients = [{"name": f"w{i}", **about, "silent_s": float(i), "metrics": {"tokens": 10.0 * i, "sync_s": 1.0}} for i in range(101)]
+    clients += [{"name": "critic", "role": "consumer", "state": "", "version": -1, "silent_s": 0.5, "metrics": {"loss": 0.25}}]
+    clients += [{**clients[0], "name": "left", "state": "gone", "silent_s": 900.0}]
+    found = parsed(exposition({"clients": clients}, History(tmp_path)))
+    assert found["slimebus_rollout_tokens_sum", ()] == 50_500.0
+    assert {q: found["slimebus_rollout_tokens", (("quantile", q),)] for q in ("0", "0.5", "0.9", "1")} == {
+        "0": 0.0, "0.5": 500.0, "0.9": 900.0, "1": 1000.0,
+    }  # fmt: skip
+    assert found["slimebus_weights_sync_s_sum", ()] == 101.0
+    assert found["slimebus_broker_silent_seconds", (("quantile", "1"), ("role", "rollout"))] == 100.0
+    assert found["slimebus_consumer_loss", (("process", "critic"),)] == 0.25
+    assert len(found) < 40
+    each = parsed(exposition({"clients": clients}, History(tmp_path), is_per_process=True))
+    assert each["slimebus_rollout_tokens", (("process", "w7"),)] == 70.0
+    assert not [labels for _, labels in each if "quantile" in dict(labels)]
+
+
+def test_a_metric_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
+    metrics = {"huge": 10**400, "odd\ud800": 1.0, "lag/\ud800/loss": 1.0, "tokens": 5.0}
+    client = {"name": "w1", "role": "rollout", "state": "", "version": 0, "silent_s": 0.0, "metrics": metrics}
+    names = {name for name, _ in parsed(exposition({"clients": [client]}, History(tmp_path), is_per_process=True))}
+    assert "slimebus_rollout_tokens" in names
+    assert not {"huge", "odd", "loss"} & set(" ".join(names).replace("_", " ").split())
 
 
 def test_without_its_broker_a_run_is_down_and_what_is_on_record_stays(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import pytest
 from aiohttp import ClientTimeout
 from made_samples import frames, made
 
-from broker.page.process import STOP_S, PageProcess
+from broker.page.process import listen, token_of
 from broker.store.lmdb_store import LmdbStore
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.sample_table import check_group
 from slimebus.client.exported_groups import arrays_of, write_arrays
 from slimebus.config import resolve
 from slimebus.config.saved import save_config, saved_config
-from slimebus.security.http_address import listen, token_of
+from slimebus.view.report import page_url
 
 
 @pytest.fixture
@@ -166,6 +166,12 @@ def test_the_port_and_token_of_an_earlier_process_are_taken_again(closing: Any) 
     assert token_of(url) == ""
 
 
+@pytest.mark.parametrize("kept", [b"http://127.0.0.1:99999/", b"http://127.0.0.1:x/", b"\xff\xfe", b"http://[::1/"])
+def test_a_damaged_address_of_before_is_as_none(tmp_path: Path, kept: bytes) -> None:
+    (tmp_path / "page.url").write_bytes(kept)
+    assert page_url(tmp_path) == ""
+
+
 def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no run directory"):
         saved_config(tmp_path)
@@ -208,23 +214,6 @@ def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, t
     assert [sample["reward"] for sample in whole["samples"]] == [0.5, 1.0]
     assert whole["samples"][0]["num_tokens"] == 4
     assert "not kept any more" in absent["problem"]
-
-
-def test_a_page_that_a_hung_disk_keeps_is_not_waited_for_for_ever() -> None:
-    waits: list[float | None] = []
-
-    class Hung:
-        def kill(self) -> None:
-            pass
-
-        def wait(self, timeout: float | None = None) -> int:
-            waits.append(timeout)
-            raise subprocess.TimeoutExpired("page", timeout or 0.0)
-
-    page: Any = PageProcess.__new__(PageProcess)
-    page._process = Hung()
-    page.stop()
-    assert waits == [STOP_S]
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not share cores by sessions")

@@ -1,5 +1,6 @@
 """Joining, fencing, silence."""
 
+import copy
 import math
 from typing import Any
 
@@ -19,6 +20,15 @@ def test_the_same_instance_keeps_its_epoch_and_another_fences_it(desk: Any) -> N
     assert desk.ask("w", m.Heartbeat(), epoch=first).code == "fenced"
     assert desk.ask("w", m.Hello(role="rollout", instance="1"), epoch=0).code == "fenced", "it may not take the place back"
     assert desk.put(group).result == "discarded"
+
+
+def test_no_epoch_or_lease_is_given_twice_after_a_power_cut_took_the_last_writes(desk: Any) -> None:
+    kept = copy.deepcopy(desk.store)
+    given, lease = desk.join("w2", "rollout").epoch, desk.lease()[0].lease
+    desk.store, desk.first_id = kept, 1_000
+    desk.restart()
+    assert desk.join("w3", "rollout").epoch > given
+    assert desk.lease()[0].lease > lease
 
 
 def test_a_second_trainer_fences_the_first_and_its_waiting_request(desk: Any) -> None:

@@ -225,7 +225,7 @@ def test_a_consumer_keeps_no_finished_run_alive(critic: Any) -> None:
     number = critic.send("critic", m.Read(count=8, wait_s=600.0))
     critic.ask("t", m.Finish())
     assert critic.answers[number].finished
-    for name in ("t", "w"):
+    for name in ("t", "w", "critic"):
         critic.ask(name, m.Goodbye())
     assert critic.machine.is_over
 
@@ -239,10 +239,27 @@ def test_a_consumer_in_the_middle_of_its_work_is_told_of_the_end_before_the_brok
         critic.ask(name, m.Goodbye())
     assert not critic.machine.is_over
     if asks:
+        number = critic.send("critic", m.Heartbeat())
+        assert critic.answers[number].finished
+        assert not critic.machine.is_over, "the answer may have been lost"
+        critic.send("critic", m.Heartbeat(), request=number)
+        assert not critic.machine.is_over, "it was: the request came again"
         assert critic.ask("critic", m.Heartbeat()).finished
     else:
         critic.pass_time(60.0)  # it was killed
     assert critic.machine.is_over
+
+
+def test_a_consumer_that_knew_of_an_end_is_told_of_the_next_one_when_the_run_was_extended(critic: Any) -> None:
+    critic.ask("t", m.Finish())
+    critic.ask("critic", m.Heartbeat())
+    critic.ask("critic", m.Heartbeat())
+    assert critic.state.clients["critic"].knows_end
+    assert critic.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+    assert not critic.ask("critic", m.Heartbeat()).finished
+    critic.ask("t", m.Finish())
+    critic.ask("critic", m.Heartbeat())
+    assert not critic.state.clients["critic"].knows_end
 
 
 # --- late fields ---

@@ -130,7 +130,6 @@ def test_without_options_nothing_is_asked_in_its_own_process(tmp_path: Path, mon
         ({"recompute_granularity": "full"}, 'recompute_method must be "block" or "uniform"'),
         ({"num_layers_in_first_pipeline_stage": 1}, "there is one pipeline stage; set trainer.pipeline_model_parallel_size"),
         ({"moe_token_dispatcher_type": "allgather"}, "does not support variable sequence length"),
-        ({"fp8": "hybrid", "fp4": "e2m1"}, "fp4 and fp8 cannot be used simultaneously"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 9}, "CPU offloading can be done only for layers less than 4"),
         ({"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": True}, "Reuse grad buffer only when keeping params in MXFP8"),
     ],

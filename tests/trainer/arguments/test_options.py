@@ -105,7 +105,14 @@ def test_what_is_said_of_the_model_is_kept_apart(key: str, value: object, field:
         ({"optimizer": "sgd"}, "'sgd' is not possible: only Adam is trained"),
         ({"recompute_method": "uniform"}, "without effect unless recompute_granularity is set"),
         ({"overlap_param_gather": True}, "without effect unless overlap_grad_reduce is set"),
-        ({"fp8_margin": 1}, "without effect unless fp8 is set"),
+        ({"fp8_margin": 1}, "without effect unless fp8 is set, which is not possible: packed rows are of any length"),
+        ({"fp8": "hybrid"}, "'hybrid' is not possible: packed rows are of any length"),
+        ({"fp4": "e2m1"}, "'e2m1' is not possible: packed rows are of any length"),
+        ({"tp_comm_overlap": True}, "true is not possible: its buffers are made for rows of one length"),
+        ({"defer_embedding_wgrad_compute": True}, "true is not possible: the output layer is computed together with the loss"),
+        ({"use_cpu_optimizer_offload": True}, "a resumed run would train the initial weights again"),
+        ({"optimizer_offload_fraction": 1.0}, "without effect unless optimizer_cpu_offload is set, which is not possible"),
+        ({"use_precision_aware_optimizer": True}, "true is not possible: checkpoints hold fp32 weights and moments"),
         ({"swiglu": True, "gated_linear_unit": False}, "says false, but swiglu has said true; keep one of them"),
     ],
 )
@@ -119,14 +126,12 @@ def test_a_wrong_option_is_told_in_one_sentence(given: dict, text: str) -> None:
 
 def test_options_reach_the_classes_that_have_them() -> None:
     given = {"attention_backend": "flash", "overlap_grad_reduce": True, "overlap_param_gather": True, "swiglu": True}
-    split = split_megatron_options(
-        given | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.float16"}
-    )
+    split = split_megatron_options(given | {"adam_eps": 1e-7})
     assert split["TransformerConfig"] == {"attention_backend": AttnBackend.flash}
     assert split["DistributedDataParallelConfig"] == {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    assert split["OptimizerConfig"]["exp_avg_dtype"] is torch.bfloat16
-    assert split["OptimizerConfig"]["exp_avg_sq_dtype"] is torch.float16
-    assert split["OptimizerConfig"]["overlap_param_gather"] is True
+    assert split["OptimizerConfig"] == {"overlap_param_gather": True, "adam_eps": 1e-7}
+    assert options()["exp_avg_dtype"].convert("bf16") is torch.bfloat16
+    assert options()["exp_avg_dtype"].convert("torch.float16") is torch.float16
 
 
 def test_every_field_takes_its_default_or_is_an_object() -> None:
