@@ -26,7 +26,10 @@ MAY_DIFFER = {f"trainer.{name}" for name in ("nproc_per_node", "train_threads", 
 """Of these sections: each node's own. Launchers compare the number of ranks."""
 ALSO = (
     *("name", "seed", "model.family", "weights.update_weights_interval", "broker.required_fields"),
-    *(f"rollout.{name}" for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")),
+    *(
+        f"rollout.{name}"
+        for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "num_passes_per_rollout")
+    ),
     *(f"rollout.rollout_{name}" for name in ("temperature", "top_p", "top_k", "max_response_len")),
 )
 UNSET = "unset"

@@ -34,6 +34,7 @@ def disagreements(*settings: dict[str, str]) -> list[str]:
         ("trainer__tensor_model_parallel_size", 2, True),
         ("megatron__weight_decay", 0.1, True),
         ("rollout__num_steps_per_rollout", 2, True),
+        ("rollout__num_passes_per_rollout", 2, True),
         ("seed", 1, True),
         ("run_dir", "/elsewhere", False),
         ("trainer__train_threads", 3, False),
