@@ -53,7 +53,7 @@ RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
 
 
 class UncommittedBurst(msgspec.Struct, kw_only=True):
-    """One burst that is decided and that the store could not take: kept and tried again, while nobody is told what rests on it.
+    """One burst that is decided and that the store could not take: kept and tried again; meanwhile no reply that rests on it is sent.
 
     `since`, `retry_at`, `said_at`: seconds of the broker's clock.
     """
@@ -190,7 +190,7 @@ class Broker:
                 writes[effect.table, effect.key] = effect
             else:
                 said.append(effect)
-        if self._uncommitted is not None:  # found while the burst before is said, and that found damage and a full disk at once
+        if self._uncommitted is not None:  # found while the burst before was answered, and that found damage and a full disk at once
             burst = self._uncommitted
             burst.writes, burst.effects = {**burst.writes, **writes}, [*burst.effects, *said]
             return
@@ -271,7 +271,7 @@ class Broker:
         self._store_problem = text
 
     def _retry_later(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
-        """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
+        """The state has changed and the store has not: no reply is sent, and nothing else decided, until it is written."""
         now = self.clock.monotonic()
         times = {"since": now, "retry_at": now + RETRY_S, "said_at": now}
         self._uncommitted = UncommittedBurst(writes=writes, effects=effects, problem=problem, **times)

@@ -30,7 +30,7 @@ NODE = struct.Struct("<HHHH")
 """low and high half of the value's size, flags, size of the key; in a branch the first three are the number of a page"""
 BRANCH, LEAF, OVERFLOW = 1, 2, 4
 IN_OVERFLOW, IS_TABLE = 1, 2
-"""Flags of a node: its value is the number of an overflow page; a table, whose root are the last 8 bytes."""
+"""Flags of a node: its value is the number of an overflow page; a table, with the root in the last 8 bytes."""
 NO_PAGES = (struct.error, TypeError, ValueError, IndexError, RecursionError)
 """Raised where bytes are read as a page and are none."""
 NO_PAGE = (1 << 64) - 1
@@ -93,7 +93,7 @@ class PageFile:
                 yield pages
 
     def _leaves(self, number: int) -> Iterator[tuple[int, bytes, tuple[int, ...]]]:
-        """(number, page, offsets of its nodes) of each leaf of the tree whose root is page `number`."""
+        """(number, page, offsets of its nodes) of each leaf of the tree with page `number` as its root."""
         if number == NO_PAGE:
             return
         page = self._read(number, BRANCH | LEAF, self.page_bytes)

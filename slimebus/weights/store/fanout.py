@@ -1,4 +1,4 @@
-"""Who pulls a version from whom: a tree over the workers that pass on what they have verified."""
+"""Which worker pulls a version from which source: a tree over the workers that pass on what they have verified."""
 
 from collections.abc import Collection
 
@@ -23,7 +23,7 @@ class Fanout:
     def source(self, version: tuple[str, int], base: int, address: str, avoid: Collection[str] = ()) -> str:
         """Where the worker that serves at `address` shall pull `version` (lineage, number) from; empty: from the publisher.
 
-        The same question gets the same answer for as long as the version is in use. avoid: sources that failed; whoever stands above
+        The same question gets the same answer for as long as the version is in use. avoid: sources that failed; a source above
         them is named instead. A worker that serves nobody (empty address) pulls from the last one that has a place for it.
         """
         tree = self._trees.setdefault((*version, base), {})

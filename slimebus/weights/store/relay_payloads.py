@@ -1,6 +1,6 @@
 """What a worker can pass on to others: the payloads of its last pull, each once it is verified.
 
-Nothing unverified leaves here, and whoever pulls verifies again by the publisher's hashes: a peer is trusted with nothing.
+Nothing unverified leaves here, and each puller verifies again by the publisher's hashes: a peer is trusted with nothing.
 """
 
 import threading
@@ -44,7 +44,7 @@ class RelayPayloads:
             self._expected.discard((name, base))
 
     def end(self) -> None:
-        """Nothing more will come of this round: who waits for something else is told that it is gone."""
+        """Nothing more will come of this round: a request for anything else is answered as gone."""
         with self._lock:
             self._expected.clear()
 
