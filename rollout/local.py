@@ -52,7 +52,7 @@ class LocalDispatch(Dispatch):
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
     ) -> list[Completion]:
         """One completion a prompt, from the least busy engine of this model."""
-        engine = min(self.pool.of(model), key=lambda engine: engine.running)
+        engine = min(self.pool.engines_of(model), key=lambda engine: engine.running)
         rids = [f"{self.pool.name}-{next(self._ids):012d}" for _ in prompts]
         engine.running += len(prompts)
         try:
