@@ -36,8 +36,8 @@ class Pending:
         self.size_bytes, self.sent_on = sum(map(len, bulk)), 0
         self.future: Future[Reply] = Future()
 
-    def settle(self, result: Reply | SlimebusError) -> None:
-        """Give the waiting caller the answer, or the error."""
+    def resolve(self, result: Reply | SlimebusError) -> None:
+        """Give whoever waits the answer, or the error."""
         if not self.future.set_running_or_notify_cancel():
             return
         if isinstance(result, SlimebusError):
