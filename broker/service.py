@@ -29,8 +29,7 @@ from broker.status_askers import StatusAskers
 from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
-from broker.suspend_tolerant_clock import SuspendTolerantClock
-from slimebus.bus.clock import Clock
+from broker.suspend_tolerant_clock import Clock, SuspendTolerantClock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Error, HeartbeatReply, Hint, StatusReply

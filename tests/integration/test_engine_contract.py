@@ -16,10 +16,9 @@ import pytest
 from tiny_model import SERVED, SPECIAL_TOKENS, save_served, sglang_python
 
 from rollout.endpoint.tool_calls import parse_by_sglang
-from rollout.engines.embedded import embedded_engine
+from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.client import EngineClient
-from rollout.engines.sglang.process import EngineProcess
-from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
+from rollout.engines.sglang.process import READY_TIMEOUT_S, EngineProcess, sglang_server
 from rollout.samples.response import Completion
 from slimebus.bus.errors import UsageError, WeightsError
 

@@ -22,7 +22,7 @@ import pytest
 from tiny_model import save_model
 from waiting import has_ended, wait_until
 
-from rollout.engines.embedded import embedded_engine
+from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import EngineProcess, EngineStartError
 from rollout.samples.response import Completion
@@ -107,7 +107,7 @@ def test_it_ends_when_its_parent_is_killed(qwen3, tmp_path: Path):
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from rollout.engines.embedded import embedded_engine
+        from rollout.engines.backends import embedded_engine
         engine = embedded_engine(Path(sys.argv[1]), Path(sys.argv[2]))
         engine.start()
         print(engine.pid, flush=True)
