@@ -34,7 +34,7 @@ MEANING = (
     *("rollout.environment", "data.apply_chat_template", "data.apply_chat_template_kwargs"),
 )
 """With another one of these, the samples before and after a restart do not mean the same."""
-OF_TRAINER = ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
+OF_TRAINER = ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "num_passes_per_rollout")
 OF_SAMPLING = ("temperature", "top_p", "top_k", "max_response_len")
 """Of `rollout`, the latter behind `rollout_`: a trainer compares these with those of its last start."""
 NOT_RECORDED = (
