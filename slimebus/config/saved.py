@@ -1,4 +1,4 @@
-"""The config of a run in its run directory: for who looks at the run later, and for its next start, which compares."""
+"""The config of a run in its run directory: for commands that look at the run later, and for its next start, which compares."""
 
 import contextlib
 import json
