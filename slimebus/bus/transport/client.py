@@ -88,6 +88,8 @@ class Client:
         self.on_clock: Callable[[float, float], None] = lambda took_s, offset_s: None
         """Told with each heartbeat's answer how long it took, and by how much the server's clock is ahead of ours, by half of that unsure
         (the offset of NTP, RFC 5905, section 8)."""
+        self.keys_generation = 0
+        """Of the server's allow-list, as the last heartbeat's answer says; 0 without heartbeats or keys."""
         self._beat_every_s, self._next_beat = 0.0, float("inf")
         self._last_beat: Future[Reply] | None = None
         self._on_hint: Callable[[m.Hint], None] = lambda hint: None
@@ -446,6 +448,7 @@ class Client:
             return
         if self._hints_address and message.hints:  # a broker that was started again may have bound another port
             self._hints_address = message.hints
+        self.keys_generation = message.keys
         if message.time:
             took_s = time.time() - sent_at
             self.on_clock(took_s, message.time - sent_at - took_s / 2)
