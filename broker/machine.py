@@ -27,7 +27,7 @@ from broker.state import (
     watchdog,
 )
 from broker.state.broker_state import State
-from broker.state.effects import Effect, Event, Reply, Table
+from broker.state.effects import Effect, Event, Table
 from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter, Meta
 from broker.state.rules import Rules
@@ -174,22 +174,6 @@ class Machine:
                 consumers.answer_timed_out(state, name)
         watchdog.look(state)
         return state.flush()
-
-    def answer_uncommitted(self, event: Event, last: m.Hint, problem: SlimebusError, now: float) -> Effect:
-        """Answer a request while the last decisions cannot be stored: no decision is made and none of those is told.
-
-        Heartbeats keep leases and clients alive and get the `last` hint again, the status names the problem, everything else is to be
-        asked again.
-        """
-        state = self.state
-        state.now, state.store_problem = now, problem.text
-        match event.message:
-            case m.Status():
-                return Reply(event.to, m.StatusReply())
-            case m.Heartbeat() if clients.keep_alive(state, event):
-                told = {name: getattr(last, name) for name in (*state.meta.newest(), "finished")}
-                return Reply(event.to, m.HeartbeatReply(**told, hints=state.hints_address))
-        return Reply(event.to, m.Error(code=problem.code, text=problem.text, retryable=True))
 
     # --- questions ---
 

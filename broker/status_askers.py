@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from broker.state.effects import Address
-from slimebus.bus.clock import Clock
+from broker.suspend_tolerant_clock import Clock
 from slimebus.bus.messages import Error, StatusReply
 from slimebus.bus.transport.server import Server
 

@@ -1,6 +1,17 @@
 """Broker time, which stops while the machine is suspended, and when deadlines may be checked."""
 
-from slimebus.bus.clock import Clock
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where a process gets the time from: the module `time`, or a test's own."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back; only differences mean something."""
+
+    def time(self) -> float:
+        """Seconds since the epoch, for people and records."""
+
 
 LONGEST_TURN_S = 2.0
 """More than any turn of a healthy broker takes: it looks around twice a second."""

@@ -22,7 +22,7 @@ from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.samples import partials
 from rollout.samples.plugins import PluginError, contain_exits
-from rollout.samples.response import Completion, Response, Task
+from rollout.samples.response import Completion, EngineError, Response, Task
 from rollout.samples.tokenizer import Tokenizer
 from rollout.worker.groups import Dropped, GroupMaker
 from slimebus.atomic_file import replacing
@@ -52,7 +52,7 @@ class LocalDispatch(Dispatch):
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
     ) -> list[Completion]:
         """One completion a prompt, from the least busy engine of this model."""
-        engine = min(self.pool.of(model), key=lambda engine: engine.running)
+        engine = min(self.pool.engines_of(model), key=lambda engine: engine.running)
         rids = [f"{self.pool.name}-{next(self._ids):012d}" for _ in prompts]
         engine.running += len(prompts)
         try:
@@ -70,6 +70,10 @@ class LabelEngine(LocalDispatch):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.tokens_made, self.version = tokenizer, 0, NO_VERSION
+
+    def is_waiting(self, group: str) -> bool:
+        """Never."""
+        return False
 
     async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
         """One response to each task, all tokens with logprob -1."""
@@ -141,7 +145,7 @@ async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, 
             async with room:
                 try:
                     samples = await maker.make(lease, record)
-                except (PluginError, TimeoutError) as bad:
+                except (PluginError, EngineError) as bad:
                     log.warning("group %s: %s", lease.group, bad)
                     return scores.add([], lease.num_samples)
                 attempts = (i if sample.trajectory is None else sample.trajectory for i, sample in enumerate(samples))
@@ -231,7 +235,7 @@ async def _sample_prompts(resolved: Resolved, count: int) -> Sampled:
                     samples = await maker.make(lease, record)
                     check_group(encode_group(samples), num_samples=lease.num_samples)
                     made.groups[lease.group] = samples
-                except (SlimebusError, TimeoutError, Dropped, partials.Unfinished) as bad:
+                except (SlimebusError, Dropped, partials.Unfinished) as bad:
                     made.left_out[lease.group] = str(bad)
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -269,7 +273,7 @@ async def _check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
                 gave = f"rewards {', '.join(str(s.reward) for s in samples)}"
             except Dropped as dropped:
                 gave = f"rewards {', '.join(map(str, dropped.rewards))}; the dynamic filter drops the group"
-            except (SlimebusError, TimeoutError) as bad:
-                wrong = getattr(bad, "text", str(bad))
+            except SlimebusError as bad:
+                wrong = bad.text
             found.append((what, f"{gave} in {time.perf_counter() - begun:.2f} s", wrong))
     return found

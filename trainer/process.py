@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slimebus.bus.errors import SlimebusError, UsageError
-from slimebus.bus.transport.silence import SILENT_S
+from slimebus.bus.transport.request import SILENT_S
 from slimebus.config import Resolved
 from slimebus.config.engine_plan import visible
 from slimebus.config.file_checks import trainer_problems

@@ -118,7 +118,7 @@ def verify(run: Target, as_json: bool) -> None:
 
     from broker.inspect.verify import verify_run
 
-    report = verify_run(run.resolved.run_dir)
+    report = verify_run(run.resolved.run_dir, run.resolved.config.broker.durability)
     if as_json:
         click.echo(msgspec.json.encode(report).decode())
     else:
@@ -220,7 +220,7 @@ def _say(done: dict[str, str], refused: dict[str, str], *, as_json: bool) -> Non
 def _snapshot(run: Target) -> Any:
     from broker.inspect.reader import open_snapshot
 
-    return open_snapshot(run.resolved.run_dir)
+    return open_snapshot(run.resolved.run_dir, run.resolved.config.broker.durability)
 
 
 def _chosen(

@@ -1,18 +1,15 @@
 """The page's process beside a broker: its address and its start."""
 
 import contextlib
-import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 from urllib.parse import parse_qs, urlsplit
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import UsageError
 from slimebus.config import Resolved
-from slimebus.process.launch import end_with_parent
+from slimebus.process.launch import SLIMEBUS, ChildProcess
 from slimebus.security.exposure import OUTSIDE, advertised, is_local, reachable
 from slimebus.view.report import page_url
 
@@ -30,19 +27,12 @@ class PageProcess:
             out.write(self.url.encode())
         with listening:
             words = ["view", str(resolved.run_dir), "--broker", reachable(endpoint), "--listening", str(listening.fileno())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slimebus", *words, *(["--keys", str(keys.resolve())] if keys else [])],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,
-                preexec_fn=end_with_parent(signal.SIGKILL, os.getpid()),
-            )
+            words += ["--keys", str(keys.resolve())] if keys else []
+            self._child = ChildProcess([*SLIMEBUS, *words], pass_fds=[listening.fileno()], on_parent_end=signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the page; it holds nothing that could be lost. One that a hung file system keeps is not waited for."""
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
+        """End the page; it holds nothing that could be lost."""
+        self._child.kill(STOP_S)
 
 
 def listen(address: str, last: str = "") -> tuple[socket.socket, str]:

@@ -155,7 +155,8 @@ class Page:
         return await self._answer(lambda: self._of_store(lambda store: samples.whole(store, store.group(name), self.decode())))
 
     def _of_store(self, ask: Callable[[StoreSnapshot], T]) -> T:
-        with open_snapshot(self.resolved.run_dir, is_checked=bool(self.live.problem)) as store:
+        durability = self.resolved.config.broker.durability
+        with open_snapshot(self.resolved.run_dir, durability, is_checked=bool(self.live.problem)) as store:
             return ask(store)
 
     async def _answer(self, read: Callable[[], Any]) -> web.Response:

@@ -382,19 +382,6 @@ def _compare(state: State, leases: WorkerLeases, listed: Collection[int], reply:
             (reply.surplus if state.recent_leases.get(lease) == "surplus" else reply.lost).append(lease)
 
 
-def keep_alive(state: State, event: Event) -> bool:
-    """Extend the leases of the sender and decide nothing; False for an unknown or fenced one."""
-    client = state.clients.get(event.sender)
-    if client is None or client.epoch != event.epoch or client.is_fenced or event.run != state.meta.run:
-        return False
-    touch(state, client, event.to.peer)
-    leases = state.groups.by_worker.get(client.name) or WorkerLeases()
-    _extend(state, client, leases)
-    for lease in leases.unconfirmed:
-        state.timers.set(("unconfirmed lease", lease), state.now + state.rules.lease_s)
-    return True
-
-
 # --- questions ---
 
 

@@ -266,6 +266,8 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
         return ""
     state.tally(state.meta.counted, "samples put", len(samples))
     state.tally(state.meta.counted, "samples failed", len(samples) - len(good))
+    if wasted := sum(made.table.num_tokens) - sum(s.num_tokens for s in good):
+        state.count_waste("failed samples", 0, wasted)
     if state.stateful is not None:
         group.rewards = [s.reward for s in samples]
     if not good:

@@ -4,12 +4,11 @@ Layout, in the order a request meets it:
 
     server       HTTP: one task per request, JSON in and out
     request      the body of /generate, checked and expanded to sequences
-    loop         the decode thread and its inbox
-    core         one step: admit, prefill, decode, sample, finish
+    core         one step: admit, prefill, decode, sample, finish; the thread that takes them, and its inbox
     scheduler    who waits, who runs, who is admitted
     batch        the running rows as tensors
     kv_cache     keys and values of the running rows
     model        the forward pass
     sampling     logits to tokens and logprobs
-    weights      safetensors on disk to tensors of the model
+    model_weights  safetensors on disk to tensors of the model
 """

@@ -1,9 +1,13 @@
-"""The engine without threads or sockets: add sequences, step, collect what finished.
+"""The engine without sockets: add sequences, step, collect what finished; and the thread that does so.
 
 A step is: admit what waits and prefill it in one batch, then decode one token for every running row.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -47,14 +51,14 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Generate at most one decode token a row; sequences that finished, and streaming ones that grew."""
-        reported = self._prefill_admitted()
+        """Generate at most one decode token a row; the sequences that finished."""
+        finished = self._prefill_admitted()
         if self.scheduler.running:
             batch, rows = self._batch, slice(0, self._batch.num_rows)
             placed = [sequence.pages for sequence in self.scheduler.running]
             logits_BV = self.model.decode(batch.last_token[rows], batch.position[rows], batch.pages[rows], self.cache, placed)
-            reported += self._sample(0, logits_BV)
-        return list(dict.fromkeys(reported))
+            finished += self._sample(0, logits_BV)
+        return finished
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -100,12 +104,12 @@ class EngineCore:
         if not new:
             return []
         logits_BV = self._prefill(first, new)
-        reported = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(new) if sequence.limit == 0})
-        if reported:  # rare: requests for zero tokens have left, and others have moved into their rows
+        finished = self._finish({first + index: out_of_length(0) for index, sequence in enumerate(new) if sequence.limit == 0})
+        if finished:  # rare: requests for zero tokens have left, and others have moved into their rows
             logits_BV = logits_BV[[new.index(sequence) for sequence in self.scheduler.running[first:]]]
         if len(logits_BV):
-            reported += self._sample(first, logits_BV)
-        return reported
+            finished += self._sample(first, logits_BV)
+        return finished
 
     def _prefill(self, first: int, new: list[Sequence]) -> torch.Tensor:
         """Fill the pages of these, in rows from `first` on; logits [B, V] of the token after each."""
@@ -131,37 +135,23 @@ class EngineCore:
         sequence.input_logprobs = logprobs_PV.gather(1, targets[:, None]).squeeze(1).tolist()
 
     def _sample(self, first: int, logits_BV: torch.Tensor) -> list[Sequence]:
-        """Sample and record a token for rows first..n-1; those to report."""
+        """Sample and record a token for rows first..n-1; the sequences that finish."""
         batch, running = self._batch, self.scheduler.running
         special = [(row, running[row]) for row in range(first, len(running)) if running[row].is_special]
         adjusted = [(row - first, int(batch.generated[row]), sequence) for row, sequence in special if sequence.sampling.is_adjusted]
         adjust_logits(logits_BV, adjusted)
         rows = slice(first, batch.num_rows)
         filtered = {row - first: s.sampling for row, s in special if s.sampling.is_filtered}
-        seeded = {row - first: (seed, int(batch.position[row])) for row, s in special if (seed := s.sampling.sampling_seed) is not None}
-        temperature, greedy = batch.temperature[rows], batch.greedy[rows]
-        tokens, logprobs_BV = sample(logits_BV, temperature, greedy, self._generator, filtered=filtered, seeded=seeded)
+        tokens, logprobs_BV = sample(logits_BV, batch.temperature[rows], batch.greedy[rows], self._generator, filtered)
         ended = batch.append(first, tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1))
         self.num_generated += len(tokens)
         reasons = {row: stopped(stop) if stop is not None else out_of_length(running[row].limit) for row, stop in ended}
         watched = [row for row, sequence in special if sequence.is_watched]
-        streamed = self._check_watched(watched, reasons)
-        return self._finish(reasons) + streamed
-
-    def _check_watched(self, rows: list[int], reasons: dict[int, dict[str, object]]) -> list[Sequence]:
-        """Per-token work of the few sequences that ask for it; may add a stop string to `reasons`.
-
-        Those that stream and have not ended are returned.
-        """
-        running = self.scheduler.running
-        self._batch.save(rows, [running[row] for row in rows])
-        for row in rows:
-            sequence = running[row]
-            if (matched := self._matched_stop(sequence)) is not None:
+        batch.save(watched, [running[row] for row in watched])
+        for row in watched:
+            if (matched := self._matched_stop(running[row])) is not None:
                 reasons[row] = stopped(matched)
-            if sequence.stream:
-                sequence.update_spans(self.version)
-        return [running[row] for row in rows if running[row].stream and row not in reasons]
+        return self._finish(reasons)
 
     def _matched_stop(self, sequence: Sequence) -> str | None:
         if not sequence.sampling.stop or self.tokenizer is None:
@@ -190,3 +180,71 @@ class EngineCore:
             self.cache.release(sequence)
         self._batch.move_rows(sources, targets, len(self.scheduler.running))
         return ended
+
+
+T = TypeVar("T")
+Report = Callable[[list[Sequence]], None]
+
+
+class DecodeLoop:
+    """Owns the core's thread. `call` runs a function on it between two steps; `report` gets each step's sequences.
+
+    `report` and `failed` are called on the decode thread; they must hand over quickly and not raise.
+    """
+
+    def __init__(self, core: EngineCore, report: Report, failed: Callable[[BaseException], object]) -> None:
+        self._core, self._report, self._failed = core, report, failed
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after its current step; False when it did not end in time."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def call(self, action: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `action(core)` on the decode thread between two steps; its result or exception is in the future.
+
+        What a client asked for is done, whether it waits for the answer or not.
+        """
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # from now on nobody can cancel it
+
+        def run() -> None:
+            try:
+                future.set_result(action(self._core))
+            except Exception as error:  # noqa: BLE001 (carried to the caller)
+                future.set_exception(error)
+
+        with self._wake:
+            self._inbox.append(run)
+            self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        try:
+            while self._next_actions():
+                if self._core.has_work and (reported := self._core.step()):
+                    self._report(reported)
+        except BaseException as error:  # noqa: BLE001 (the thread's boundary: the process must learn that it ended)
+            self._failed(error)
+
+    def _next_actions(self) -> bool:
+        """Run what came in; waits while there is neither that nor work. False when the loop must end."""
+        with self._wake:
+            while not (self._inbox or self._is_stopping or self._core.has_work):
+                self._wake.wait()
+            actions = list(self._inbox)
+            self._inbox.clear()
+        for action in actions:
+            action()
+        return not self._is_stopping

@@ -5,15 +5,129 @@ tensors changed is taken over from the version before as it is, unread. What cha
 then written over what it replaces between two steps: no second copy of the model, and no new pages, which cost more than the copy.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rollout.embedded.model_config import ModelConfig
-from rollout.embedded.model_files import ModelFiles, layer_matrices
-from slimebus.weights.tensors import TensorForm
+from slimebus.bus.errors import WeightsError
+from slimebus.weights.host.safetensors_file import INDEX_FILE, read_file, read_model
+from slimebus.weights.host.tensor_file import file_name
+from slimebus.weights.tensors import Tensor, TensorForm, hash_bytes
+
+Shape = tuple[int, ...]
+
+
+def layer_matrices(config: ModelConfig) -> dict[str, dict[str, Shape]]:
+    """The matrices of a layer, and the tensors that each is made of, below each other; projections of the same input are fused."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    matrices: dict[str, dict[str, Shape]] = {
+        "attention_norm": {"input_layernorm.weight": (hidden,)},
+        "mlp_norm": {"post_attention_layernorm.weight": (hidden,)},
+        "qkv": {f"self_attn.{name}_proj.weight": (rows, hidden) for name, rows in (("q", query), ("k", key), ("v", key))},
+        "output": {"self_attn.o_proj.weight": (hidden, query)},
+        "gate_up": {"mlp.gate_proj.weight": (mlp, hidden), "mlp.up_proj.weight": (mlp, hidden)},
+        "down": {"mlp.down_proj.weight": (hidden, mlp)},
+    }
+    has_bias = {"qkv": config.qkv_bias, "output": config.output_bias, "gate_up": config.mlp_bias, "down": config.mlp_bias}
+    for name in (name for name, has_one in has_bias.items() if has_one):
+        matrices[f"{name}_bias"] = {tensor.replace("weight", "bias"): shape[:1] for tensor, shape in matrices[name].items()}
+    if config.qk_norm:
+        matrices["qk_norm"] = {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    return matrices
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor that a model of this config has, by Hugging Face name."""
+    embedding = (config.vocab_size, config.hidden_size)
+    shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (config.hidden_size,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = embedding
+    layer_shapes = {name: shape for matrix in layer_matrices(config).values() for name, shape in matrix.items()}
+    return shapes | {f"model.layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer_shapes.items()}
+
+
+class ModelFiles:
+    """The weights of a model directory, each tensor read and checked when it is asked for. All names are checked at once.
+
+    A directory that says in its index what each tensor hashes to (a worker's, docs/decisions/weights-through-shared-memory.md) has
+    files that never change. Of any other the hashes are computed.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        """WeightsError, naming the tensor or file, when one is missing, unknown or unreadable."""
+        self._path, self._shapes = path, expected_shapes(config)
+        self._map, self._hashes = _shared_index(path)
+        self.is_immutable = bool(self._hashes)
+        # Who writes to the files of any other directory while they are loaded is answered for by nobody.
+        self._plain = {} if self.is_immutable else _readable(lambda: read_model(path, "private"), path)
+        names = {name for name in self._map or self._plain if not _is_redundant(name, config)}
+        if unknown := sorted(names - self._shapes.keys()):
+            raise WeightsError(f"{path}: tensor {unknown[0]} is not part of a {config.architecture} of this config")
+        if missing := sorted(self._shapes.keys() - names):
+            raise WeightsError(f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}")
+
+    def has(self, form: TensorForm) -> bool:
+        """Whether this tensor is the same here: in name, dtype, shape and every byte."""
+        if self.is_immutable:
+            return self._map.get(form.name) == file_name(form)
+        return self._form(form.name, self._plain[form.name]) == form
+
+    def read(self, name: str) -> tuple[TensorForm, torch.Tensor]:
+        """A tensor in the dtype of its file, over its memory: never to be written to.
+
+        WeightsError when it is misshapen, quantised or has other bytes than the index says.
+        """
+        tensor = self._shared_tensor(name) if self.is_immutable else self._plain[name]
+        if tensor.shape != self._shapes[name]:
+            raise WeightsError(f"{self._path}: tensor {name} has shape {list(tensor.shape)}, expected {list(self._shapes[name])}")
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        if not dtype.is_floating_point:
+            raise WeightsError(f"{self._path}: tensor {name} is {tensor.dtype}; quantised weights are not served by this engine")
+        form = self._form(name, tensor)
+        if self.is_immutable and form.hash != self._hashes[name]:
+            raise WeightsError(f"{self._path / self._map[name]}: tensor {name} hashes to {form.hash}, the index says {self._hashes[name]}")
+        return form, torch.frombuffer(tensor.buffer, dtype=dtype).view(tensor.shape)
+
+    def _shared_tensor(self, name: str) -> Tensor:
+        file = self._path / self._map[name]
+        found = _readable(lambda: dict(read_file(file, "private")), file)
+        if found.keys() != {name}:
+            raise WeightsError(f"{file} has the tensors {sorted(found)}; the index says {name}")
+        return found[name]
+
+    def _form(self, name: str, tensor: Tensor) -> TensorForm:
+        return TensorForm(name, tensor.dtype, tensor.shape, hash_bytes(tensor.buffer))
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Written by some exporters although the config implies them."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _shared_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """File and hash of each tensor where an index says both, else nothing."""
+    try:
+        index: Any = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))
+        weight_map, hashes = index["weight_map"], index["metadata"]["hashes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, {}
+    if not isinstance(weight_map, dict) or not isinstance(hashes, dict) or weight_map.keys() != hashes.keys():
+        raise WeightsError(f"{path / INDEX_FILE}: weight_map and metadata.hashes must name the same tensors")
+    if escaping := [file for file in weight_map.values() if Path(str(file)).name != file]:
+        raise WeightsError(f"{path / INDEX_FILE} names {escaping[0]}, which is not a file of the same directory")
+    return weight_map, hashes
+
+
+def _readable(read: Callable[[], dict[str, Tensor]], path: Path) -> dict[str, Tensor]:
+    try:
+        return read()
+    except OSError as error:
+        raise WeightsError(f"{path} could not be read: {error.strerror}") from None
 
 
 class Unit(NamedTuple):

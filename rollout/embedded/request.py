@@ -4,23 +4,21 @@ import uuid
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from rollout.embedded.model import Model
-from rollout.embedded.sampling_params import SamplingParams
-from rollout.embedded.sequence import Sequence
+from rollout.embedded.sequence import SamplingParams, Sequence
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`/generate` as SGLang takes it; what is not listed here is refused. Requests of one `extra_key` share keys and values."""
 
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[int | list[int]]
     rid: str | list[str] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    extra_key: str | list[str] | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    extra_key: str | None = None
+    text: str | None = None
     stream: bool = False
     model: str | None = None
     log_metrics: bool = True
@@ -32,42 +30,35 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_entropy: bool = False
 
 
-ONLY_OFF = ("background", "return_text_in_logprobs", "return_hidden_states", "return_bytes", "return_entropy")
+ONLY_OFF = ("text", "stream", "background", "return_text_in_logprobs", "return_hidden_states", "return_bytes", "return_entropy")
 """A router names them in each request, as off."""
 
 
 class RequestExpander:
     """Turns a body into sequences of one model; ValueError says what of the body cannot be served."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None) -> None:
-        self._config, self._context_length, self._tokenizer = model.config, model.max_tokens, tokenizer
+    def __init__(self, model: Model, *, has_tokenizer: bool) -> None:
+        self._config, self._context_length, self._has_tokenizer = model.config, model.max_tokens, has_tokenizer
 
     def expand(self, body: GenerateBody) -> tuple[list[Sequence], bool]:
-        """One sequence a prompt, or n of each, and whether the answer is one object; ranges, token ids and lengths checked."""
+        """One sequence a prompt, and whether the answer is one object; ranges, token ids and lengths checked."""
         if asked := [name for name in ONLY_OFF if getattr(body, name)]:
             raise ValueError(f"unknown field `{asked[0]}`, but for off; for other fields of /generate use SGLang")
         prompts, is_single = self._prompts(body)
         count = len(prompts)
         samplings = [SamplingParams.read(given, self._config.vocab_size) for given in _per_prompt(body.sampling_params, count, {})]
-        if len({sampling.n for sampling in samplings}) > 1:
-            raise ValueError("sampling_params: n must be the same for all prompts of a batch")
-        copies = samplings[0].n
-        rids = iter(_rids(body.rid, count, copies))
-        logprobs = _per_prompt(body.return_logprob, count, False)
-        starts = _per_prompt(body.logprob_start_len, count, -1)
-        keys = _per_prompt(body.extra_key, count, "")
+        has_logprobs, start = bool(body.return_logprob), -1 if body.logprob_start_len is None else body.logprob_start_len
         sequences = []
-        for prompt, sampling, has_logprobs, start, key in zip(prompts, samplings, logprobs, starts, keys, strict=True):
-            first = start if has_logprobs and 0 <= start < len(prompt) else None
-            given = {"return_logprob": has_logprobs, "logprob_start": first, "stream": body.stream, "cache_key": key}
-            sequences += [self._sequence(next(rids), prompt, sampling, **given) for _ in range(copies)]
-        return sequences, is_single and copies == 1
+        for rid, prompt, sampling in zip(_rids(body.rid, count), prompts, samplings, strict=True):
+            sequence = self._sequence(rid, prompt, sampling)
+            sequence.return_logprob, sequence.cache_key = has_logprobs, body.extra_key or ""
+            sequence.logprob_start = start if has_logprobs and 0 <= start < len(prompt) else None
+            sequences.append(sequence)
+        return sequences, is_single
 
     def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
         """The prompts, and whether there is one that is no list of prompts."""
-        if (body.text is None) == (body.input_ids is None):
-            raise ValueError("give either text or input_ids, exactly one of them")
-        given: Any = body.input_ids if body.text is None else self._encoded(body.text)
+        given: Any = body.input_ids
         if len({type(item) for item in given}) > 1:
             raise ValueError("input_ids mixes token ids and lists of token ids")
         is_single = not given or isinstance(given[0], int)
@@ -75,12 +66,6 @@ class RequestExpander:
         for prompt in prompts:
             self._check(prompt)
         return prompts, is_single
-
-    def _encoded(self, text: str | list[str]) -> list[int] | list[list[int]]:
-        if self._tokenizer is None:
-            raise ValueError("this model directory has no tokenizer.json; send input_ids instead of text")
-        tokenizer = self._tokenizer
-        return tokenizer.encode(text).ids if isinstance(text, str) else [tokenizer.encode(one).ids for one in text]
 
     def _check(self, prompt: list[int]) -> None:
         if not prompt:
@@ -91,13 +76,13 @@ class RequestExpander:
         if len(prompt) >= self._context_length:
             raise ValueError(f"The input ({len(prompt)} tokens) is longer than the model's context length ({self._context_length} tokens).")
 
-    def _sequence(self, rid: str, prompt: list[int], sampling: SamplingParams, **asked: Any) -> Sequence:
-        if sampling.stop and self._tokenizer is None:
+    def _sequence(self, rid: str, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        if sampling.stop and not self._has_tokenizer:
             raise ValueError("stop strings need a tokenizer.json in the model directory; use stop_token_ids")
         none: frozenset[int] = frozenset()
         stops = self._config.eos_token_ids | sampling.stop_token_ids
         ending, ignored = (none, stops) if sampling.ignore_eos else (stops, none)
-        return Sequence(rid, prompt, sampling, self._limit(len(prompt), sampling), ending, ignored, **asked)
+        return Sequence(rid, prompt, sampling, self._limit(len(prompt), sampling), ending, ignored)
 
     def _limit(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         room, limit = self._context_length - num_prompt_tokens, sampling.token_limit
@@ -118,15 +103,15 @@ def _per_prompt(value: object, count: int, default: object) -> list[Any]:
     return value
 
 
-def _rids(rid: str | list[str] | None, count: int, copies: int) -> list[str]:
-    """Request ids as SGLang makes them: `rid_0`, `rid_1`, ... for a batch with one name, fresh ones for n > 1."""
+def _rids(rid: str | list[str] | None, count: int) -> list[str]:
+    """Request ids as SGLang makes them: `rid_0`, `rid_1`, ... for a batch with one name."""
     if isinstance(rid, list):
         if len(rid) != count:
             raise ValueError("The specified rids length mismatch with the batch_size for batch processing.")
         if len(set(rid)) != len(rid):
             raise ValueError("rid: duplicate request ids within the batch")
-    if rid is None or copies > 1:
-        return [uuid.uuid4().hex for _ in range(count * copies)]
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
     if isinstance(rid, str):
         return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
     return rid

@@ -6,26 +6,20 @@ top-p and min-p remove anything: what SGLang reports, and what a trainer can rec
 
 import torch
 
-from rollout.embedded.sampling_params import SamplingParams
-from rollout.embedded.sequence import Sequence
+from rollout.embedded.sequence import SamplingParams, Sequence
 
 
 def sample(
-    logits_BV: torch.Tensor, temperature_B: torch.Tensor, greedy_B: torch.Tensor, generator: torch.Generator, *,
-    filtered: dict[int, SamplingParams], seeded: dict[int, tuple[int, int]],
+    logits_BV: torch.Tensor, temperature_B: torch.Tensor, greedy_B: torch.Tensor, generator: torch.Generator,
+    filtered: dict[int, SamplingParams],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Tokens int64 [B] and logprobs float32 [B, V] they were drawn from.
-
-    filtered: rows with top-k, top-p or min-p. seeded: rows that draw from (seed, position) alone.
-    """
+    """Tokens int64 [B] and logprobs float32 [B, V] they were drawn from. filtered: rows with top-k, top-p or min-p."""
     logprobs_BV = (logits_BV / temperature_B[:, None]).log_softmax(-1)
     weights_BV = logprobs_BV.exp()
     if filtered:
         index = list(filtered)
         weights_BV[index] = keep_likely(weights_BV[index], list(filtered.values()))
     uniform_B = torch.rand(len(logits_BV), dtype=torch.float64, generator=generator)
-    for row, (seed, position) in seeded.items():
-        uniform_B[row] = _seeded_uniform(seed, position)
     drawn_B = draw(weights_BV, uniform_B)
     return torch.where(greedy_B, logits_BV.argmax(-1), drawn_B) if greedy_B.any() else drawn_B, logprobs_BV
 
@@ -71,8 +65,3 @@ def _penalise(logits_V: torch.Tensor, counts_V: torch.Tensor, sampling: Sampling
     logits_V -= sampling.frequency_penalty * counts_V + sampling.presence_penalty * seen_V
     scaled_V = torch.where(logits_V < 0, logits_V * sampling.repetition_penalty, logits_V / sampling.repetition_penalty)
     logits_V.copy_(torch.where(seen_V, scaled_V, logits_V))
-
-
-def _seeded_uniform(seed: int, position: int) -> float:
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + position) % (1 << 63))
-    return float(torch.rand(1, dtype=torch.float64, generator=generator))

@@ -1,22 +1,19 @@
 """Who waits and who runs. Order is first come, first served; retracted sequences go first."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
+from rollout.embedded.kv_cache import KVCache
 from rollout.embedded.sequence import Sequence
 
 FULL_BATCH_SHARE = 16  # rows that must be free before a full batch admits again: 1 of so many
 
-Place = Callable[[Sequence, int], bool]
-"""Finds a sequence room in the cache, and what that knows of its tokens; False: there is no room, or more than so many are unknown."""
-
 
 class Scheduler:
-    """Waiting queue and running sequences, one a row; `place` gives it its part of the cache. Whoever adds bounds the queue."""
+    """Waiting queue and running sequences, one a row, each with its part of the cache. The caller bounds the queue."""
 
-    def __init__(self, *, max_running: int, max_prefill_tokens: int, place: Place) -> None:
-        self.max_running, self.max_prefill_tokens = max_running, max_prefill_tokens
-        self._place = place
+    def __init__(self, *, max_running: int, max_prefill_tokens: int, cache: KVCache) -> None:
+        self.max_running, self.max_prefill_tokens, self.cache = max_running, max_prefill_tokens, cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -27,34 +24,43 @@ class Scheduler:
     def admit(self) -> tuple[list[Sequence], list[Sequence]]:
         """Move the next sequences from waiting to running: (those that only decode, those to prefill), in the order of their rows.
 
-        As many as rows, cache and one prefill batch allow. One whose tokens are all known but the last needs no prefill; one that equals
-        another of this prefill waits for the next step, when it is such. While the rows are full and the queue is deep, it waits for
-        several free rows, for a prefill of few costs almost as much as one of many.
+        As many as rows, cache and one prefill batch allow. One whose tokens are all known but the last needs no prefill. While the rows
+        are full and the queue is deep, it waits for several free rows, for a prefill of few costs almost as much as one of many.
         """
-        known: list[Sequence] = []
-        new: dict[object, Sequence] = {}
-        equal: list[Sequence] = []
-        longest = 0
         num_free = self.max_running - len(self.running)
         if num_free < min(len(self.waiting), self.max_running // FULL_BATCH_SHARE):
             return [], []
-        while self.waiting and len(known) + len(new) < num_free:
-            sequence = self.waiting[0]
-            name = sequence if sequence.is_scored else (sequence.cache_key, *sequence.tokens)
-            if name in new:
-                equal.append(self.waiting.popleft())
-                continue
-            most_new = self.max_prefill_tokens // (len(new) + 1) if new else len(sequence.tokens)
-            if not self._place(sequence, most_new if longest <= most_new else 1):
+        decoding: list[Sequence] = []
+        prefill: dict[object, Sequence] = {}
+        equal: list[Sequence] = []
+        longest = 0
+        while len(decoding) + len(prefill) < num_free:
+            equal += self._remove_equal(prefill)
+            if not self.waiting:
                 break
-            longest = max(longest, num_new := len(sequence.tokens) - sequence.num_known)
+            sequence = self.waiting[0]
+            prefix = self.cache.match(sequence)
+            num_new = len(sequence.tokens) - prefix.num_tokens
+            fits = num_new == 1 or not prefill or max(longest, num_new) * (len(prefill) + 1) <= self.max_prefill_tokens
+            if not (fits and self.cache.can_allocate(sequence, prefix)):
+                break
+            self.cache.allocate(sequence, prefix)
+            longest = max(longest, num_new)
+            self.waiting.popleft()
             if num_new == 1 and sequence.limit:
-                known.append(self.waiting.popleft())
-                continue
-            new[name] = self.waiting.popleft()
+                decoding.append(sequence)
+            else:
+                prefill[_content(sequence)] = sequence
         self.waiting.extendleft(reversed(equal))
-        self.running += [*known, *new.values()]
-        return known, list(new.values())
+        self.running += [*decoding, *prefill.values()]
+        return decoding, list(prefill.values())
+
+    def _remove_equal(self, prefill: Container[object]) -> list[Sequence]:
+        """Those at the head of the queue that equal one of this prefill: in the next step its pages are known, and they only decode."""
+        equal = []
+        while self.waiting and _content(self.waiting[0]) in prefill:
+            equal.append(self.waiting.popleft())
+        return equal
 
     def remove_running(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Drop the sequences in `rows`; the last ones move into the holes. (source rows, target rows) of the moves."""
@@ -79,3 +85,8 @@ class Scheduler:
             sequence.num_retractions += 1
             self.waiting.appendleft(sequence)
         self.running.clear()
+
+
+def _content(sequence: Sequence) -> object:
+    """The same for sequences of which one can go on from the other's pages; one whose prompt is scored is computed for itself."""
+    return sequence if sequence.is_scored else (sequence.cache_key, *sequence.tokens)

@@ -1,22 +1,33 @@
-"""HTTP in front of the decode loop: SGLang's native endpoints."""
+"""HTTP in front of the decode loop: SGLang's native endpoints; from an engine's settings to its end."""
 
 import asyncio
+import contextlib
 import hmac
+import os
+import signal
+import socket
+import sys
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
+import uvloop
 from aiohttp import web
+from tokenizers import Tokenizer
 
-from rollout.embedded.core import EngineCore
-from rollout.embedded.loop import DecodeLoop
+from rollout.embedded.core import DecodeLoop, EngineCore
+from rollout.embedded.kv_cache import KVCache
+from rollout.embedded.model import Model
+from rollout.embedded.model_config import ModelConfig
 from rollout.embedded.model_weights import ModelWeights
 from rollout.embedded.request import GenerateBody, RequestExpander
-from rollout.embedded.response import answer
+from rollout.embedded.scheduler import Scheduler
 from rollout.embedded.sequence import Sequence
-from rollout.embedded.settings import Settings
-from slimebus.bus.errors import WeightsError
+from rollout.embedded.settings import API_KEY_VARIABLE, Settings
+from slimebus.bus.errors import ConfigError, WeightsError
 
 HEALTH_TIMEOUT_S = 20.0  # SGLang's: a health check that generates nothing for so long is a 503
 
@@ -56,9 +67,9 @@ class EngineServer:
 
     def __init__(self, settings: Settings, core: EngineCore, api_key: str) -> None:
         self._settings, self._core, self._api_key = settings, core, api_key
-        self._expander = RequestExpander(core.model, core.tokenizer)
+        self._expander = RequestExpander(core.model, has_tokenizer=core.tokenizer is not None)
         self._model_path = settings.model_path
-        self._waiters: dict[Sequence, asyncio.Queue[dict[str, Any]]] = {}
+        self._waiters: dict[Sequence, asyncio.Future[None]] = {}
         self._update_lock = asyncio.Lock()
         self._event_loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._event_loop.create_future()
@@ -90,27 +101,23 @@ class EngineServer:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate."""
-        body = await _typed(request, GenerateBody)
-        sequences, is_single = self._expander.expand(body)
-        answers = self._admit(sequences)
+        sequences, is_single = self._expander.expand(await _typed(request, GenerateBody))
         try:
-            if body.stream:
-                return await self._stream(request, answers, {} if is_single else {one.rid: i for i, one in enumerate(sequences)})
-            found = {one["meta_info"]["id"]: one for one in [await answers.get() for _ in sequences]}
-            ordered = [found[sequence.rid] for sequence in sequences]
-            return _json(ordered[0] if is_single else ordered)
+            await asyncio.wait(self._admit(sequences))
         finally:
             self._forget(sequences)
+        answers = [answer(sequence) for sequence in sequences]
+        return _json(answers[0] if is_single else answers)
 
-    def _admit(self, sequences: list[Sequence]) -> asyncio.Queue[dict[str, Any]]:
-        """Queue sequences on the decode thread; where their answers come. QueueFull counts those that other handlers wait for."""
+    def _admit(self, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
+        """Queue sequences on the decode thread; a future of each one's end. QueueFull counts those that other handlers wait for."""
         limit = self._settings.max_running_requests + self._settings.max_queued_requests
         if len(self._waiters) + len(sequences) > limit:
             raise QueueFull(f"{len(self._waiters)} sequences run or wait, {len(sequences)} more exceed the limit of {limit}; retry later")
-        answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._waiters |= dict.fromkeys(sequences, answers)
+        ends: list[asyncio.Future[None]] = [self._event_loop.create_future() for _ in sequences]
+        self._waiters |= zip(sequences, ends, strict=True)
         self.decode_loop.call(lambda core: core.add(sequences))
-        return answers
+        return ends
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Stop waiting; what has not finished (the client went away) is aborted."""
@@ -120,29 +127,13 @@ class EngineServer:
         if unfinished:
             self.decode_loop.call(lambda core: core.abort(unfinished.__contains__))
 
-    async def _stream(self, request: web.Request, answers: asyncio.Queue[dict[str, Any]], index_of: dict[str, int]) -> web.StreamResponse:
-        """Cumulative answers as they come, in any order of the sequences. index_of: of a batch, the index of each id."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        num_open = len(index_of) or 1
-        while num_open:
-            chunk = await answers.get()
-            num_open -= chunk["meta_info"]["finish_reason"] is not None
-            about = {"index": index_of[chunk["meta_info"]["id"]]} if index_of else {}
-            await response.write(b"data: " + _encode(chunk | about) + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
     def _report_from_thread(self, sequences: list[Sequence]) -> None:
-        # A growing sequence goes on changing: its answer is made here, before the next step. A finished one is made
-        # on the event loop, so that the decode thread does not pay for text.
-        chunks = [(sequence, None if sequence.finish_reason else answer(sequence, self._core.tokenizer)) for sequence in sequences]
-        self._event_loop.call_soon_threadsafe(self._deliver, chunks)
+        self._event_loop.call_soon_threadsafe(self._report, sequences)
 
-    def _deliver(self, chunks: list[tuple[Sequence, dict[str, Any] | None]]) -> None:
-        for sequence, chunk in chunks:
+    def _report(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
             if (waiter := self._waiters.get(sequence)) is not None:
-                waiter.put_nowait(chunk or answer(sequence, self._core.tokenizer))
+                waiter.set_result(None)
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -250,6 +241,27 @@ class EngineServer:
         return _json(about | {"context_length": core.model.max_tokens, "weight_version": core.version, "internal_states": [load]})
 
 
+def answer(sequence: Sequence) -> dict[str, Any]:
+    """`{output_ids, meta_info}` of a finished sequence as SGLang says them. Logprobs are [logprob, token id, null]."""
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in sequence.version_spans]
+    info: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": sequence.finish_reason,
+        "prompt_tokens": len(sequence.prompt),
+        "weight_version": spans[-1]["version"] if spans else "default",
+        "weight_versions": spans,
+        "num_retractions": sequence.num_retractions,
+        "completion_tokens": len(sequence.output_ids),
+        "cached_tokens": sequence.num_cached_tokens,
+        "e2e_latency": sequence.finished_s - sequence.created_s,
+    }
+    if sequence.return_logprob:
+        scored = [] if sequence.logprob_start is None else sequence.prompt[sequence.logprob_start :]
+        info["input_token_logprobs"] = list(zip([None, *sequence.input_logprobs], scored, repeat(None))) if scored else []
+        info["output_token_logprobs"] = list(zip(sequence.output_logprobs, sequence.output_ids, repeat(None)))
+    return {"output_ids": sequence.output_ids, "meta_info": info}
+
+
 async def _typed(request: web.Request, kind: type[Body]) -> Body:
     """The body. Raises ValueError for one that is malformed, or has a field that this engine could only ignore."""
     try:
@@ -277,3 +289,62 @@ async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamRespo
     except QueueFull as error:
         return _json({"error": {"message": str(error)}}, 503)
     return response
+
+
+SHUTDOWN_S = 1.0
+"""For each of two: the HTTP server, which gives answers under way a quarter of it, and again when they are cancelled; the decode thread."""
+# Torch releases the GIL in every operation; without this the decode thread waits up to 5 ms to get it back.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def load_engine(settings: Settings) -> EngineCore:
+    """Read the model and build everything that needs no socket."""
+    torch.set_num_threads(settings.threads)
+    config = ModelConfig.read(settings.model_path)
+    dtype = getattr(torch, settings.served_dtype)
+    cache = KVCache(config, int(settings.kv_cache_gb * 2**30), dtype)
+    max_tokens = min(config.max_position_embeddings, cache.budget_tokens)
+    if max_tokens < 2:
+        raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
+    scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, cache=cache)
+    model = Model(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
+    return EngineCore(model, cache, scheduler, seed=settings.seed, tokenizer=_read_tokenizer(settings.model_path / "tokenizer.json"))
+
+
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    """None where there is none: such an engine serves ids only."""
+    try:
+        return Tokenizer.from_file(str(path)) if path.exists() else None
+    except Exception as error:  # noqa: BLE001 (the tokenizers library raises bare Exception)
+        raise ConfigError(f"{path} could not be read as a tokenizer: {error}") from None
+
+
+async def serve(settings: Settings, sock: socket.socket) -> None:
+    """Serve on `sock` until SIGTERM or SIGINT; raises what ended the decode thread, if that did."""
+    ended = asyncio.Event()
+    event_loop = asyncio.get_running_loop()
+    # Loading blocks the event loop, and until it is done a signal simply ends the process: nothing is being served yet.
+    core = load_engine(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        event_loop.add_signal_handler(number, ended.set)
+    server = EngineServer(settings, core, os.environ.get(API_KEY_VARIABLE, ""))
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S / 4)
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=1024).start()
+    server.decode_loop.start()
+    print(f"engine: serving {settings.model_path} on http://{settings.host}:{sock.getsockname()[1]}", file=sys.stderr, flush=True)  # noqa: T201
+    server.failure.add_done_callback(lambda _: ended.set())
+    await ended.wait()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(runner.cleanup(), SHUTDOWN_S)
+    server.decode_loop.stop(SHUTDOWN_S)
+    if server.failure.done():
+        server.failure.result()
+
+
+def run(settings: Settings, sock: socket.socket) -> None:
+    """Load the model and serve it on the bound `sock`; returns when told to end."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with contextlib.closing(sock):
+        uvloop.run(serve(settings, sock))

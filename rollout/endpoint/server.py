@@ -245,7 +245,7 @@ class Endpoint:
         if not self._parser:
             return parse(text)
         assert session.engines is not None  # it made a turn
-        return await parse_by_sglang(session.engines.pool.of("")[0].client, self._parser, text, tools)
+        return await parse_by_sglang(session.engines.pool.engines_of("")[0].client, self._parser, text, tools)
 
     async def _send(self, request: web.Request, body: ChatRequest | TextRequest, answer: dict[str, Any]) -> web.StreamResponse:
         if not body.stream:

@@ -1,18 +1,19 @@
 """The kinds of engines (engine.engine). Another one is a folder beside sglang/ that keeps to EngineApi, and a row in BACKENDS."""
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rollout.engines import embedded
-from rollout.engines.sglang import server
-from rollout.engines.sglang.process import EngineProcess
+from rollout.embedded.settings import API_KEY_VARIABLE
+from rollout.engines.sglang.process import EngineProcess, option_list, sglang_process
 from rollout.engines.sglang.weights import SGLangEngine
 from rollout.samples.response import Completion
 from slimebus.config.engine_plan import EngineSpec
 from slimebus.config.schema import EngineConfig, RunConfig
+from slimebus.process.launch import free_port
 from slimebus.weights.host.shared_folder import SharedVersion
 
 
@@ -74,11 +75,28 @@ class Backend(NamedTuple):
     connect: Callable[[str, int | None, float, str, EngineConfig], EngineApi]
 
 
+MAX_RUNNING_REQUESTS = 256
+"""Sequences that it decodes at once."""
+
+
+def embedded_engine(model_path: Path, log_path: Path, *, arguments: tuple[str, ...] = (), api_key: str = "") -> EngineProcess:
+    """The embedded CPU engine on `model_path`, on a free port."""
+    port = free_port()
+    command = [sys.executable, "-m", "rollout.embedded", "--model-path", str(model_path), "--port", str(port), *arguments]
+    return EngineProcess(command, f"http://127.0.0.1:{port}", log_path, env={API_KEY_VARIABLE: api_key}, api_key=api_key)
+
+
+def _embedded_process(config: RunConfig, spec: EngineSpec, log_file: Path, api_key: str) -> EngineProcess:
+    """As `Backend.process_for` says."""
+    options = {"max_running_requests": MAX_RUNNING_REQUESTS, "threads": config.engine.engine_threads, "seed": config.seed}
+    return embedded_engine(spec.directory, log_file, arguments=option_list(options), api_key=api_key)
+
+
 def _connect_sglang(url: str, vocab_size: int | None, retry_s: float, api_key: str, config: EngineConfig) -> SGLangEngine:
     how: dict[str, Any] = {"pause_mode": config.pause_mode, "route": config.weight_route}
     return SGLangEngine(url, vocab_size=vocab_size, retry_s=retry_s, api_key=api_key, **how)
 
 
-EMBEDDED = Backend(embedded.process_for, _connect_sglang)  # it honours SGLang's API
-BACKENDS = {"sglang": Backend(server.process_for, _connect_sglang), "cpu": EMBEDDED, "none": EMBEDDED}
+EMBEDDED = Backend(_embedded_process, _connect_sglang)  # it honours SGLang's API
+BACKENDS = {"sglang": Backend(sglang_process, _connect_sglang), "cpu": EMBEDDED, "none": EMBEDDED}
 """By engine.engine. "none" is of workers: a teacher of such a run has an embedded engine."""

@@ -1,12 +1,15 @@
 """Which engine a request goes to, and how it ends: by itself, or with all of its group.
 
 A session stays with its engine, for that has the keys and values of its earlier turns; others go to the least busy one. An engine gets at
-most engine.sglang_server_concurrency requests, and none while it is given new weights: they wait here.
+most engine.sglang_server_concurrency requests, and none while it is given new weights: they wait here, in order, and whenever an engine
+changes only those wake that it has room for.
 """
 
 import asyncio
 import itertools
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from rollout.engines.engine import Requests
 from rollout.engines.pool import EnginePool
 from rollout.samples import partials
 from rollout.samples.response import Completion, EngineError, Response, Task
-from slimebus.bus.errors import Unreachable, WeightsError
+from slimebus.bus.errors import SlimebusError, Unreachable, WeightsError
 from slimebus.bus.messages import NO_VERSION
 
 MAX_IDLE_ROUNDS = 10
@@ -24,16 +27,30 @@ MAX_SESSIONS = 65536
 """Whose engine is remembered; the longest idle ones are forgotten first."""
 
 
+@dataclass(eq=False)
+class Waiter:
+    """Requests that wait for room at one engine, and then have it. engine: None once their group is recalled."""
+
+    num_requests: int
+    group: str
+    session: str
+    engine: "asyncio.Future[Requests | None]"
+
+
 class Dispatch:
     """Samples from the engines of a pool."""
 
     def __init__(self, pool: EnginePool) -> None:
         self.pool = pool
+        pool.on_change = self._deal
         self.tokens_made = 0
         self.is_leaving = False
+        self._tokens_of: Counter[str] = Counter()
         self._recalled: set[str] = set()
-        self._waiting: Counter[str] = Counter()
-        self._homes: OrderedDict[str, Requests] = OrderedDict()
+        self._queues: dict[str, OrderedDict[Waiter, None]] = {}
+        """By model, those that have waited longest first."""
+        self._num_waiting: Counter[str] = Counter()
+        self._engine_of_session: OrderedDict[str, Requests] = OrderedDict()
         self._ids = itertools.count()
 
     @property
@@ -63,40 +80,102 @@ class Dispatch:
         except Unreachable:
             await self.pool.check_version(engine)
             raise
+        finally:
+            self._release(engine, len(prompts))
         if not engine.state.is_frozen and any(tag.rpartition(":")[0] != self.lineage for c in completions for tag, _, _ in c.versions):
             await self.pool.check_version(engine)
-        self.tokens_made += sum(len(completion.output_ids) for completion in completions)
+        num_tokens = sum(len(completion.output_ids) for completion in completions)
+        self.tokens_made += num_tokens
+        self._tokens_of[group] += num_tokens
         return completions
 
     async def _engine_for(self, num_requests: int, group: str, session: str, model: str) -> Requests | None:
-        """Where they go, once it has room; None once the group is recalled."""
-        limit = self.pool.config.engine.sglang_server_concurrency
+        """Where they go, once it has room for them, which is taken then; None once the group is recalled."""
         while not (self.is_leaving or group in self._recalled):
-            up: list[Requests] = [engine for engine in self.pool.of(model) if engine.state.is_in_service]
-            if not up and not model:
-                raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
-            if self.pool.router is not None and not model:  # it may ask any of them: none may be between two versions
-                up = [self.pool.router.target] if all(engine.state.phase == "serving" for engine in up) else []
-            home = self._homes.get(session) if session else None
-            if home not in up:
-                home = min(up, key=lambda engine: (engine.state.phase != "serving", engine.running), default=None)
-            if home is not None and home.state.phase == "serving" and (not home.running or home.running + num_requests <= limit):
-                if session:
-                    self._homes[session] = home
-                    self._homes.move_to_end(session)
-                    if len(self._homes) > MAX_SESSIONS:
-                        self._homes.popitem(last=False)
-                return home
-            self._waiting[group] += 1
+            self._in_service(model)
+            waiter = Waiter(num_requests, group, session, asyncio.get_running_loop().create_future())
+            self._queues.setdefault(model, OrderedDict())[waiter] = None
+            self._num_waiting[group] += 1
+            self._deal(model)
+            engine = None
             try:
-                await self.pool.until_change()
+                engine = await waiter.engine
+                if engine is not None and engine.state.phase == "serving":
+                    return engine
+            except asyncio.CancelledError:
+                engine = waiter.engine.result() if not waiter.engine.cancelled() else None
+                if engine is not None:
+                    self._release(engine, num_requests)
+                raise
             finally:
-                self._waiting -= Counter([group])
+                self._queues[model].pop(waiter, None)
+                self._num_waiting[group] -= 1
+                if not self._num_waiting[group]:
+                    del self._num_waiting[group]
+            if engine is not None:  # it is being given new weights now
+                self._release(engine, num_requests)
         return None
+
+    def _in_service(self, model: str) -> list[Requests]:
+        """What may be asked for this model. Raises WeightsError where that is nothing, UsageError for a model that no engine has."""
+        up: list[Requests] = [engine for engine in self.pool.engines_of(model) if engine.state.is_in_service]
+        if not up and not model:
+            raise WeightsError("every engine is out of service until its weights are whole again; the group is given back")
+        if self.pool.router is not None and not model:  # it may ask any of them: none may be between two versions
+            return [self.pool.router.target] if all(engine.state.phase == "serving" for engine in up) else []
+        return up
+
+    def _deal(self, *models: str) -> None:
+        """Each engine of these models, or of all, gets the requests that it has room for, oldest first: none passes one that needs more."""
+        limit = self.pool.config.engine.sglang_server_concurrency
+        for queue, model in [(self._queues[model], model) for model in models or self._queues if self._queues[model]]:
+            try:
+                up = self._in_service(model)
+            except SlimebusError:
+                self._wake(queue)
+                continue
+            open_ = {engine for engine in up if engine.state.phase == "serving" and engine.running < limit}
+            granted = []
+            for waiter in queue:
+                if not open_:
+                    break
+                engine = self._engine_of_session.get(waiter.session)
+                if engine is None or engine not in up:
+                    engine = min(up, key=lambda one: (one.state.phase != "serving", one.running))
+                if engine not in open_ or waiter.engine.done():
+                    continue
+                if not engine.running or engine.running + waiter.num_requests <= limit:
+                    engine.running += waiter.num_requests
+                    self._remember(waiter.session, engine)
+                    waiter.engine.set_result(engine)
+                    granted.append(waiter)
+                else:
+                    open_.discard(engine)
+                if engine.running >= limit:
+                    open_.discard(engine)
+            for waiter in granted:
+                del queue[waiter]
+
+    def _remember(self, session: str, engine: Requests) -> None:
+        if session:
+            self._engine_of_session[session] = engine
+            self._engine_of_session.move_to_end(session)
+            if len(self._engine_of_session) > MAX_SESSIONS:
+                self._engine_of_session.popitem(last=False)
+
+    def _release(self, engine: Requests, num_requests: int) -> None:
+        engine.running -= num_requests
+        self.pool.note_change()
+
+    def _wake(self, waiters: Iterable[Waiter]) -> None:
+        """These wait no more, and see for themselves why."""
+        for waiter in waiters:
+            if not waiter.engine.done():
+                waiter.engine.set_result(None)
 
     def is_waiting(self, group: str) -> bool:
         """Whether requests of this group wait for room at an engine: nobody samples them yet."""
-        return self._waiting[group] > 0
+        return self._num_waiting[group] > 0
 
     def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
         """Runs (version, length) over its tokens. Raises WeightsError for weights that came from elsewhere."""
@@ -138,17 +217,18 @@ class Dispatch:
     async def recall(self, group: str) -> None:
         """End what is being sampled of this group: its callers get what there is, and nothing new is begun until `forget`."""
         self._recalled.add(group)
-        self.pool.note_change()
+        self._wake(waiter for queue in self._queues.values() for waiter in queue if waiter.group == group)
         await self._abort(group)
 
-    def forget(self, group: str) -> None:
-        """The group may be sampled again."""
+    def forget(self, group: str) -> int:
+        """The group may be sampled again; how many tokens were made of it."""
         self._recalled.discard(group)
+        return self._tokens_of.pop(group, 0)
 
     async def leave(self) -> None:
         """End every sample being made, whose callers get what there is; nothing new is begun."""
         self.is_leaving = True
-        self.pool.note_change()
+        self._wake(itertools.chain.from_iterable(self._queues.values()))
         await self._abort(None)
 
     async def _abort(self, group: str | None) -> None:

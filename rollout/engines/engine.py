@@ -1,14 +1,19 @@
 """One engine as the pool sees it: its state, the client that speaks to it, and the requests that it has."""
 
 import asyncio
+import contextlib
+import errno
 import logging
-from collections.abc import Callable
+import socket
+import sys
+import time
+from urllib.parse import urlsplit
 
 from rollout.engines.backends import BACKENDS, EngineApi, Sampler
 from rollout.engines.engine_state import EngineState
 from rollout.engines.sglang.process import EngineProcess
 from rollout.samples.response import Completion
-from slimebus.bus.errors import SlimebusError, WeightsError
+from slimebus.bus.errors import SlimebusError, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION, EngineReport
 from slimebus.config.engine_plan import EngineSpec
 from slimebus.config.schema import EngineConfig
@@ -16,6 +21,8 @@ from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
 
+CLAIM_WAIT_S, CLAIM_POLL_S = 15.0, 0.2
+"""A worker that is just leaving, with what it is sampling, is waited for."""
 ABORT_TIMEOUT_S = 5.0
 ABORT_POLL_S = 0.05
 RESUME_TIMEOUT_S = 1.0
@@ -25,15 +32,15 @@ ATTACHED = EngineSpec()
 
 
 class Requests:
-    """Those at one engine, or at the router in front of several. running: how many. on_change: called when some end."""
+    """Those at one engine, or at the router in front of several. running: how many, or on their way, as dispatch counts them."""
 
-    def __init__(self, client: Sampler, state: EngineState, *, on_change: Callable[[], None]) -> None:
-        self.client, self.state, self.on_change, self.running = client, state, on_change, 0
+    def __init__(self, client: Sampler, state: EngineState) -> None:
+        self.client, self.state, self.running = client, state, 0
         self._calls: set[asyncio.Task[list[Completion]]] = set()
         self._groups: dict[str, str] = {}
 
     @property
-    def names(self) -> list[str]:
+    def rids(self) -> list[str]:
         """Of the requests that are there."""
         return list(self._groups)
 
@@ -48,7 +55,6 @@ class Requests:
         call = asyncio.ensure_future(self.client.generate(prompts, samplings, rids, cache_key=version, session=session))
         self._calls.add(call)
         self._groups |= dict.fromkeys(rids, group)
-        self.running += len(prompts)
         try:
             return await call
         except asyncio.CancelledError:
@@ -64,8 +70,6 @@ class Requests:
             self._calls.discard(call)
             for rid in rids:
                 del self._groups[rid]
-            self.running -= len(prompts)
-            self.on_change()
 
     async def abort(self, group: str | None = None) -> None:
         """End those of this group, or all: their callers get what there is. Returns once none is left."""
@@ -86,12 +90,11 @@ class Engine(Requests):
     client: EngineApi
 
     def __init__(
-        self, url: str, process: EngineProcess | None, vocab_size: int | None, config: EngineConfig, *, spec: EngineSpec = ATTACHED,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, url: str, process: EngineProcess | None, vocab_size: int | None, config: EngineConfig, *, spec: EngineSpec = ATTACHED
+    ) -> None:
         self.vocab_size, self.config, self.spec = vocab_size, config, spec
         state = EngineState(url, model=spec.model, is_owned=process is not None, is_frozen=spec.is_frozen)
-        super().__init__(self.connect(url, process, state), state, on_change=on_change)
+        super().__init__(self.connect(url, process, state), state)
 
     def connect(self, url: str, process: EngineProcess | None, state: EngineState) -> EngineApi:
         """It is there from now on."""
@@ -136,3 +139,37 @@ class Engine(Requests):
     async def close(self) -> None:
         """Close the connections."""
         await self.client.close()
+
+
+async def claim(url: str) -> socket.socket:
+    """Keep an attached engine from other workers of this host: two would move it from version to version at once.
+
+    The claim is a name among this host's abstract sockets, which ends when it is closed or its process ends. Raises UsageError for no
+    URL, and when another worker still has the engine after CLAIM_WAIT_S.
+    """
+    name = f"\0slimebus-engine-{await _address_of(url)}"
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform != "linux":  # others have no abstract sockets, and nothing that ends as surely with its process
+        return lock
+    deadline = time.monotonic() + CLAIM_WAIT_S
+    while True:
+        try:
+            lock.bind(name)
+            return lock
+        except OSError as bad:
+            if bad.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                lock.close()
+                raise UsageError(f"the engine at {url} is another worker's of this host; give each worker engines of its own") from None
+        await asyncio.sleep(CLAIM_POLL_S)
+
+
+async def _address_of(url: str) -> str:
+    """The same for each way to write the address. Raises UsageError when it is none."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        with contextlib.suppress(OSError):
+            host = str((await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0])
+    except ValueError as bad:  # of a port, a bracket, or a part of a name that is too long
+        raise UsageError(f"{url!r} is no engine's address ({bad}); expected http://HOST:PORT") from None
+    return f"{host}:{port}"

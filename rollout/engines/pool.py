@@ -9,21 +9,20 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout.engines.backends import BACKENDS
-from rollout.engines.claim import claim
-from rollout.engines.engine import Engine, Requests
+from rollout.engines.engine import Engine, Requests, claim
 from rollout.engines.engine_state import PROBE_S, SETTLE_S, Action, Event, PoolState
-from rollout.engines.model_shapes import check_shapes, shapes_of
 from rollout.engines.router import Router
 from rollout.engines.sglang.process import EngineProcess
-from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
+from slimebus.bus.errors import SlimebusError, Unreachable, UsageError, WeightsError
 from slimebus.config.engine_plan import EngineSpec, engine_specs
 from slimebus.config.model_folder import read_config, vocab_size
 from slimebus.config.schema import RunConfig
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.host.shared_folder import SharedVersion
 
 log = logging.getLogger("rollout")
@@ -53,10 +52,12 @@ class EnginePool:
         self._claims: dict[Engine, socket.socket] = {}
         self._changed, self._attaching = asyncio.Event(), asyncio.Lock()
         self.router: Router | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called once an engine changes its state, or has room."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called when no engine of the policy has its weights any more."""
 
-    def of(self, model: str) -> list[Engine]:
+    def engines_of(self, model: str) -> list[Engine]:
         """The engines of a model; of the policy with an empty name. Raises UsageError when there is none."""
         found = [engine for engine in self.engines if (engine.state.model == model if model else not engine.state.is_frozen)]
         if not found:
@@ -70,13 +71,14 @@ class EnginePool:
         return [*self.engines, *([self.router.target] if self.router is not None else [])]
 
     async def until_change(self) -> None:
-        """Return once an engine changes its state, or ends a request."""
+        """Return once an engine changes its state, or has room."""
         await self._changed.wait()
 
     def note_change(self) -> None:
-        """Whoever waits in `until_change` looks again."""
+        """What waits in `until_change` looks again, and so does `on_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()
 
     # --- events and actions ---
 
@@ -160,7 +162,7 @@ class EnginePool:
         for spec in () if urls else engine_specs(self.config, self.model_dir, self.base):
             process, config = self._launch(spec), self.config.engine
             size = vocab_size(spec.directory) if spec.is_frozen else self.vocab_size
-            self.add(Engine(process.url, process, size, config, spec=spec, on_change=self.note_change))
+            self.add(Engine(process.url, process, size, config, spec=spec))
         first = [asyncio.create_task(self._wait_ready(engine, START_TIMEOUT_S)) for engine in self.engines]
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED if urls else asyncio.FIRST_EXCEPTION)
@@ -175,7 +177,7 @@ class EnginePool:
                 task.cancel()
         if self.config.engine.use_router:
             log_file = self.log_dir / f"router-{self.name}.log"
-            self.router = Router(self.config, log_file, lambda: self.of(""), self.vocab_size, on_change=self.note_change)
+            self.router = Router(self.config, log_file, lambda: self.engines_of(""), self.vocab_size, on_change=self.note_change)
             await self.router.start()
 
     def add(self, engine: Engine) -> None:
@@ -185,7 +187,7 @@ class EnginePool:
 
     async def _claim(self, url: str) -> Engine:
         claimed = await claim(url)
-        engine = Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine, on_change=self.note_change)
+        engine = Engine(url.rstrip("/"), None, self.vocab_size, self.config.engine)
         self.add(engine)
         self._claims[engine] = claimed
         return engine
@@ -320,7 +322,7 @@ class EnginePool:
 
     # --- leaving ---
 
-    async def settle(self) -> None:
+    async def finish_loads(self) -> None:
         """Before the worker leaves: loads under way may end, and no attached engine stays paused by one that does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
@@ -358,3 +360,29 @@ async def _cancel(tasks: "Iterable[asyncio.Task[Any]]") -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+TIED = "lm_head.weight"
+"""Some checkpoints leave it out where it is the embedding."""
+
+
+def shapes_of(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """By tensor name; empty where the directory has no safetensors."""
+    try:
+        return {name: tensor.shape for name, tensor in read_model(model_dir).items()}
+    except WeightsError:
+        return {}
+
+
+def check_shapes(version: SharedVersion, expected: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:
+    """Raises WeightsError for a tensor that the model does not have: SGLang ends at a wrong shape and passes over an unknown name."""
+    if not expected:
+        return
+    for name, tensor in version.tensors.items():
+        wanted, problem = expected.get(name), ""
+        if wanted is None and name != TIED:
+            problem = f"is not in {model_dir}"
+        if wanted is not None and wanted != tensor.shape:
+            problem = f"has shape {list(tensor.shape)}, in {model_dir} {list(wanted)}"
+        if problem:
+            raise WeightsError(f"tensor {name} of version {version.version} {problem}; do trainer and worker have one model?")

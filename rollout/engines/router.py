@@ -17,8 +17,7 @@ import msgspec
 from rollout.engines.engine import Engine, Requests
 from rollout.engines.engine_state import EngineState
 from rollout.engines.sglang.client import GENERATE_TIMEOUT_S, EngineClient
-from rollout.engines.sglang.process import EngineProcess
-from rollout.engines.sglang.server import option_list
+from rollout.engines.sglang.process import EngineProcess, option_list
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.config.schema import RunConfig
 from slimebus.process.launch import free_port
@@ -66,7 +65,7 @@ class Router:
         command = [config.engine.engine_python or sys.executable, "-m", "sglang_router.launch_router", *arguments]
         self.process = EngineProcess(command, f"http://127.0.0.1:{port}", log_file)
         self.client, self.on_change = RouterClient(self.process.url, engines, vocab_size=vocab_size), on_change
-        self.target = Requests(self.client, EngineState(self.process.url), on_change=on_change)
+        self.target = Requests(self.client, EngineState(self.process.url))
         self._known: dict[str, str] = {}
         self._following: asyncio.Task[None] | None = None
 
@@ -127,7 +126,7 @@ class Router:
         """It asks this engine, which is draining, no more, and what the engine had of it ends."""
         while engine.url in self._known:
             await asyncio.sleep(POLL_S)
-        await asyncio.gather(*map(engine.client.abort, self.target.names), return_exceptions=True)
+        await asyncio.gather(*map(engine.client.abort, self.target.rids), return_exceptions=True)
 
     async def stop(self) -> None:
         """End it."""

@@ -10,7 +10,6 @@ import os
 import queue
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,8 @@ from rollout.rewards.wire import RewardSpec
 from rollout.samples.plugins import Plugin, PluginError
 from rollout.samples.response import Response
 from slimebus.process.hooks import text_of
-from slimebus.process.process_guard import GUARD_PATH, ending
+from slimebus.process.launch import ChildProcess
+from slimebus.process.process_guard import ending
 
 MAX_PROCESSES = max(2, min(8, (os.cpu_count() or 2) // 2))
 SLOW_S = 0.1
@@ -54,8 +54,7 @@ class RewardProcess:
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "rollout.rewards.process", msgspec.json.encode(spec).decode()]
         with theirs:
-            guarded = [sys.executable, GUARD_PATH, str(os.getpid()), *command]
-            self._process = subprocess.Popen(guarded, stdin=theirs.fileno(), start_new_session=True)
+            self._process = ChildProcess(command, stdin=theirs.fileno()).process
         for target in (self._read, self._write):
             threading.Thread(target=target, name=self.name, daemon=True).start()
 

@@ -83,6 +83,8 @@ class Session:
     def __init__(self, task: Task, engines: "Dispatch | None", tokenizer: Tokenizer, *, max_context_len: int = 0) -> None:
         self.task, self.tokenizer, self.max_context_len = task, tokenizer, max_context_len
         self.id = f"{task.group}.{task.index}"
+        self.began_at, self.is_waiting = time.monotonic(), False
+        """When the time for sampling began, which it does not while nobody samples: is_waiting."""
         self.engines = engines
         self._is_busy = False
         self.family: list[Session] = [self]
@@ -224,6 +226,11 @@ class Session:
     def responses(self) -> list[Response]:
         """Its samples: what was closed by another context, then the record. Of a session without a turn there is none."""
         return [self._response(record) for record in (*self._closed, self._record) if record.is_made]
+
+    def left_over(self) -> list[Response]:
+        """What there is of it and its branches when it fails: the tokens alone."""
+        made = [response for session in self.family for response in session.responses()] or [self.cut_off()]
+        return [msgspec.structs.replace(response, reward=None, metadata={}, extras={}) for response in made]
 
     def _response(self, record: _Record) -> Response:
         made = {name: getattr(record, name) for name in KEPT}

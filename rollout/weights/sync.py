@@ -14,19 +14,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout.engines.pool import EnginePool
-from rollout.weights.relay import WeightRelay
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION
-from slimebus.config.schema import WeightsConfig
+from slimebus.bus.transport.client import Client
+from slimebus.bus.transport.server import Limits, connections_of
+from slimebus.client.pull_keyring import PullKeyring
+from slimebus.config.schema import RunConfig, WeightsConfig
+from slimebus.security.exposure import advertised
 from slimebus.security.key_file import KeyPair
 from slimebus.telemetry.spans import Spans
 from slimebus.weights.codec.delta_codec import codec_path
 from slimebus.weights.files.disk_chain import SCHEME, DiskPuller, chain_dir
-from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion
-from slimebus.weights.pull.pull_loop import PullLoop
+from slimebus.weights.pull.connection import with_key
+from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop
 from slimebus.weights.pull.puller import WeightPuller
+from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.tensors import Weights
+
+
+class WeightRelay:
+    """A weight server beside the puller. address: where others reach it."""
+
+    def __init__(self, client: Client, config: RunConfig) -> None:
+        """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
+        keyring = PullKeyring.of(client)
+        self.payloads = RelayPayloads()
+        limits = Limits(max_connections=connections_of(config.broker.max_clients))
+        self.server = WeightServer(self.payloads, config.weights.fanout_bind, keyring=keyring, limits=limits)
+        self.address = with_key(advertised(self.server.endpoint, "", client.address), keyring.pair.public if keyring else "")
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.close()
+
 
 log = logging.getLogger("rollout")
 

@@ -34,6 +34,10 @@ REFUSED_AS_IT_IS = ("bad_samples", "protocol", "too_large")
 """Codes of puts that would be refused again: a failed attempt."""
 REFILL_S = 0.005
 """What it takes to lease a group and send it to an engine that has room: 4 ms beside a busy engine on two cores."""
+RECALLED_HOOK = (
+    "is recalled, and what its hook began is begun anew: sessions that take longer than broker.max_staleness steps never end; "
+    "raise that bound, or lower rollout.over_sampling_batch_size"
+)
 FAILED_ALIKE = 16
 """Least groups in a row whose failures of one kind end the worker; else as many as it samples at once."""
 
@@ -46,6 +50,7 @@ class Counts(msgspec.Struct):
     filtered: int = 0
     failed: int = 0
     discarded: int = 0
+    begun_anew: int = 0
 
 
 @dataclass
@@ -57,6 +62,10 @@ class Attempt:
     is_sampled: bool = False
     is_being_put: bool = False
     recall: "asyncio.Task[None] | None" = None
+    reason: str = "worker left"
+    """Why it is given back when it is cancelled."""
+    num_tokens: int = 0
+    """Sampled since it was leased."""
 
 
 class Attempts:
@@ -110,22 +119,25 @@ class Attempts:
         if is_awaited:  # an engine has room: filling it comes before the work on these samples
             await asyncio.sleep(REFILL_S)
 
-    def abort(self, lease: int, level: int, why: str) -> None:
+    def abort(self, lease: int, level: int, why: str, reason: str = "worker left") -> None:
         """Stop sampling a group that the broker wants no more. What is being put stays: that crosses the heartbeat that names its lease."""
         attempt = self.running.get(lease)
         if attempt is not None and not attempt.is_being_put:
             log.log(level, "lease %d %s", lease, why)
+            attempt.reason = reason
             attempt.task.cancel()
 
     def recall(self, lease: int) -> None:
         """Hand back a group that the broker wants now, with what there is of it: it is continued under a later version."""
         attempt = self.running.get(lease)
-        if attempt is None or attempt.is_being_put or attempt.recall is not None:
+        if attempt is None or attempt.is_being_put or attempt.recall is not None or attempt.task.cancelling():
             return
         if self.maker.continues(attempt.leased):
             attempt.recall = asyncio.create_task(self.maker.recall(attempt.leased.group))
         else:
-            self.abort(lease, logging.INFO, "is recalled; what a hook began is begun anew")
+            self.counts.begun_anew += 1
+            number, log_level = self.counts.begun_anew, logging.WARNING if self.counts.begun_anew.bit_count() == 1 else logging.INFO
+            self.abort(lease, log_level, f"{RECALLED_HOOK} (so far {number} groups)", "recalled and begun anew")
 
     async def hand_over(self) -> None:
         """Cut off what is being sampled, so that another worker continues it; what takes too long goes on here."""
@@ -152,12 +164,13 @@ class Attempts:
 
     async def _run(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         LEASED.set(leased)
+        attempt = self.running[leased.lease]
         try:
             try:
                 with self.spans("sample", group=leased.group, kind=leased.kind):
                     samples = await self.maker.make(leased, record, partial, lambda: self._sampled(leased.lease))
             finally:
-                self.engines.forget(leased.group)  # before anyone can lease it again
+                attempt.num_tokens = self.engines.forget(leased.group)  # before anyone can lease it again
             frames = encode_group(samples)
             check_group(frames, num_samples=leased.num_samples, max_bytes=self.max_group_bytes)
         except partials.Unfinished as unfinished:
@@ -165,9 +178,6 @@ class Attempts:
         except Dropped as why:
             self.counts.filtered += 1
             await self._give_back(leased, "drop", str(why), num_tokens=why.num_tokens, rewards=why.rewards)
-        except TimeoutError:
-            self.counts.failed += 1
-            await self._give_back(leased, "fail", f"no result within generate_timeout_s = {self.config.generate_timeout_s:g} s")
         except SlimebusError as bad:
             if bad.retryable:
                 log.warning("group %s: %s", leased.group, bad.text)
@@ -178,7 +188,7 @@ class Attempts:
             log.exception("group %s", leased.group)
             await self._fail(leased, failure(f"group {leased.group}", bad))
         except asyncio.CancelledError:
-            await self._give_back(leased, "requeue", "worker left", timeout_s=1.0)
+            await self._give_back(leased, "requeue", attempt.reason, timeout_s=1.0)
             raise
         else:
             await self._put(leased, frames, len(samples))
@@ -234,6 +244,7 @@ class Attempts:
         self, leased: LeasedGroup, outcome: str, reason: str, *, timeout_s: float = GIVE_BACK_TIMEOUT_S, **about: Any
     ) -> None:
         """about: more fields of the message."""
+        about = {"num_tokens": self.running[leased.lease].num_tokens, **about}
         await self._send_back(without_samples(leased, outcome, reason, **about), [], timeout_s=timeout_s)
 
     async def _send_back(self, back: GiveBack, frames: list[bytes], *, timeout_s: float) -> None:

@@ -1,12 +1,15 @@
-"""One leased group, from its prompt to its samples: generate, reward, filter."""
+"""One leased group, from its prompt to its samples: generate, reward, filter.
+
+A session that fails or is late, and a response without a reward, is a failed sample; only when all of a group fail does the group.
+"""
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +20,7 @@ from rollout.rewards.scoring import Reward
 from rollout.samples import partials
 from rollout.samples.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.samples.plugins import Plugin, PluginError, failure
-from rollout.samples.response import Response, Task, normalise, to_sample
+from rollout.samples.response import EngineError, Response, Task, normalise, to_sample
 from rollout.samples.session import Session
 from rollout.samples.tokenizer import Tokenizer
 from rollout.samples.worker_hooks import WorkerHooks
@@ -35,6 +38,15 @@ Begun = list[Response] | None
 OnSampled = Callable[[], Awaitable[None]]
 RECALL_S = 10.0
 """How long an engine may take to end what it makes of a group."""
+REWARD_PAUSES_S = (1.0, 5.0)
+"""Before rewards that failed for all of a training group are tried again: a judge that is restarted costs no samples."""
+
+
+class Trajectory(NamedTuple):
+    """The contexts of one session, of which the last is rewarded; problem: why it is a failed sample."""
+
+    responses: list[Response]
+    problem: PluginError | None = None
 
 
 class Dropped(Exception):
@@ -83,6 +95,7 @@ class GroupMaker:
             self.hook = GenerateHook.of(f"environment {r.environment}", Environment(r.environment, base))
         self.hooks = WorkerHooks(r.hooks_path, base, r.reward_timeout_s) if r.hooks_path else None
         self._hooks = [*([self.hook] if self.hook else []), *([self.hooks.life] if self.hooks else [])]
+        self._set_up: list[GenerateHook] = []
         self.is_strict = False
         """True: one sample without a reward fails its group."""
         path = r.dynamic_sampling_filter_path
@@ -92,10 +105,11 @@ class GroupMaker:
         """Before the first group. Raises PluginError when the `setup` of a hook fails."""
         for hook in self._hooks:
             await hook.setup()
+            self._set_up.append(hook)
 
     async def teardown(self) -> None:
-        """After the last; what goes wrong in the `teardown` of a hook is logged."""
-        for hook in self._hooks:
+        """After the last, of those that were set up; what goes wrong is logged."""
+        for hook in self._set_up:
             try:
                 await hook.teardown()
             except (PluginError, TimeoutError) as bad:
@@ -107,8 +121,7 @@ class GroupMaker:
         """The group's samples, continuing the frames of `partial`; on_sampled is awaited when engines have no more to do for it.
 
         Raises Dropped when the filter refuses them; Unfinished when the worker leaves, the group is recalled, or sampling takes longer
-        than generate_timeout_s; TimeoutError instead of the last where samples cannot be continued; SlimebusError when it cannot be
-        made: PluginError for whatever a plug-in or the chat template did.
+        than generate_timeout_s; SlimebusError when it cannot be made: PluginError for whatever a plug-in or the chat template did.
         """
         tasks = self._tasks(leased, record)
         self._check_length(leased, len(tasks[0].prompt_ids))
@@ -119,30 +132,54 @@ class GroupMaker:
             if self.hook is not None:
                 span.about["turns"] = [[(round(at - span.begin, 6), round(s, 6)) for at, s in session.turns] for session in sessions]
         if begun and self.config.rollout.mask_offpolicy_in_partial_rollout:
-            for responses in made:
-                partials.mask_older(responses[-1], leased.version)
-        reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
+            for one in made:
+                partials.mask_older(one.responses[-1], leased.version)
         if self.hooks is not None:
-            for response in itertools.chain(*made):
+            for response in [response for one in made if one.problem is None for response in one.responses]:
                 await self.hooks.call("after_generate", response)
                 self._check(self.hooks.life.plugin.name, [response])
         with self.spans("reward", group=leased.group):
-            problems = await reward.score([responses[-1] for responses in made])
-        for problem in {p.alike: p for p in problems if p is not None}.values():
-            log.warning("group %s: %s", leased.group, problem.text)
-        if (wrong := list(filter(None, problems))) and (self.is_strict or (len(wrong) == len(problems) and leased.kind == "train")):
-            raise wrong[0]
-        samples = []
-        for responses, unrewarded in zip(made, problems, strict=True):
-            for response in responses:  # what a session began is worth what came of it
-                response.reward, response.extras = responses[-1].reward, _extras_of(responses[-1], response) | response.extras
-            self._check(reward.name, responses)
-            samples += [to_sample(response, failed=unrewarded is not None) for response in responses]
+            made = await self._rewarded(made, leased)
+        samples = self._samples(made)
         is_kept = leased.kind != "train" or await self._is_kept(samples)
         if self.hooks is not None:
             await self.hooks.after_reward(samples, is_kept=is_kept, dataset=leased.dataset)
         if not is_kept:
             raise Dropped("filtered", sum(len(sample.tokens) for sample in samples), [sample.reward for sample in samples])
+        return samples
+
+    async def _rewarded(self, made: list[Trajectory], leased: LeasedGroup) -> list[Trajectory]:
+        """The same with their rewards, or what kept them from one. Raises PluginError where a training group would have none."""
+        reward = self.eval_rewards.get(leased.dataset, self.reward) if leased.kind == "eval" else self.reward
+        for pause_s in (*REWARD_PAUSES_S, None):
+            problems = iter(await reward.score([one.responses[-1] for one in made if one.problem is None]))
+            scored = [one if one.problem is not None else one._replace(problem=next(problems)) for one in made]
+            failed = {one.problem.alike: one.problem for one in scored if one.problem is not None}
+            if pause_s is None or self.is_strict or leased.kind != "train" or any(one.problem is None for one in scored):
+                break
+            log.warning("group %s: %s; tried again in %g s", leased.group, next(iter(failed.values())).text, pause_s)
+            await asyncio.sleep(pause_s)
+        if failed and (self.is_strict or (leased.kind == "train" and all(one.problem is not None for one in scored))):
+            raise next(iter(failed.values()))
+        for problem in failed.values():
+            log.warning("group %s: %s", leased.group, problem.text)
+        for one in scored:
+            if one.problem is None:
+                self._check(reward.name, one.responses[-1:])
+        return scored
+
+    def _samples(self, made: list[Trajectory]) -> list[Sample]:
+        """What a session began is worth what came of it. All samples of a group have the same extras, failed ones zeros."""
+        samples, good = [], next((one.responses[-1] for one in made if one.problem is None), None)
+        for responses, problem in made:
+            last = responses[-1]
+            for response in responses:
+                response.reward = last.reward
+                if problem is None:
+                    response.extras = _extras_of(last, response) | response.extras
+                else:
+                    response.extras = {} if good is None else {k: np.zeros_like(a) for k, a in _extras_of(good, response).items()}
+                samples.append(to_sample(response, failed=problem is not None))
         return samples
 
     def _check_length(self, leased: LeasedGroup, num_tokens: int) -> None:
@@ -204,24 +241,66 @@ class GroupMaker:
             log.warning("%s; sampling it from its prompt", bad.text)
             return None
 
-    async def _generate(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled, *, is_eval: bool) -> list[list[Response]]:
-        """The samples of each session, in time."""
-        group = sessions[0].task.group
+    async def _generate(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled, *, is_eval: bool) -> list[Trajectory]:
+        """What each session gives, in time."""
         hook = (is_eval and self.hooks and self.hooks.evaluate) or self.hook
-        is_plain = hook is None or (is_eval and hook is self.hook and self.engines is not None and self.config.algorithm.is_supervised)
-        turn = self._turn(sessions, begun, on_sampled) if hook is None or is_plain else self._call_hook(hook, sessions, on_sampled)
-        work = asyncio.ensure_future(turn)
-        limit_s = self.config.rollout.generate_timeout_s
+        if hook is None or (is_eval and hook is self.hook and self.engines is not None and self.config.algorithm.is_supervised):
+            return await self._sample(sessions, begun, on_sampled, is_eval=is_eval)
+        calls = [asyncio.ensure_future(self._call_hook(hook, session)) for session in sessions]
         try:
-            await asyncio.wait({work}, timeout=limit_s)
-            while not work.done() and self.engines is not None and self.engines.is_waiting(group):
-                await asyncio.wait({work}, timeout=limit_s)  # queueing is not sampling: its time begins again
-            if is_late := not work.done() and is_plain and not is_eval:
-                await self.recall(group)
+            made = [one for of_session in await asyncio.gather(*calls) for one in of_session]
+        finally:  # an engine failed, and the group with it, or the group was cancelled: the others stop sampling
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        problems = [one.problem for one in made if one.problem is not None]
+        if problems and (self.is_strict or len(problems) == len(made)):
+            raise problems[0]
+        await on_sampled()
+        return made
+
+    async def _call_hook(self, hook: GenerateHook, session: Session) -> list[Trajectory]:
+        """The samples of one session; of one that failed or is late what there is of it."""
+        call = asyncio.ensure_future(hook(session))
+        try:
+            if not await self._is_in_time(call, session):
+                raise PluginError(f"{hook.plugin.name} gave no result within generate_timeout_s = {self._limit_s:g} s")
+            made = [Trajectory(responses) for responses in await call]
+            for one in made:
+                self._check(hook.plugin.name, one.responses)
+            return made
+        except PluginError as bad:
+            return [Trajectory(session.left_over(), bad)]
+        finally:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    @property
+    def _limit_s(self) -> float:
+        return self.config.rollout.generate_timeout_s
+
+    async def _is_in_time(self, work: "asyncio.Future[Any]", session: Session) -> bool:
+        """Whether it is done within the time for sampling, which stands still while requests or the session wait for an engine or agent."""
+        while not work.done() and (left_s := session.began_at + self._limit_s - time.monotonic()) > 0:
+            await asyncio.wait({work}, timeout=left_s)
+            if not work.done() and (session.is_waiting or self._is_queued(session.task.group)):
+                session.began_at = time.monotonic()
+        return work.done()
+
+    def _is_queued(self, group: str) -> bool:
+        return self.engines is not None and self.engines.is_waiting(group)
+
+    async def _sample(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled, *, is_eval: bool) -> list[Trajectory]:
+        work = asyncio.ensure_future(self._turn(sessions, begun, on_sampled))
+        is_late = False
+        try:
+            if not await self._is_in_time(work, sessions[0]) and not is_eval:
+                is_late = True
+                await self.recall(sessions[0].task.group)
                 await asyncio.wait({work}, timeout=RECALL_S)
             if not work.done():
-                raise TimeoutError(f"no result within generate_timeout_s = {limit_s:g} s")
-            return await work
+                raise EngineError(f"no result within generate_timeout_s = {self._limit_s:g} s")
+            return [Trajectory(responses) for responses in await work]
         except partials.Unfinished as unfinished:
             if is_late:
                 unfinished.num_new = unfinished.num_tokens - sum(len(response.token_ids) for response in begun or [])
@@ -247,19 +326,6 @@ class GroupMaker:
         for session, response in zip(sessions, made, strict=True):
             session.take(response)
         return [session.responses() for session in sessions]
-
-    async def _call_hook(self, hook: GenerateHook, sessions: list[Session], on_sampled: OnSampled) -> list[list[Response]]:
-        calls = [asyncio.ensure_future(hook(session)) for session in sessions]
-        try:
-            made = [responses for of_session in await asyncio.gather(*calls) for responses in of_session]
-        finally:  # one failed, and the group with it, or the group was cancelled: the others stop sampling
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-        await on_sampled()
-        for responses in made:
-            self._check(hook.plugin.name, responses)
-        return made
 
     def _check(self, name: str, responses: Sequence[Response]) -> None:
         """Every field is what it should be, or what `name` names made it so."""

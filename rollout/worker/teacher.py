@@ -4,9 +4,11 @@ T tokens of one sample
 """
 
 import asyncio
+import itertools
 import logging
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +98,10 @@ async def _run(work: Work, engines: EnginePool, groups_at_once: int) -> None:
         log.info("scores with %s", engine.url)
         while (found := await asyncio.to_thread(_read, consumer, groups_at_once)) or not consumer.is_finished:
             begin = time.monotonic()
-            scored = [(group, await scores_of(engine.client, group)) for group in found if not _is_scored(group)]
-            await asyncio.to_thread(consumer.put_all, [(group, {FIELD: scores}) for group, scores in scored])
-            work.add([scores for _, scores in scored], time.monotonic() - begin)
+            open_ = [group for group in found if not _is_scored(group)]
+            scored = await scores_of(engine.client, open_)
+            await asyncio.to_thread(consumer.put_all, [(group, {FIELD: scores}) for group, scores in zip(open_, scored, strict=True)])
+            work.add(scored, time.monotonic() - begin)
     finally:
         await engines.stop()
 
@@ -115,10 +118,14 @@ def _is_scored(group: ConsumedGroup) -> bool:
     return all(FIELD in sample.extras for sample in group.samples)
 
 
-async def scores_of(client: EngineApi, group: ConsumedGroup) -> list[np.ndarray]:
-    """The field of each sample, f32 [T]: NaN, which the trainer refuses, where the sample cannot be scored; the log says why."""
-    names = [f"{group.id}-{group.lease}-{i}" for i in range(len(group.samples))]
-    return list(await asyncio.gather(*map(_scores, [client] * len(names), group.samples, names)))
+async def scores_of(client: EngineApi, groups: Sequence[ConsumedGroup]) -> list[list[np.ndarray]]:
+    """The field of each sample of each group, f32 [T], all asked for at once.
+
+    NaN, which the trainer refuses, where the sample cannot be scored; the log says why.
+    """
+    named = [(f"{group.id}-{group.lease}-{i}", sample) for group in groups for i, sample in enumerate(group.samples)]
+    fields = iter(await asyncio.gather(*(_scores(client, sample, name) for name, sample in named)))
+    return [list(itertools.islice(fields, len(group.samples))) for group in groups]
 
 
 async def _scores(client: EngineApi, sample: Sample, name: str) -> np.ndarray:

@@ -17,8 +17,7 @@ from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.samples.plugins import called_in, contain_exits
 from rollout.samples.tokenizer import Tokenizer
-from rollout.weights.relay import WeightRelay
-from rollout.weights.sync import WeightSync
+from rollout.weights.sync import WeightRelay, WeightSync
 from rollout.worker.attempts import Attempts, without_samples
 from rollout.worker.commands import Commands
 from rollout.worker.groups import GroupMaker
@@ -146,7 +145,7 @@ class Worker:
 
     async def _leave(self, background: list["asyncio.Task[None]"]) -> None:
         self.commands.cancel()
-        await self.pool.settle()
+        await self.pool.finish_loads()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

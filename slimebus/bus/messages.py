@@ -307,7 +307,7 @@ class GiveBack(Message):
     """A leased group that yields no samples. outcome: requeue (try again) | drop (filtered out) | fail (counts as a failed attempt)
     | partial (try again from these samples: finished ones, and `aborted` ones to continue by token id).
 
-    Only a partial has bulk frames, as in a put; `lineage` is that of its lease. num_tokens: of the samples that a drop makes waste.
+    Only a partial has bulk frames, as in a put; `lineage` is that of its lease. num_tokens: made, and wasted unless it is a partial.
     rewards: of its samples, None for those that failed; a source of prompts may want to know them.
     """
 

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -94,7 +94,7 @@ def _shown(value: Any) -> str:
 def describe(of: Any) -> str:
     """What a field of this type takes, in words: `a whole number >= 1`, `one of fsync, os, memory`."""
     if get_origin(of) in (Union, UnionType):
-        return " or ".join(describe(part) for part in get_args(of))
+        return " or ".join("nothing" if part is NoneType else describe(part) for part in get_args(of))
     if get_origin(of) is Literal and len(get_args(of)) == 1:
         return str(get_args(of)[0])
     if get_origin(of) is Literal:

@@ -1,4 +1,4 @@
-"""Child processes of one machine: started in their own sessions, their output relayed, ended together for certain."""
+"""Child processes: each in a session of its own, its output kept, ended with all that it started; and the locks and ports they share."""
 
 import contextlib
 import ctypes
@@ -15,85 +15,109 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-LineSink = Callable[[str, str], None]
-"""Called with (role, line) for every line a child writes, from that child's reader thread."""
+from slimebus.process.process_guard import GUARD_PATH, PR_SET_PDEATHSIG, signal_group
 
+LineSink = Callable[[str, str], None]
+"""Called with (name, line) for every line a child writes, from that child's reader thread."""
+
+SLIMEBUS = (sys.executable, "-P", "-m", "slimebus")
+"""The command of this installation; -P: without the working directory on the path."""
 STOP_S, LOOK_S = 3.0, 0.2
+REAP_S = 30.0
+"""A killed process first gives its memory back: on a busy machine more than 2 s for 4 GB."""
 PORTS = range(20_000, 32_768)
 """Below those that Linux gives to whoever asks for any port (ip_local_port_range): one found free stays so until it is bound."""
-PR_SET_PDEATHSIG = 1
 
 
-class Child:
-    """A running `slimebus ARGUMENTS`, which dies with this process, whatever ends it; a thread relays its output to a file and a sink."""
+class ChildProcess:
+    """A command in a session of its own, which ends when this process does, killed or not.
+
+    log: a file that its output is appended to; sink: gets each line of it as well. Without both the output is ours.
+    on_parent_end: the signal that it then gets; None: a guard ends it with all that it started (process_guard.py), and has its exit status.
+    """
 
     def __init__(
-        self, role: str, arguments: Sequence[str], log_file: Path, sink: LineSink | None, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self.role, self.arguments, self.log_file, self.ended_at = role, arguments, log_file, 0.0
-        self.environment = environment
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "slimebus", *arguments],
-            env=os.environ | (environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=end_with_parent(signal.SIGTERM, os.getpid()),
-        )
-        self._reader = threading.Thread(target=self._relay, args=(sink,), name=f"log-{role}", daemon=True)
-        self._reader.start()
+        self, command: Sequence[str], *, name: str = "", log: Path | None = None, sink: LineSink | None = None,
+        environment: Mapping[str, str] | None = None, stdin: int | None = subprocess.DEVNULL, pass_fds: Sequence[int] = (),
+        on_parent_end: signal.Signals | None = None,
+    ) -> None:  # fmt: skip
+        self.command, self.name, self.log_file, self.environment, self.ended_at = command, name, log or Path(), environment, 0.0
+        guard = [] if on_parent_end else [sys.executable, GUARD_PATH, str(os.getpid())]
+        with log.open("ab") if log and not sink else contextlib.nullcontext() as out:
+            self.process = subprocess.Popen(
+                [*guard, *command],
+                env=os.environ | (environment or {}),
+                stdin=stdin,
+                stdout=subprocess.PIPE if sink else out,
+                stderr=subprocess.STDOUT if log else None,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                preexec_fn=end_with_parent(on_parent_end, os.getpid()) if on_parent_end else None,
+            )
+        self._reader = threading.Thread(target=self._relay, args=(sink,), name=f"log-{name}", daemon=True)
+        if sink:
+            self._reader.start()
 
-    def _relay(self, sink: LineSink | None) -> None:
+    def _relay(self, sink: LineSink) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(OSError), self.process.stdout as lines, self.log_file.open("a", buffering=1) as out:
+        with contextlib.suppress(OSError), self.process.stdout as lines, self.log_file.open("ab", buffering=0) as out:
             for line in lines:
                 with contextlib.suppress(OSError):  # a full disk, which must not keep the process from writing more
                     out.write(line)
-                if sink is not None and line.strip():
-                    sink(self.role, line.rstrip("\n"))
+                if line.strip():
+                    sink(self.name, line.decode(errors="replace").rstrip("\n"))
 
-    def kill(self) -> None:
-        """SIGKILL to whatever is left of its session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.finish()
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to what is left of its session after `grace_s` seconds."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        self.kill()
 
-    def finish(self) -> None:
+    def kill(self, reap_s: float = REAP_S) -> None:
+        """SIGKILL to what is left of its session. One that a hung file system keeps is not waited for after reap_s."""
+        signal_group(self.process.pid, signal.SIGKILL)
+        self.finish(reap_s)
+
+    def finish(self, reap_s: float = REAP_S) -> None:
         """Reap the ended process and let the last lines through."""
-        self.process.wait(1.0)
-        self._reader.join(1.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(reap_s)
+        if self._reader.is_alive():
+            self._reader.join(1.0)
 
 
-class Fleet:
-    """The processes of a run on this machine. As a context manager it ends them all on the way out."""
+class ProcessGroup:
+    """The slimebus processes of a run on this machine. As a context manager it ends them all on the way out."""
 
     def __init__(self, log_dir: Path, sink: LineSink | None = None) -> None:
-        self.log_dir, self.sink = log_dir, sink
-        self.children: list[Child] = []
+        self.log_dir, self.sink = log_dir, sink or (lambda name, line: None)
+        self.children: list[ChildProcess] = []
         log_dir.mkdir(parents=True, exist_ok=True)
 
-    def start(self, role: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> ChildProcess:
         """Start `slimebus ARGUMENTS`, with these variables besides its parent's."""
-        self.children.append(Child(role, arguments, self.log_dir / f"{role}.log", self.sink, environment))
+        self.children.append(self._child(name, [*SLIMEBUS, *arguments], environment))
         return self.children[-1]
 
-    def start_again(self, child: Child) -> None:
+    def _child(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None) -> ChildProcess:
+        log = self.log_dir / f"{name}.log"
+        return ChildProcess(command, name=name, log=log, sink=self.sink, environment=environment, on_parent_end=signal.SIGTERM)
+
+    def start_again(self, child: ChildProcess) -> None:
         """Another process in the place of one that ended."""
         child.finish()
-        self.children[self.children.index(child)] = Child(child.role, child.arguments, child.log_file, self.sink, child.environment)
+        self.children[self.children.index(child)] = self._child(child.name, child.command, child.environment)
 
-    def ended(self) -> list[Child]:
+    def ended(self) -> list[ChildProcess]:
         """Children that are no longer running; `ended_at` is when that was noticed, by the monotonic clock."""
-        found = [child for child in self.children if child.process.poll() is not None]
-        for child in found:
+        ended = [child for child in self.children if child.process.poll() is not None]
+        for child in ended:
             child.ended_at = child.ended_at or time.monotonic()
-        return found
+        return ended
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """SIGTERM to all, then SIGKILL to whatever is left of each session after `grace_s` seconds.
+        """SIGTERM to all, then SIGKILL to what is left of each session after `grace_s` seconds.
 
         Those started last go first: the first one, the broker, hears the goodbyes of the others.
         """
@@ -107,15 +131,12 @@ class Fleet:
         for child in self.children:
             child.kill()
 
-    def stop_one(self, child: Child, grace_s: float = STOP_S) -> None:
-        """The same for one, which then is no longer of the fleet."""
-        child.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(grace_s)
-        child.kill()
+    def stop_one(self, child: ChildProcess, grace_s: float = STOP_S) -> None:
+        """The same for one, which then is no longer of the group."""
+        child.stop(grace_s)
         self.children.remove(child)
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> "ProcessGroup":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import msgspec
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, DataError, SlimebusError, UsageError
 from slimebus.cli.commands.up import arguments_of
-from slimebus.process.launch import Child, Fleet, wait_until_left
+from slimebus.process.launch import SLIMEBUS, ChildProcess, ProcessGroup, wait_until_left
 from slimebus.sweep.plan import EarlyStop, Sweep, Trial
 from slimebus.view import report
 from slimebus.view.report import main_dataset
@@ -76,7 +75,7 @@ def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
 class Running:
     """A trial under way, on one of the `parallel` shares of the machine."""
 
-    def __init__(self, trial: Trial, outcome: Outcome, child: Child, share: int) -> None:
+    def __init__(self, trial: Trial, outcome: Outcome, child: ChildProcess, share: int) -> None:
         self.trial, self.outcome, self.child, self.share = trial, outcome, child, share
         self.begun_at, self.earlier_s, self.scores_read_at = time.monotonic(), outcome.seconds, 0.0
 
@@ -105,12 +104,12 @@ class Runner:
         waiting = [trial for trial in self.sweep.trials if self.outcomes[trial.name].state in ("new", "running")]
         try:
             waiting = self._without_refused(waiting) if waiting else []
-            with Fleet(self.sweep.folder / "logs") as fleet:
+            with ProcessGroup(self.sweep.folder / "logs") as group:
                 while waiting or self.running:
                     while waiting and len(self.running) < self.sweep.plan.parallel:
-                        self._start(fleet, waiting.pop(0))
+                        self._start(group, waiting.pop(0))
                     for running in list(self.running):
-                        self._poll(fleet, running)
+                        self._poll(group, running)
                     time.sleep(POLL_S)
         finally:
             lock.release()
@@ -126,7 +125,7 @@ class Runner:
                 self._end(trial, "refused", "; ".join(problems[trial.name]))
         return [trial for trial in waiting if trial.name not in problems]
 
-    def _start(self, fleet: Fleet, trial: Trial) -> None:
+    def _start(self, group: ProcessGroup, trial: Trial) -> None:
         plan, outcome = self.sweep.plan, self.outcomes[trial.name]
         outcome.state, outcome.reason, outcome.starts = "running", "", outcome.starts + 1
         write_outcome(self.sweep, trial, outcome)
@@ -134,23 +133,23 @@ class Runner:
         share = min(set(range(plan.parallel)) - {running.share for running in self.running})
         gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
         arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
-        child = fleet.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
+        child = group.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(child.process.pid, cpus)  # before it has started anything
         self.running.append(Running(trial, outcome, child, share))
         self.say(f"{self._heading(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
 
-    def _poll(self, fleet: Fleet, running: Running) -> None:
+    def _poll(self, group: ProcessGroup, running: Running) -> None:
         """End it, or have it ended, where there is a reason."""
         code = running.child.process.poll()
         if code is not None:
-            self._take_out(fleet, running)
+            self._take_out(group, running)
             self._end(running.trial, "failed" if code else "done", reason_in(running.child.log_file, code) if code else "")
         elif self.sweep.plan.early_stop and time.monotonic() - running.scores_read_at > SCORES_POLL_S:
             running.scores_read_at = time.monotonic()
             others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
             if why := hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
-                self._take_out(fleet, running)
+                self._take_out(group, running)
                 self._end(running.trial, "stopped", why)
 
     def scores(self, trial: Trial) -> report.Rows:
@@ -160,8 +159,8 @@ class Runner:
             return found.evaluations(self.sweep.plan.score or main_dataset(row["dataset"] for row in found.evals))
         return []
 
-    def _take_out(self, fleet: Fleet, running: Running) -> None:
-        fleet.stop_one(running.child, STOP_S)
+    def _take_out(self, group: ProcessGroup, running: Running) -> None:
+        group.stop_one(running.child, STOP_S)
         running.outcome.seconds = round(running.seconds, 1)
         self.running.remove(running)
 
@@ -179,7 +178,7 @@ class Runner:
 
 def asked_refusals(sweep: Sweep) -> dict[str, list[str]]:
     """plan.py:refusals, from a process of its own. Raises SlimebusError when that fails."""
-    command = [sys.executable, "-P", "-m", "slimebus", "sweep", str(sweep.file), "--check", "--json"]
+    command = [*SLIMEBUS, "sweep", str(sweep.file), "--check", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SlimebusError(f"the trials' configs could not be checked:\n{done.stderr[-2000:]}")

@@ -18,6 +18,8 @@ MIN_STEPS = 2 * WARM_STEPS
 REMEDIES = {
     "stale": "a larger broker.max_staleness or fewer workers would waste less",
     "zero_variance": "prompts that are neither too easy nor too hard, or more samples of each, would give more gradient",
+    "begun anew": "sessions outlive the bound: a larger broker.max_staleness, or fewer groups at once, would let them end",
+    "failed": "errors of hooks and rewards cost samples; the worker's log names them",
     "filter": "prompts that the filter keeps would save their sampling",
 }
 """Part of a reason -> what would help."""

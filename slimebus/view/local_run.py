@@ -17,7 +17,7 @@ from slimebus.bus.transport.server import bind_socket
 from slimebus.client.connect import visit
 from slimebus.config import Resolved
 from slimebus.config.engine_plan import placement, visible
-from slimebus.process.launch import Child, Fleet, free_port, locked, wait_until_left
+from slimebus.process.launch import ChildProcess, ProcessGroup, free_port, locked, wait_until_left
 from slimebus.security.exposure import reachable
 from slimebus.view import report, terminal
 from slimebus.view.result_table import result_table
@@ -64,7 +64,7 @@ class LocalRun:
         self.console = Console(highlight=False)
         self.dataset = report.main_dataset(resolved.config.eval.datasets)
         self.title = title or resolved.config.name
-        self.failed: Child | None = None
+        self.failed: ChildProcess | None = None
         self._restarts: Counter[str] = Counter()
         self._asked_at = self._shown_at = 0.0
         self._page = ""
@@ -85,19 +85,19 @@ class LocalRun:
             return self._run()
 
     def _run(self) -> int:
-        with Fleet(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as fleet:
-            address = start_all(fleet, self.resolved, self.arguments, self.workers, self.consumers)
+        with ProcessGroup(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as group:
+            address = start_all(group, self.resolved, self.arguments, self.workers, self.consumers)
             with _signals() as stop, contextlib.ExitStack() as stack:
                 client = self._connect(stack, address)
                 live = stack.enter_context(Live(console=self.console, auto_refresh=False, transient=True))
                 while not stop:
-                    self.replace_killed(fleet)
-                    ended = fleet.ended()
+                    self.replace_killed(group)
+                    ended = group.ended()
                     self.failed = next((child for child in ended if child.process.returncode), None)
-                    if self.failed is not None or len(ended) == len(fleet.children):
+                    if self.failed is not None or len(ended) == len(group.children):
                         break
                     if client is not None and time.monotonic() - self._asked_at >= STATUS_EVERY_S:
-                        self._poll(fleet, client, live)
+                        self._poll(group, client, live)
                     time.sleep(POLL_S)
             if self.failed is not None:
                 self._say(f"{describe(self.failed)}; ending the others")
@@ -117,7 +117,7 @@ class LocalRun:
             self._say(f"the run is not watched: {bad.text}")
             return None
 
-    def _poll(self, fleet: Fleet, client: "Client", live: Live) -> None:
+    def _poll(self, group: ProcessGroup, client: "Client", live: Live) -> None:
         """Show the run, and start a process again that left it too early."""
         self._asked_at = time.monotonic()
         status: dict[str, Any] | None = None
@@ -127,8 +127,8 @@ class LocalRun:
             if self.quiet and self._page != (url := report.page_url(self.resolved.run_dir)):
                 self._page = url
                 self._say(f"page: {url}")
-        if (child := left_too_early(fleet.children, status)) is not None:
-            self._start_again(fleet, child, status)
+        if (child := left_too_early(group.children, status)) is not None:
+            self._start_again(group, child, status)
 
     def _show(self, status: dict[str, Any], live: Live) -> None:
         is_supervised = self.resolved.config.algorithm.is_supervised
@@ -141,22 +141,22 @@ class LocalRun:
             self._shown_at = time.monotonic()
             self.console.print(terminal.plain_line(status, is_supervised=is_supervised), soft_wrap=True, markup=False)
 
-    def replace_killed(self, fleet: Fleet) -> None:
+    def replace_killed(self, group: ProcessGroup) -> None:
         """Start again what a signal ended: the system, short of memory, or a fault in native code. The run goes on where it was."""
-        for child in fleet.ended():
-            if child.process.returncode < 0 and self._restarts[child.role] < MAX_RESTARTS:
-                self._restarts[child.role] += 1
+        for child in group.ended():
+            if child.process.returncode < 0 and self._restarts[child.name] < MAX_RESTARTS:
+                self._restarts[child.name] += 1
                 self._say(f"{describe(child)}; it is started again")
-                fleet.start_again(child)
+                group.start_again(child)
 
-    def _start_again(self, fleet: Fleet, child: Child, status: dict[str, Any] | None) -> None:
-        self._restarts[child.role] += 1
+    def _start_again(self, group: ProcessGroup, child: ChildProcess, status: dict[str, Any] | None) -> None:
+        self._restarts[child.name] += 1
         why = "; ".join(status["waiting"]) or status["state"] if status else "others of the run still work"
         left = f"although the run is not finished ({why})"
-        if self._restarts[child.role] > MAX_RESTARTS:
-            raise SlimebusError(f"{child.role} left {MAX_RESTARTS + 1} times {left}; its log: {child.log_file}")
-        self._say(f"{child.role} left {left}; it is started again")
-        fleet.start_again(child)
+        if self._restarts[child.name] > MAX_RESTARTS:
+            raise SlimebusError(f"{child.name} left {MAX_RESTARTS + 1} times {left}; its log: {child.log_file}")
+        self._say(f"{child.name} left {left}; it is started again")
+        group.start_again(child)
 
     def _say(self, text: str) -> None:
         console = self.console if self.console.is_terminal else Console(stderr=True, highlight=False)
@@ -179,7 +179,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]]) -> str:
+def start_all(group: ProcessGroup, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]]) -> str:
     """Start one broker, one trainer, `workers` rollout workers and these consumers; the broker's address.
 
     Each sees the GPUs that trainer.gpus and engine.gpus give it. Raises UsageError before any of them where those do not go round, or when
@@ -193,12 +193,12 @@ def start_all(fleet: Fleet, resolved: Resolved, arguments: list[str], workers: i
     children = {"trainer": ["trainer"], **consumers}
     children |= {f"rollout-{i}" if i > 1 else "rollout": ["rollout", "--worker-name", f"worker-{i}"] for i in range(1, workers + 1)}
     gpus = placement(resolved.config, list(children))
-    fleet.start("broker", ["broker", *arguments, "--bind", address])
+    group.start("broker", ["broker", *arguments, "--bind", address])
     reach = reachable(address)
     for name, (role, *options) in children.items():
         own = gpus.get(name, ())
         placed = with_gpus(arguments, "--trainer-gpus" if role == "trainer" else "--engine-gpus", own)
-        fleet.start(name, [role, *placed, *options, "--broker", reach], visible(own))
+        group.start(name, [role, *placed, *options, "--broker", reach], visible(own))
     return reach
 
 
@@ -210,7 +210,7 @@ def with_gpus(arguments: list[str], flag: str, gpus: Sequence[int]) -> list[str]
     return [*arguments[:at], *arguments[at + 2 :], flag, ",".join(map(str, gpus))]
 
 
-def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> Child | None:
+def left_too_early(children: Sequence[ChildProcess], status: dict[str, Any] | None) -> ChildProcess | None:
     """A process that ended without an error although the run needs its role, which no other process has.
 
     A worker that joined a run that had finished is told so and leaves; when the trainer goes on with more steps, none is there. status: the
@@ -218,13 +218,13 @@ def left_too_early(children: Sequence[Child], status: dict[str, Any] | None) -> 
     """
     now = time.monotonic()
     for child in children:
-        role, gone_s = child.role.partition("-")[0], now - child.ended_at if child.ended_at else 0.0
+        role, gone_s = child.name.partition("-")[0], now - child.ended_at if child.ended_at else 0.0
         if role == "broker":
             if gone_s > BROKER_EXIT_GRACE_S and any(not other.ended_at for other in children):
                 return child
         elif gone_s > EXIT_GRACE_S and status is not None and _is_needed(role, status["state"]):
             present = {c["role"] for c in status["clients"] if c["state"] not in ("gone", "fenced")}
-            running = {other.role.partition("-")[0] for other in children if not other.ended_at}
+            running = {other.name.partition("-")[0] for other in children if not other.ended_at}
             if role not in present | running:
                 return child
     return None
@@ -235,8 +235,8 @@ def _is_needed(role: str, state: str) -> bool:
     return state != "finished" and (role, state) != ("trainer", "evaluating")
 
 
-def describe(child: Child) -> str:
+def describe(child: ChildProcess) -> str:
     """`trainer ended with code 1 (log: ...)`."""
     code = child.process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"{child.role} {how} (log: {child.log_file})"
+    return f"{child.name} {how} (log: {child.log_file})"

@@ -1,11 +1,11 @@
-"""Tensors as bytes, one verified version of them, and the hashes that say so."""
+"""Tensors as bytes, one verified version of them, and the hashes that say so; how the trainer's torch tensors become bytes."""
 
 import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -13,6 +13,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import FatalWeightsError
+
+if TYPE_CHECKING:
+    import torch
+
 
 NO_BASE = -1
 """In place of a version: there is none."""
@@ -171,3 +175,31 @@ class Target(NamedTuple):
 
     lineage: str
     version: int
+
+
+NAN = 0x7FC0
+
+
+def host_bytes(tensor: "torch.Tensor") -> NDArray[np.uint8]:
+    """All bytes of a tensor, on the host, [size]; over its memory where that can be."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def canonical(rounded: "torch.Tensor") -> "torch.Tensor":
+    """The same bfloat16 tensor, every NaN of it now 0x7FC0, in place: what rounding makes of a NaN depends on device and layout."""
+    if rounded.is_cuda or bool(rounded.sum().isnan()):  # on a CPU a sum is cheaper than a mask; on a GPU it would be waited for
+        rounded.masked_fill_(rounded.isnan(), float("nan"))
+    return rounded
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """A float32 tensor as bfloat16, rounded to nearest, ties to even, as the trainer publishes it; others as they are. No torch."""
+    if tensor.dtype != "float32":
+        return tensor
+    bits = tensor.buffer.view(np.uint32)
+    nearest = ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    nearest[is_nan] = NAN
+    return Tensor("bfloat16", tensor.shape, nearest.view(np.uint8))

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench_row import Row, absent, row
 
-from rollout.engines.embedded import embedded_engine
+from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import EngineProcess
 
@@ -116,7 +116,7 @@ def transformers_seconds(path: Path, prompts: list[list[int]], lengths: list[int
 
 def against_sglang(quick: bool) -> list[Row]:
     """1, 4 and 16 requests at once, 16 tokens in, 128 out, float32 in both."""
-    from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
+    from rollout.engines.sglang.process import READY_TIMEOUT_S, sglang_server
 
     python = os.environ.get("SLIMEBUS_SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
     if not Path(python).exists():
@@ -153,9 +153,9 @@ async def computed_tokens(engine: EngineProcess) -> tuple[int, int]:
     async with EngineClient(engine.url) as client:
 
         async def ask(ids: list[int], n: int) -> list[dict[str, Any]]:
-            reply = await client.post_once("/generate", {"input_ids": ids, "sampling_params": sampling(ANSWER_TOKENS) | {"n": n}})
-            answers = json.loads(reply)
-            return answers if isinstance(answers, list) else [answers]
+            reply = await client.post_once("/generate", {"input_ids": [ids] * n, "sampling_params": sampling(ANSWER_TOKENS)})
+            answers: list[dict[str, Any]] = json.loads(reply)
+            return answers
 
         history, in_turns = list[int](), 0
         for turn in range(TURNS):

@@ -14,8 +14,7 @@ import numpy as np
 from bench_row import Row, row
 
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.relay_payloads import RelayPayloads
-from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.store.version_store import VersionStore
 
 WORKERS, DEGREE, TURNS = 32, 2, 3

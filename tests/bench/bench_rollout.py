@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import chain
 
+import bench_dispatch
 import bench_engine
 import bench_partial
 import bench_session
@@ -12,7 +13,7 @@ from bench_row import Row
 ROWS: list[Callable[[bool], list[Row]]] = [
     *(bench_engine.against_transformers, bench_engine.against_sglang, bench_engine.prefill_reuse),
     *(bench_session.session_overhead, bench_worker.worker_ratio, bench_worker.update_loss),
-    bench_partial.gain,
+    *(bench_partial.gain, bench_dispatch.dispatch_2048),
 ]
 """Each takes `quick`, whether less work will do."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from bench_row import Row, row
 
 from rollout.embedded.model_config import ModelConfig
-from rollout.embedded.model_files import expected_shapes
+from rollout.embedded.model_weights import expected_shapes
 from rollout.engines.pool import EnginePool
 from rollout.weights.sync import WeightSync
 from slimebus.config.schema import RunConfig

@@ -1,4 +1,4 @@
-"""The table of error codes in docs/protocol.md is what the sources raise: each code, retryable or not, no more and no less."""
+"""The list of error codes in docs/protocol.md is what the sources raise: each code, retryable or not, no more and no less."""
 
 import ast
 import re
@@ -49,19 +49,19 @@ def _of_call(node: ast.Call, where: str, *, is_state: bool) -> Iterator[tuple[st
         yield value, bool(retryable.value) if retryable is not None else bool(cls and cls.retryable), where
 
 
-def table() -> dict[str, bool]:
+def listed() -> dict[str, bool]:
     """Code -> retryable, as the page has it."""
-    rows = (ROOT / "docs" / "protocol.md").read_text().split("| code | retryable |", 1)[1].split("\n\n", 1)[0]
-    return {code: word == "yes" for code, word in re.findall(r"^\| `(\w+)` \| (yes|no) \|", rows, re.MULTILINE)}
+    items = (ROOT / "docs" / "protocol.md").read_text().split("### Codes", 1)[1].split("\n#", 1)[0]
+    return {code: word == "yes" for code, word in re.findall(r"^- `(\w+)` \((yes|no)\):", items, re.MULTILINE)}
 
 
 @pytest.mark.parametrize(("code", "retryable", "where"), sorted(set(raised())))
-def test_the_table_has_the_code_and_says_whether_to_try_again(code: str, retryable: bool, where: str) -> None:
-    assert table().get(code) == retryable, f"{where} answers {code!r}, retryable {retryable}; docs/protocol.md says {table().get(code)}"
+def test_the_page_has_the_code_and_says_whether_to_try_again(code: str, retryable: bool, where: str) -> None:
+    assert listed().get(code) == retryable, f"{where} answers {code!r}, retryable {retryable}; docs/protocol.md says {listed().get(code)}"
 
 
-def test_the_table_has_no_code_that_nobody_sends() -> None:
-    assert table().keys() == {code for code, _, _ in raised()}
+def test_the_page_has_no_code_that_nobody_sends() -> None:
+    assert listed().keys() == {code for code, _, _ in raised()}
 
 
 def test_an_error_that_says_neither_its_code_nor_its_class_is_not_sent() -> None:

@@ -10,23 +10,32 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
+INSTALL = "pip install --no-build-isolation 'slimebus[gpu]'"
 LIMIT_S = 540.0
 """For all checks together."""
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--durations=0", "-p", "no:cacheprovider"]
+
+
+def layouts(test: str, num_gpus: int) -> list[str]:
+    """A test of parallel layouts with each layout that has a GPU for each rank."""
+    bfloat16 = {"dp2-overlap": 2, "tp2-sp": 2, "pp2": 2, "cp2": 2}
+    ranks = bfloat16 if "bfloat16" in test else bfloat16 | {"tp2": 2, "dp2": 2, "tp2-pp2": 4, "tp2-pp2-dp2": 8}
+    return [*PYTEST, *(f"tests/integration/test_parallel_layouts.py::{test}[{name}]" for name, need in ranks.items() if need <= num_gpus)]
 
 
 def checks() -> list[tuple[str, list[str] | None, str]]:
     """Name, command, and why it is skipped where it is."""
     num_gpus = torch.cuda.device_count()
     has_two = "" if num_gpus > 1 else "one GPU: NCCL layouts need two"
-    has_te = "" if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed (pip install 'slimebus[gpu]')"
-    chosen = "tp2 or pp2 or dp2 or cp2" if num_gpus > 3 else "(tp2 or pp2 or dp2 or cp2) and not tp2-pp2"
-    layouts = [*PYTEST, "tests/integration/test_parallel_layouts.py", "-k", chosen]
+    is_te_here = importlib.util.find_spec("transformer_engine") is not None
+    has_te = "" if is_te_here else f"Transformer Engine is not installed ({INSTALL})"
+    in_float32 = has_two or ("Transformer Engine's attention has no float32" if is_te_here else "")
     return [
         ("bf16 logprobs and step against CPU fp32, snapshot of GPU tensors", [*PYTEST, "tests/gpu", "-k", "near or snapshot"], ""),
         ("codec on GPU tensors", [*PYTEST, "-s", "tests/gpu", "-k", "deltas"], ""),
         ("MFU of 0.5 B parameters, 1,024 tokens a sequence", [*PYTEST, "-s", "-rs", "tests/gpu", "-k", "share"], ""),
-        (f"NCCL layouts on {num_gpus} GPUs", layouts, has_two),
+        (f"NCCL layouts on {num_gpus} GPUs in float32", layouts("test_layout_trains_as_one_rank_does", num_gpus), in_float32),
+        (f"NCCL layouts on {num_gpus} GPUs in bfloat16", layouts("test_bfloat16_has_fp32_masters_in_every_layout", num_gpus), has_two),
         ("Transformer Engine's kernels", [*PYTEST, "tests/gpu", "-k", "logprobs"], has_te),
         ("tokens/s against bare megatron-core", [sys.executable, "tests/bench/bench.py", "trainer", "--quick"], ""),
     ]

@@ -1,6 +1,7 @@
 """What the table of bin/gpu-check says of each outcome; the checks themselves need a GPU."""
 
 import importlib.util
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def test_without_a_gpu_every_check_is_left_out_with_one_line(capsys: pytest.Capt
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
     assert gpu_check.main() == 2
     assert capsys.readouterr().out == "no CUDA device: torch finds none, so there is nothing to check here\n"
+
+
+@pytest.mark.parametrize(("num_gpus", "count"), [(2, 10), (4, 11), (8, 12)])
+def test_every_layout_of_the_table_is_one_that_the_tests_have_and_the_gpus_suffice_for(num_gpus: int, count: int) -> None:
+    tests = ("test_layout_trains_as_one_rank_does", "test_bfloat16_has_fp32_masters_in_every_layout")
+    chosen = [word for test in tests for word in gpu_check.layouts(test, num_gpus) if "::" in word]
+    found = subprocess.run(
+        [*gpu_check.PYTEST, "--collect-only", *chosen], cwd=gpu_check.ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert found.returncode == 0, found.stdout
+    assert len(chosen) == count
 
 
 def test_a_table_has_a_row_for_each_check(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The ranks of test_parallel_layouts: each layout's own processes, forked from this one, which has imported megatron for all of them.
+"""The ranks of test_parallel_layouts: each layout's own processes, forked from this one, which has imported megatron for all of them. Where
+there is CUDA each is a process of its own from the start: what torch knows of CUDA does not survive a fork.
 
     stdin:  a line for each layout: {"ranks": 2, "model": PATH, "out": PATH, "layout": {"tensor_model_parallel_size": 2}}
     stdout: a line for each: the exit code of each rank
@@ -16,15 +17,18 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from slimebus.weights.codec.rounding import host_bytes
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
@@ -75,7 +79,7 @@ def groups(seed: int) -> list[Group]:
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in tensors}
+    return {name: hashlib.sha256(host_bytes(tensor.detach()).tobytes()).hexdigest() for name, tensor in tensors}
 
 
 class SequenceRatio(PolicyGradient):
@@ -153,12 +157,18 @@ def fail_to_write(path: Path, host: str, held: list) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def trainer_config(layout: dict, max_tokens: int) -> TrainerConfig:
+    """In float32 unless the layout says otherwise, with or without CUDA."""
+    given = {name: value for name, value in layout.items() if name != "megatron"}
+    return TrainerConfig(**{"max_tokens_per_gpu": max_tokens, "params_dtype": "float32", **given})
+
+
 def train(asked: dict) -> None:
     model, out, layout = asked["model"], Path(asked["out"]), asked["layout"]
     config = RunConfig(
         optimizer=OptimizerConfig(lr=asked.get("lrs", {}).get(os.environ["RANK"], 1e-3), lr_warmup_iters=2, clip_grad=1.0),
         algorithm=AlgorithmConfig(use_rollout_logprobs=False, corrections=["tis"], entropy_coef=0.01),
-        trainer=TrainerConfig(max_tokens_per_gpu=64, **{name: value for name, value in layout.items() if name != "megatron"}),
+        trainer=trainer_config(layout, 64),
         megatron=layout.get("megatron", {}),
     )
     policy = Policy.build(config, model)
@@ -213,7 +223,7 @@ def learn(asked: dict) -> None:
         broker=BrokerConfig(required_fields=["values"]),
         optimizer=OptimizerConfig(lr=1e-2),
         algorithm=AlgorithmConfig(advantage_estimator="ppo", settings={"lambd": 0.9}),
-        trainer=TrainerConfig(max_tokens_per_gpu=64, **{name: value for name, value in layout.items() if name != "megatron"}),
+        trainer=trainer_config(layout, 64),
         megatron=layout.get("megatron", {}),
     )
     critic = Critic.build(config, asked["model"])
@@ -243,8 +253,7 @@ def load(models: dict[str, tuple[str, dict]], out: Path, ports: list[int]) -> No
     seen["temperatures"] = [sample.temperature for group in groups(0) for sample in group.samples]
     for port, (name, (model, layout)) in zip(ports, models.items(), strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        trainer = TrainerConfig(max_tokens_per_gpu=500, **{name: value for name, value in layout.items() if name != "megatron"})
-        policy = Policy.build(RunConfig(trainer=trainer, megatron=layout.get("megatron", {})), model)
+        policy = Policy.build(RunConfig(trainer=trainer_config(layout, 500), megatron=layout.get("megatron", {})), model)
         want, got = load_file(Path(model) / "model.safetensors"), dict(policy.export.tensors())
         changed = [tensor for tensor in want.keys() | got.keys() if not torch.equal(want.get(tensor, NONE), got.get(tensor, NONE))]
         logprobs = policy.logprobs(groups(0) if parallel.is_main_rank() else None)
@@ -254,13 +263,21 @@ def load(models: dict[str, tuple[str, dict]], out: Path, ports: list[int]) -> No
         out.write_text(json.dumps(seen))
 
 
-def fork_rank(asked: dict, rank: int, ports: list[int]) -> int:
+def start_rank(asked: dict, rank: int, ports: list[int]) -> int:
     """The process of one rank."""
+    local_rank = 0 if asked.get("own_disks") else rank
+    here = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(asked["ranks"])}
+    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    if torch.cuda.is_available():
+        return subprocess.Popen([sys.executable, __file__, json.dumps(asked), json.dumps(ports)], env=os.environ | here).pid
     if pid := os.fork():
         return pid
-    local_rank = 0 if asked.get("own_disks") else rank
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(asked["ranks"])}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    os.environ |= here
+    run_rank(asked, ports)
+
+
+def run_rank(asked: dict, ports: list[int]) -> NoReturn:
+    """Be a rank, to its end."""
     try:
         if "models" in asked:
             load(asked["models"], Path(asked["out"]), ports)
@@ -275,11 +292,13 @@ def fork_rank(asked: dict, rank: int, ports: list[int]) -> int:
 
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        run_rank(*map(json.loads, sys.argv[1:]))
     gc.freeze()  # a rank that looks for garbage copies no page of what it has inherited
     for line in sys.stdin:
         asked = json.loads(line)
         ports = [free_port() for _ in asked.get("models", "1")]
-        pids = [fork_rank(asked, rank, ports) for rank in range(asked["ranks"])]
+        pids = [start_rank(asked, rank, ports) for rank in range(asked["ranks"])]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 

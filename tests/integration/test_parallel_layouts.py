@@ -178,15 +178,21 @@ def test_experts_are_owned_by_the_ranks_that_train_them(ranks: Ranks, tmp_path: 
         assert_equal_steps(after["metrics"], run["after_save"])
 
 
-def test_bfloat16_has_fp32_masters_in_every_layout(ranks: Ranks, model: Path, tmp_path: Path):
+@pytest.fixture(scope="module")
+def one_in_bfloat16(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return ranks.run(model, tmp_path_factory.mktemp("bfloat16") / "one.json", 1, {"params_dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("name", ["dp2-overlap", "tp2-sp", "pp2", "cp2"])
+def test_bfloat16_has_fp32_masters_in_every_layout(name: str, ranks: Ranks, model: Path, one_in_bfloat16: dict, tmp_path: Path):
     """Weights of 8 bits of mantissa: gradients differ by their rounding, and after three steps a weight by one in its last place."""
-    one = ranks.run(model, tmp_path / "one.json", 1, {"params_dtype": "bfloat16"})
-    two = ranks.run(model, tmp_path / "two.json", 2, {"params_dtype": "bfloat16", "megatron": LAYOUTS["dp2-overlap"][1]["megatron"]})
+    one, (num_ranks, layout) = one_in_bfloat16, LAYOUTS[name]
+    two = ranks.run(model, tmp_path / "two.json", num_ranks, layout | {"params_dtype": "bfloat16"})
     assert two["exported"] == one["exported"]
     for mine, reference in zip(two["metrics"], one["metrics"], strict=True):
-        assert mine["loss"] == pytest.approx(reference["loss"], rel=1e-3, abs=1e-3)
-        assert mine["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-2)
-    assert_equal_weights(two, one, within=4e-3)
+        assert mine["loss"] == pytest.approx(reference["loss"], rel=1e-3, abs=4e-3)
+        assert mine["grad_norm"] == pytest.approx(reference["grad_norm"], rel=2e-2)
+    assert_equal_weights(two, one, within=8e-3)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("dp2", "tp2-pp2"), ("dp2", "one"), ("tp2", "dp2")])

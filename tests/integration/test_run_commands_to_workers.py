@@ -15,7 +15,7 @@ import pytest
 import slimebus_command
 from live_run import Run, clients
 
-from rollout.engines.embedded import embedded_engine
+from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.process import EngineProcess
 
 pytestmark = pytest.mark.integration

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from live_run import Run, slow_hook
 
-from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files import delta_file
 from slimebus.weights.files.disk_chain import LATEST, DiskPuller, part_file, read_latest
 from slimebus.weights.host.safetensors_file import as_weights, read_model
+from slimebus.weights.tensors import rounded
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ from slimebus.bus.transport.client import Client
 from slimebus.security import key_folder
 from slimebus.security.credentials import Credentials
 from slimebus.security.key_file import read_key
-from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore
+from slimebus.weights.tensors import rounded
 
 pytestmark = pytest.mark.integration
 

@@ -16,8 +16,7 @@ import pytest
 from tiny_model import save_served, sglang_python
 
 from rollout.engines.sglang.client import EngineClient
-from rollout.engines.sglang.process import EngineProcess
-from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
+from rollout.engines.sglang.process import READY_TIMEOUT_S, EngineProcess, sglang_server
 from slimebus.bus.errors import UsageError
 from slimebus.process.launch import free_port
 

@@ -21,8 +21,7 @@ from tiny_model import save_served, sglang_python
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.engines.sglang.client import EngineClient
-from rollout.engines.sglang.process import EngineProcess
-from rollout.engines.sglang.server import READY_TIMEOUT_S, sglang_server
+from rollout.engines.sglang.process import READY_TIMEOUT_S, EngineProcess, sglang_server
 from rollout.samples.response import Response, Task
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import WeightsError

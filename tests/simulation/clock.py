@@ -4,7 +4,7 @@ from broker.simulate.timeline import Timeline
 
 
 class MachineClock:
-    """The clocks of one machine (slimebus.bus.clock.Clock), both of which a fault may move."""
+    """The clocks of one machine (broker.suspend_tolerant_clock.Clock), both of which a fault may move."""
 
     def __init__(self, timeline: Timeline, *, monotonic_ahead_s: float = 0.0, wall_ahead_s: float = 0.0) -> None:
         self.timeline, self.monotonic_ahead_s, self.wall_ahead_s = timeline, monotonic_ahead_s, wall_ahead_s

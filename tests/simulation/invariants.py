@@ -373,8 +373,7 @@ class Invariants:
         needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
         needed |= {("recalled lease", lease) for lease, group in state.groups.by_lease.items() if group.lease.is_recalled}
         overdue_s = self.world.broker.broker_clock.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
-        held_s = 10.0  # while a full disk holds the broker, nobody is judged
-        require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S + held_s, f"a lease outlives its deadline by {overdue_s:.1f} s")
+        require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
         needed |= {(table.name, key) for table in _parked(state) for key in table}
         needed |= {("client", name) for name in state.clients}
         timers -= {("unserved evaluation", key) for key, one in state.evaluations.items() if not one.is_done}

@@ -6,7 +6,7 @@ from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
 from trainer.objective.clip import ratio_of
 from trainer.objective.group_rewards import group_normalised, rewards_with_kl
-from trainer.objective.plugin import PolicyGradient, TokenLoss
+from trainer.objective.plugin import Clip, PolicyGradient, TokenLoss
 from trainer.objective.row import Row
 
 
@@ -32,11 +32,15 @@ class Cispo(PolicyGradient):
 
     settings: Settings
 
+    @property
+    def clip(self) -> Clip:
+        return Clip(1.0 - self.settings.eps_clip, 1.0 + self.settings.eps_clip_high)
+
     def advantages(self, batch: Batch) -> np.ndarray:
         rewards = rewards_with_kl(batch, self.config.algorithm)
         return group_normalised(batch, rewards, std_normalization=self.settings.grpo_std_normalization)
 
     def loss(self, row: Row) -> TokenLoss:
         ratio = ratio_of(row.new_logprobs.detach() - row.old_logprobs)
-        weight = ratio.clamp(1.0 - self.settings.eps_clip, 1.0 + self.settings.eps_clip_high)
+        weight = ratio.clamp(self.clip.low, self.clip.high)
         return TokenLoss(-weight * row.advantages * row.new_logprobs, {"pg_clipfrac": (weight != ratio).float()})

@@ -18,8 +18,10 @@ class Dapo(Grpo):
     """GRPO on r + overlong_penalty_factor * R_length: eq. 8 to 13 of the paper."""
 
     class Settings(Grpo.Settings, frozen=True):
-        """Those of GRPO, and of the punishment."""
+        """Those of GRPO, clip-higher, and the punishment."""
 
+        eps_clip_high: NonNegative | None = 0.28
+        """[ratio] ... and above at 1 + eps_clip_high; empty: as eps_clip."""
         overlong_buffer_len: Annotated[int, Meta(ge=0)] = 0
         """[tokens] The last so many tokens of rollout_max_response_len cost reward, the more the later the answer ends; 0: none do."""
         overlong_penalty_factor: NonNegative = 1.0

@@ -15,8 +15,7 @@ class Dppo(MeanBaseline):
     prime-rl's code (its documentation has one). The denominator keeps what is masked. Trained without advantage for the d^2.
     """
 
-    compares_with_old = False
-    reads_rollout_logprobs = True
+    compares_with = "rollout"
     trains_without_advantage = True
 
     class Settings(MeanBaseline.Settings, frozen=True):

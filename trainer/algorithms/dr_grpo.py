@@ -1,6 +1,5 @@
 """Dr. GRPO: GRPO without its two biases. Liu et al., "Understanding R1-Zero-Like Training" (2025), section 3.2."""
 
-from slimebus.config.schema import NonNegative
 from trainer.algorithms.grpo import Grpo
 
 
@@ -12,8 +11,6 @@ class DrGrpo(Grpo):
     class Settings(Grpo.Settings, frozen=True):
         """Those of GRPO."""
 
-        eps_clip_high: NonNegative = 0.2
-        """[ratio] ... and above at 1 + eps_clip_high."""
         grpo_std_normalization: bool = False
         """[switch] Divide a group's advantages by its standard deviation."""
 

@@ -2,22 +2,22 @@
 
 import numpy as np
 
-from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
 from trainer.objective.group_rewards import group_normalised, rewards_with_kl
+from trainer.objective.plugin import TokenLoss
+from trainer.objective.row import Row
 
 
 class Grpo(ClippedPolicyGradient):
-    """The clipped loss with A = (r - mean) / (std + 1e-4) over the group, the same for all tokens of a sample."""
+    """-min(w A, clip(w, 1 - eps_clip, 1 + eps_clip_high) A) per token with w = p_new / p_old (clip.py: the dual clip) and
+    A = (r - mean) / (std + 1e-4) over the group, the same for all tokens of a sample."""
 
     compares_groups = True
 
     class Settings(ClippedPolicyGradient.Settings, frozen=True):
         """Of the clip and the advantages."""
 
-        eps_clip_high: NonNegative = 0.28
-        """[ratio] ... and above at 1 + eps_clip_high."""
         grpo_std_normalization: bool = True
         """[switch] Divide a group's advantages by its standard deviation."""
 
@@ -29,3 +29,6 @@ class Grpo(ClippedPolicyGradient):
 
     def advantages(self, batch: Batch) -> np.ndarray:
         return group_normalised(batch, self.rewards(batch), std_normalization=self.settings.grpo_std_normalization)
+
+    def loss(self, row: Row) -> TokenLoss:
+        return clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)

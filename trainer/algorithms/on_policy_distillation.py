@@ -8,7 +8,7 @@ import numpy as np
 
 from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
 from trainer.objective.group_rewards import group_normalised
 from trainer.objective.plugin import TokenLoss
 from trainer.objective.row import Row
@@ -53,5 +53,5 @@ class OnPolicyDistillation(ClippedPolicyGradient):
         return judged + self.settings.opd_reward_coef * group_normalised(batch, batch["reward"], std_normalization=True)
 
     def loss(self, row: Row) -> TokenLoss:
-        outcome = super().loss(row)
+        outcome = clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)
         return TokenLoss(outcome.loss, {**outcome.measures, "opd_reverse_kl": row.old_logprobs - row["teacher_logprobs"]})

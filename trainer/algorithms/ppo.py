@@ -10,8 +10,10 @@ from msgspec import Meta
 from slimebus.bus.messages import NO_VERSION
 from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
+from trainer.objective.plugin import TokenLoss
 from trainer.objective.returns import gae, token_rewards, whitened
+from trainer.objective.row import Row
 
 
 class Ppo(ClippedPolicyGradient):
@@ -55,3 +57,6 @@ class Ppo(ClippedPolicyGradient):
         """Whether only the critic learns from this batch: the version being trained, in steps, is below num_critic_only_steps."""
         version = int((batch["versions"] + batch["lag"])[batch["versions"] != NO_VERSION].max(initial=0))
         return version * self.config.weights.update_weights_interval < self.settings.num_critic_only_steps
+
+    def loss(self, row: Row) -> TokenLoss:
+        return clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
+from trainer.objective.plugin import TokenLoss
+from trainer.objective.row import Row
 
 
 class Precomputed(ClippedPolicyGradient):
@@ -18,3 +20,6 @@ class Precomputed(ClippedPolicyGradient):
 
     def needs(self) -> set[str]:
         return {"advantages"}
+
+    def loss(self, row: Row) -> TokenLoss:
+        return clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)

@@ -6,8 +6,10 @@ import numpy as np
 from msgspec import Meta
 
 from trainer.batches.batch import Batch
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
+from trainer.objective.plugin import TokenLoss
 from trainer.objective.returns import discounted_sums, token_rewards, whitened
+from trainer.objective.row import Row
 
 
 class ReinforcePlusPlus(ClippedPolicyGradient):
@@ -26,3 +28,6 @@ class ReinforcePlusPlus(ClippedPolicyGradient):
 
     def advantages(self, batch: Batch) -> np.ndarray:
         return whitened(batch, discounted_sums(batch, token_rewards(batch, self.config.algorithm), self.settings.gamma))
+
+    def loss(self, row: Row) -> TokenLoss:
+        return clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)

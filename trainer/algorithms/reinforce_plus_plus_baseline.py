@@ -3,9 +3,11 @@
 import numpy as np
 
 from trainer.batches.batch import Batch
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
 from trainer.objective.group_rewards import group_normalised, token_kl
+from trainer.objective.plugin import TokenLoss
 from trainer.objective.returns import whitened
+from trainer.objective.row import Row
 
 
 class ReinforcePlusPlusBaseline(ClippedPolicyGradient):
@@ -20,3 +22,6 @@ class ReinforcePlusPlusBaseline(ClippedPolicyGradient):
     def advantages(self, batch: Batch) -> np.ndarray:
         centred = group_normalised(batch, batch["reward"], std_normalization=False)
         return whitened(batch, centred - token_kl(batch, self.config.algorithm))
+
+    def loss(self, row: Row) -> TokenLoss:
+        return clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)

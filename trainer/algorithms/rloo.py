@@ -3,8 +3,10 @@
 import numpy as np
 
 from trainer.batches.batch import Batch
-from trainer.objective.clipped import ClippedPolicyGradient
+from trainer.objective.clip import ClippedPolicyGradient, clipped_loss
 from trainer.objective.group_rewards import rewards_with_kl
+from trainer.objective.plugin import TokenLoss
+from trainer.objective.row import Row
 
 
 class Rloo(ClippedPolicyGradient):
@@ -21,6 +23,9 @@ class Rloo(ClippedPolicyGradient):
         rewards, edges = rewards_with_kl(batch, self.config.algorithm), np.flatnonzero(np.diff(batch.group_of)) + 1
         parts = [leave_one_out(r, t) for r, t in zip(np.split(rewards, edges), np.split(batch.trajectories, edges), strict=True)]
         return batch.to_tokens(np.concatenate(parts).astype(np.float32))
+
+    def loss(self, row: Row) -> TokenLoss:
+        return clipped_loss(row.new_logprobs - row.old_logprobs, row.advantages, self.clip, self.settings.eps_clip_c)
 
 
 def leave_one_out(rewards: np.ndarray, trajectories: np.ndarray) -> np.ndarray:

@@ -10,9 +10,6 @@ from trainer.objective.row import Row
 class Sft(Algorithm):
     """-log p per token; no advantages, rewards or logprobs of a sampler are read."""
 
-    is_supervised = True
-    trains_without_advantage = True
-
     def advantages(self, batch: Batch) -> np.ndarray:
         return np.zeros(batch.num_tokens, np.float32)
 

@@ -16,8 +16,7 @@ class Topr(MeanBaseline):
     """
 
     aggregation = "constant"
-    compares_with_old = False
-    reads_rollout_logprobs = True
+    compares_with = "rollout"
 
     def loss(self, row: Row) -> TokenLoss:
         ratio = ratio_of(row.sequence_sum(row.new_logprobs.detach() - row.rollout_logprobs)).clamp(max=1.0)

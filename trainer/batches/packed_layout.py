@@ -65,13 +65,16 @@ class Run:
         self.num_sequences, self.width, self.local_width = len(lengths), int(lengths.max()), int(local.max())
         slots = slots_of(local, self.local_width)
         self.query_slots, self.key_slots = on_device(slots, device), on_device(slots_of(lengths, self.width), device)
-        self.mask = on_device(self.causal_mask(slots, positions), device) if cp_size > 1 else None
-
-    def causal_mask(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which keys each local query may see; [n, 1, local_width, width] bool."""
         padded = np.zeros(self.num_sequences * self.local_width, np.int64)
         padded[slots] = positions
-        return padded.reshape(self.num_sequences, 1, -1, 1) >= np.arange(self.width)
+        self._positions = on_device(padded.reshape(self.num_sequences, 1, -1, 1), device) if cp_size > 1 else None
+
+    def causal_mask(self) -> torch.Tensor | None:
+        """Which keys each local query may see, [n, 1, local_width, width] bool; None without context parallelism: attention is causal.
+
+        It grows with the square of a length, so it is made for one call of attention; Transformer Engine's needs none.
+        """
+        return None if self._positions is None else self._positions >= torch.arange(self.width, device=self._positions.device)
 
 
 class PackedLayout:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from slimebus.weights.codec.rounding import host_bytes
-from slimebus.weights.tensors import SAFETENSORS_CODES, SAFETENSORS_DTYPES, safetensors_header
+from slimebus.weights.tensors import SAFETENSORS_CODES, SAFETENSORS_DTYPES, host_bytes, safetensors_header
 from trainer.checkpoint.manifest import Part, RankFile
 from trainer.checkpoint.trained_state import LocalBox
 

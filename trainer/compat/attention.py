@@ -62,7 +62,7 @@ class PackedAttention(MegatronModule):
         """[t, h, d] of the sequences of a run to [t, h * d]."""
         q = spread(query, run.query_slots, run.num_sequences, run.local_width)
         k, v = (spread(x, run.key_slots, run.num_sequences, run.width) for x in (key, value))
-        return collect(self.attend(q, k, v, run.mask), run.query_slots)
+        return collect(self.attend(q, k, v, run.causal_mask()), run.query_slots)
 
     def whole_sequences(self, part: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Keys or values of whole sequences from the parts that context-parallel ranks hold."""

@@ -18,8 +18,7 @@ class A3po(Correction):
     clip against the sampler.
     """
 
-    replaces_old = True
-    needs_sampler_as_old = False
+    needs_rollout_as_old = False
 
     class Settings(Correction.Settings, frozen=True):
         """Of the weight."""

@@ -18,7 +18,7 @@ class Decoupled(Correction):
     leaves w out unless its rejection sampling is configured; here it is always applied. With one optimizer step on a batch r is 1.
     """
 
-    needs_sampler_as_old = False
+    needs_rollout_as_old = False
 
     class Settings(Correction.Settings, frozen=True):
         """Of the weight."""

@@ -20,7 +20,7 @@ class M2po(Correction):
     micro-batch, clips at one bound and counts what it clipped; AReaL's `m2_threshold` compares p_old, in both directions.)
     """
 
-    needs_sampler_as_old = True
+    needs_rollout_as_old = True
 
     class Settings(Correction.Settings, frozen=True):
         """Of the mask."""

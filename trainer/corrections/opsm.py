@@ -12,7 +12,7 @@ class Opsm(Correction):
     tokens' advantages is (slime looks at each token's, and lets parts of a sample pass). The denominator keeps what is masked.
     """
 
-    weighs_old = False
+    is_importance_weight = False
 
     class Settings(Correction.Settings, frozen=True):
         """Of the mask."""

@@ -16,7 +16,7 @@ class Trm(Correction):
     maximum, k3 = exp(d) - 1 - d for the mean, d = log(p_new / p_rollout). The denominator keeps what is masked.
     """
 
-    weighs_old = False
+    is_importance_weight = False
 
     class Settings(Correction.Settings, frozen=True):
         """Of the mask."""

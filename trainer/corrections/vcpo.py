@@ -21,7 +21,7 @@ class Vcpo(Correction):
     weighs rewards by w^2 |grad log p|^2 of each sample, is not here: it takes a backward pass and a norm over all ranks for each sample.
     """
 
-    needs_sampler_as_old = True
+    needs_rollout_as_old = True
 
     class Settings(Correction.Settings, frozen=True):
         """Of the weight and the learning rate."""

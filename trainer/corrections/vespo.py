@@ -16,7 +16,7 @@ class Vespo(Correction):
     others). The loss is -phi A log p, without ratio or clip. At |log w| above 2 or 3 almost nothing is left: a soft mask of samples.
     """
 
-    needs_sampler_as_old = True
+    needs_rollout_as_old = True
 
     class Settings(Correction.Settings, frozen=True):
         """Of the kernel."""

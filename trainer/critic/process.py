@@ -3,7 +3,7 @@
 import logging
 import os
 
-from slimebus.bus.transport.silence import SILENT_S
+from slimebus.bus.transport.request import SILENT_S
 from slimebus.config import Resolved
 from slimebus.telemetry import logs
 from slimebus.telemetry.spans import Spans

@@ -18,9 +18,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.config.model_folder import CONFIG, read_config
-from slimebus.weights.codec.rounding import host_bytes
 from slimebus.weights.host.safetensors_file import INDEX_FILE, copy_config
-from slimebus.weights.tensors import DTYPE_BYTES, safetensors_header, tensor_bytes
+from slimebus.weights.tensors import DTYPE_BYTES, host_bytes, safetensors_header, tensor_bytes
 
 SHARD_BYTES = 5_000_000_000
 """Most that one file has, as transformers wrote them for long."""

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE
-from slimebus.process.launch import end_with_parent, free_port
+from slimebus.process.launch import SLIMEBUS, ChildProcess, free_port
 from trainer.launch.plan import LAUNCHED, Plan
 from trainer.launch.rendezvous import NodeConnection, rendezvous
 
@@ -80,7 +79,8 @@ class Ranks:
 
 
 def _start(plan: Plan, arguments: Sequence[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {
+    environment = {
+        "PYTHONUNBUFFERED": "1",
         "RANK": str(plan.node_rank * plan.ranks_here + local),
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_RANK": str(local),
@@ -90,9 +90,8 @@ def _start(plan: Plan, arguments: Sequence[str], port: int, local: int, error: I
         "MASTER_PORT": str(port),
         LAUNCHED: str(error.fileno()),
     }
-    command = [sys.executable, "-P", "-u", "-m", "slimebus", *arguments]  # -P: without the working directory on the path
-    with_parent = end_with_parent(signal.SIGKILL, os.getpid())
-    return subprocess.Popen(command, env=environment, preexec_fn=with_parent, process_group=0, pass_fds=[error.fileno()])
+    command, fds = [*SLIMEBUS, *arguments], [error.fileno()]
+    return ChildProcess(command, environment=environment, stdin=None, pass_fds=fds, on_parent_end=signal.SIGKILL).process
 
 
 class Launcher:

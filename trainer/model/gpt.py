@@ -1,5 +1,6 @@
 """The GPT that is trained: built and loaded from a Hugging Face directory, wrapped for data parallelism. One chunk a rank."""
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -43,12 +45,18 @@ class Model:
     folder: str
     """The Hugging Face directory that it was built from."""
     role: Role = "policy"
-    """policy: the module gives logits [1, t, V / tp]. value: it gives a value for each position, [1, t, 1] f32."""
+    """policy: the module gives hidden states [1, t, h], what `head` is applied to. value: a value for each position, [1, t, 1] f32."""
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding in Hugging Face's model, without padding."""
         return self.hf.vocab_size
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The weight of the output layer, [V / tp, h], on the last pipeline stage."""
+        gpt = self.gpt
+        return gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else gpt.output_layer.weight
 
     @property
     def config(self) -> Any:
@@ -73,6 +81,8 @@ def build_model(config: RunConfig, folder: str, *, role: Role = "policy") -> Mod
     load_weights(gpt, hf, folder, settings.num_layers)  # after the wrapper, which would round the router's correction bias to bfloat16
     if role == "value":
         put_value_head(gpt, parallel.device())
+    elif gpt.post_process:
+        gpt.output_layer.forward = functools.partial(head_input, sequence_parallel=settings.sequence_parallel)
     # gradients in fp32, sharded for the distributed optimizer, reduced once a step, unless the options say otherwise
     chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **options["DistributedDataParallelConfig"]}
     module = DistributedDataParallel(settings, make_config(DistributedDataParallelConfig, chosen), module)
@@ -141,6 +151,13 @@ def make_gpt(settings: Any, family: Family, hf_config: Any) -> Any:
     if hf_config.rope_parameters["rope_type"] == "llama3":  # megatron's own has fixed wavelengths
         gpt.rotary_pos_emb.inv_freq, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, parallel.device())
     return gpt.to(parallel.device())
+
+
+def head_input(hidden: torch.Tensor, *, sequence_parallel: bool, **options: Any) -> tuple[torch.Tensor, None]:
+    """In place of the output layer's own product, whose logits of a whole row would not fit: its input, [s, b, h], whole on each
+    tensor-parallel rank. The loss applies the layer to some tokens at a time (logprobs.py).
+    """
+    return (gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region)(hidden), None
 
 
 def with_post_norm(linear: Any, norm: Any) -> Any:

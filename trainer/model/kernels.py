@@ -7,7 +7,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 
 from trainer.model.gpt import Model
 
-INSTALL = "pip install 'slimebus[gpu]'"
+INSTALL = "pip install --no-build-isolation 'slimebus[gpu]'"
 
 
 def kernels_in_use(model: Model) -> str:

@@ -71,7 +71,7 @@ class Policy(Learner):
             with self.reference.swapped_in():
                 columns["reference_logprobs"] = self._forward(batch)
         wanted = {name for name in ("old_logprobs", "current_logprobs") if objective.needs_pass(name)}
-        if objective.keeps_old and "old_logprobs" not in objective.fields and (num_steps > 1 or wanted):
+        if objective.recomputes_old_logprobs and "old_logprobs" not in objective.fields and (num_steps > 1 or wanted):
             wanted.add("old_logprobs")  # with one step, and nothing that reads them before, they are those of the training pass
         if wanted:
             columns |= dict.fromkeys(wanted, self._forward(batch))

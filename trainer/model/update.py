@@ -50,17 +50,19 @@ def run_schedule(model: Model, rows: Sequence[MicroBatch], reduce: Any, *, forwa
     Forward only: its values come back in order, on the last stage. Otherwise it returns (loss, report) and the reports come back.
     """
     group = parallel_state.get_tensor_model_parallel_group()
+    precision = {"fp32_output": False} if model.config.bf16 else {}  # hidden states stay in the model's dtype
 
     def step(iterator: Any, module: Any) -> tuple[torch.Tensor, Any]:
         row = next(iterator)
-        logits = module(row.tokens, row.positions, None, packed_seq_params=row.packed)
+        made = module(row.tokens, row.positions, None, packed_seq_params=row.packed, **precision)
 
         def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
             if model.role == "value":
                 return reduce(row, output.squeeze(-1))
-            return reduce(row, *logprobs_and_entropy(output, row.targets, row.temperature, vocab_size=model.vocab_size, group=group))
+            found = logprobs_and_entropy(output, model.head, row.targets, row.temperature, vocab_size=model.vocab_size, group=group)
+            return reduce(row, *found)
 
-        return logits, finish
+        return made, finish
 
     return get_forward_backward_func()(
         forward_step_func=step,

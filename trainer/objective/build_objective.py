@@ -16,6 +16,7 @@ from slimebus.process import hooks
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import Algorithm, Correction, Plugin
 from trainer.objective.plugin_settings import KINDS, known_settings, names
+from trainer.objective.problems import problems as problems_of
 
 P = TypeVar("P", bound=Plugin)
 
@@ -46,7 +47,7 @@ def _build(config: RunConfig, base: Path | None, origin: Mapping[str, str]) -> t
     objective = Objective(
         config, algorithm(config, settings[0]), [cls(config, own) for cls, own in zip(corrections, settings[1:], strict=True)]
     )
-    return objective, problems + list(objective.problems())
+    return objective, problems + list(problems_of(objective))
 
 
 def _load_plugin_class(kind: str, name: str, of: type[P], base: Path | None, problems: list[str]) -> type[P] | None:

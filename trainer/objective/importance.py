@@ -19,7 +19,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 def log_weight(row: Row, level: Level = "token") -> torch.Tensor:
     """[1, t], no gradient: log(p_old / p_rollout) at this level, spread over the tokens. With use_rollout_logprobs p_old is the policy
-    being trained (plugin.py:Correction.weighs_old)."""
+    being trained (plugin.py:Correction.is_importance_weight)."""
     d = (row.old_logprobs - row.rollout_logprobs).detach()
     return d if level == "token" else row.sequence_sum(d) if level == "sequence" else row.sequence_mean(d)
 
@@ -36,10 +36,10 @@ def kept_within(row: Row, level: Level, low: float, high: float) -> tuple[torch.
     return torch.where(is_kept, ratio, 0.0), (~is_kept).float()
 
 
-def log_ratios(batch: Batch, name: str, level: Level = "token") -> np.ndarray:
-    """log(p / p_rollout) with p in column `name`: [N] f64, 0 where the mask is 0, or [S] at the levels of whole samples."""
+def log_ratios(batch: Batch, name: str, level: Level = "token", *, to: str = "rollout_logprobs") -> np.ndarray:
+    """log(p / q) with p in column `name` and q in `to`: [N] f64, 0 where the mask is 0, or [S] at the levels of whole samples."""
     with np.errstate(invalid="ignore"):  # what is masked need not be finite
-        d = np.where(batch["loss_mask"] > 0, batch[name].astype(np.float64) - batch["rollout_logprobs"], 0.0)
+        d = np.where(batch["loss_mask"] > 0, batch[name].astype(np.float64) - batch[to], 0.0)
     if level == "token":
         return d
     sums = batch.sample_sums(d)

@@ -18,7 +18,7 @@ def k2(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
 def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
     """q / p - 1 - log(q / p): unbiased and never negative."""
     log_ratio = (other_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log_ratio.exp() - 1.0 - log_ratio
+    return log_ratio.expm1() - log_ratio  # exp - 1 would be rounding alone below 1e-4
 
 
 def kl_term(kind: str, new_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,18 @@ import numpy as np
 from trainer.batches.batch import Batch
 from trainer.objective.clip import LOG_RATIO_LIMIT
 from trainer.objective.importance import effective_share, log_ratios
+from trainer.objective.plugin import Clip
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 LAST_OF_BUCKET = (0, 1, 2, 4, 8)
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
-def by_lag(batch: Batch, clip_range: tuple[float, float]) -> dict[str, float]:
+def by_lag(batch: Batch, clip: Clip | None, old: str | None) -> dict[str, float]:
     """The metrics of each bucket that has a token, and of `all` (docs/algorithms.md lists them); those that are not finite are left out.
 
-    The batch has `new_logprobs`, of the training pass. A token is in the bucket of its lag, a sample in that of its oldest trained token.
+    The batch has `new_logprobs`, of the training pass. clip: of the ratio to column `old`; either None: nothing is clipped. A token is in
+    the bucket of its lag, a sample in that of its oldest trained token.
     """
     is_trained = batch["loss_mask"] > 0
     d, lag = log_ratios(batch, "new_logprobs")[is_trained], batch["lag"][is_trained]
@@ -28,25 +30,33 @@ def by_lag(batch: Batch, clip_range: tuple[float, float]) -> dict[str, float]:
     sums, counts = batch.sample_sums(log_ratios(batch, "new_logprobs"))[has_tokens], counts[has_tokens]
     oldest = np.maximum.reduceat(np.where(is_trained, batch["lag"], 0), batch.starts)[has_tokens]
     bucket, sample_bucket = np.searchsorted(LAST_OF_BUCKET, lag), np.searchsorted(LAST_OF_BUCKET, oldest)
-    good = batch["advantages"][is_trained]
+    sides = clip_sides(batch, clip, old)[is_trained] if clip and old else None
     metrics = dict[str, float]()
     for name, tokens, samples in [
         ("all", slice(None), slice(None)),
         *((name, bucket == i, sample_bucket == i) for i, name in enumerate(BUCKETS)),
     ]:
-        values = of_tokens(d[tokens], good[tokens], clip_range)
+        values = of_tokens(d[tokens], None if sides is None else sides[tokens])
         values |= of_samples(sums[samples], counts[samples])
         metrics |= {f"lag/{name}/{what}": value for what, value in values.items() if math.isfinite(value)}
     return metrics
 
 
-def of_tokens(d: np.ndarray, advantages: np.ndarray, clip_range: tuple[float, float]) -> dict[str, float]:
-    """Of the log ratios of tokens, [n], in bucket of n; nothing where there is none."""
+def clip_sides(batch: Batch, clip: Clip, old: str) -> np.ndarray:
+    """[N]: 0 where the ratio to column `old` is within the range, 2 where it is outside and the clip takes the gradient away, else 1."""
+    log_ratio = log_ratios(batch, "new_logprobs", clip.level, to=old)
+    ratio = np.exp((log_ratio if clip.level == "token" else batch.to_tokens(log_ratio)).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    is_high, is_low = ratio > clip.high, ratio < clip.low
+    return (is_high | is_low) + (is_high & (batch["advantages"] > 0) | is_low & (batch["advantages"] < 0)).astype(np.int8)
+
+
+def of_tokens(d: np.ndarray, sides: np.ndarray | None) -> dict[str, float]:
+    """Of the log ratios of tokens, [n], in bucket of n, and their clip_sides; nothing where there is none."""
     if not len(d):
         return {}
     sizes, log_ratio = np.sort(np.abs(d)), d.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = np.exp(log_ratio)
-    is_high, is_low = ratio > clip_range[1], ratio < clip_range[0]
+    clipped = {} if sides is None else {"clip_pressure": float((sides > 0).mean()), "clip_active": float((sides == 2).mean())}
     k1 = float(-d.mean())
     return {
         "tokens": float(len(d)),
@@ -55,8 +65,7 @@ def of_tokens(d: np.ndarray, advantages: np.ndarray, clip_range: tuple[float, fl
         "kl_k3": float(ratio.mean() - 1.0 - log_ratio.mean()),
         "m2": float(np.square(d).mean()),
         "chi2": float(np.square(ratio).mean() - 1.0),
-        "clip_pressure": float((is_high | is_low).mean()),
-        "clip_active": float(((is_high & (advantages > 0)) | (is_low & (advantages < 0))).mean()),
+        **clipped,
         "ess_token": effective_share(d),
     }
 

@@ -1,6 +1,7 @@
 """What a run minimises: one algorithm, its corrections, the KL and entropy terms, and the forward passes that they need."""
 
 import contextlib
+import logging
 import math
 import sys
 import traceback
@@ -15,20 +16,17 @@ from slimebus.config import RunConfig
 from slimebus.process import hooks
 from trainer.batches.batch import Batch, Column, Group
 from trainer.batches.flatten import COLUMNS, flatten
-from trainer.objective.aggregation import AGGREGATIONS, token_weights
+from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.lag_metrics import by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
 
-NEUTRAL = {"min_p": (0,), "repetition_penalty": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "regex": ("",)}
-NEUTRAL |= {"json_schema": ("",), "ebnf": ("",)}
-"""Of rollout.sampling_params, what changes the distribution that tokens are drawn from, and the values that do not."""
+log = logging.getLogger("trainer")
+
 PASSES = ("reference_logprobs", "old_logprobs", "current_logprobs")
 """Columns that are forward passes of the trainer: of the frozen reference; of the weights before the batch's first optimizer step; of the
 weights just before each optimizer step."""
-NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-"""Megatron's options with which two forward passes of the same weights differ."""
 METRICS = {
     *("loss", "grad_norm", "lr", "updated", "nonfinite", "entropy", "kl_loss", "approx_kl", "logprob_mismatch_mean"),
     *("logprob_mismatch_max", "grad_cosine", "samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups"),
@@ -39,6 +37,10 @@ METRICS = {
 METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")
 
 
+MOST_CLIPPED = 0.3
+"""Share of tokens whose gradient may be clipped away at lag 0, where the sampler differs by its engine alone, before it is warned of."""
+
+
 class Objective:
     """The chosen plug-ins of a run, as the trainer uses them."""
 
@@ -47,6 +49,7 @@ class Objective:
         self.algorithm, self.corrections = algorithm, list(corrections)
         self.plugins: list[Plugin] = [algorithm, *corrections]
         self.aggregation = config.algorithm.loss_aggregation or algorithm.aggregation
+        self._has_warned = False
 
     # --- what is needed ---
 
@@ -64,7 +67,7 @@ class Objective:
     def fields(self) -> set[str]:
         """Fields that each sample must bring: what is needed and no pass of the trainer's, or a pass that a consumer makes instead."""
         required = self.config.broker.required_fields
-        needs = self.needs | ({"old_logprobs"} & set(required) if self.keeps_old else set())
+        needs = self.needs | ({"old_logprobs"} & set(required) if self.recomputes_old_logprobs else set())
         return {name for name in needs if name not in COLUMNS and (name not in PASSES or name in required)}
 
     def needs_pass(self, name: str) -> bool:
@@ -72,20 +75,27 @@ class Objective:
         return name in self.needs - self.fields
 
     @property
-    def keeps_old(self) -> bool:
+    def recomputes_old_logprobs(self) -> bool:
         """Whether old_logprobs are the trainer's own, from before the first optimizer step: with several steps that is a forward pass."""
-        is_replaced = any(correction.replaces_old for correction in self.corrections)
-        return self.algorithm.compares_with_old and not self.settings.use_rollout_logprobs and not is_replaced
+        is_provided = any(correction.provides_old_logprobs for correction in self.corrections)
+        return self.algorithm.compares_with == "old" and not self.settings.use_rollout_logprobs and not is_provided
+
+    @property
+    def old_is_of_the_training_pass(self) -> bool:
+        """Whether old_logprobs are those of the only optimizer step's own pass, so that the ratio is 1."""
+        is_only = self.config.rollout.num_steps_per_rollout == 1
+        return is_only and self.recomputes_old_logprobs and "old_logprobs" not in self.fields
 
     @property
     def trains_without_advantage(self) -> bool:
         """Whether a sample of advantage 0 still has a gradient."""
-        return bool(self.algorithm.trains_without_advantage or self.settings.kl_loss_coef or self.settings.entropy_coef)
+        a = self.algorithm
+        return bool(a.is_supervised or a.trains_without_advantage or self.settings.kl_loss_coef or self.settings.entropy_coef)
 
     def old_column(self, columns: Batch) -> str | None:
         """The column of old_logprobs; None where they are those of the training pass itself."""
         if self.settings.use_rollout_logprobs:
-            return None if any(correction.weighs_old for correction in self.corrections) else "rollout_logprobs"
+            return None if any(correction.is_importance_weight for correction in self.corrections) else "rollout_logprobs"
         return "old_logprobs" if "old_logprobs" in columns else None
 
     # --- what the host computes, on rank 0 ---
@@ -144,19 +154,19 @@ class Objective:
     def loss(self, row: Row) -> TokenLoss:
         """Algorithm's loss * the corrections' weights + kl_loss_coef * KL(new || reference) - entropy_coef * entropy, per token."""
         for correction in self.corrections:
-            if correction.replaces_old:
+            if correction.provides_old_logprobs:
                 with errors_of(correction):
-                    row.old_logprobs = of_row(correction.old_logprobs(row), row, correction).detach()
+                    row.old_logprobs = one_value_per_token(correction.old_logprobs(row), row, correction).detach()
         with errors_of(self.algorithm):
             outcome = self.algorithm.loss(row)
-        loss, measures = of_row(outcome.loss, row, self.algorithm), dict[str, torch.Tensor]()
+        loss, measures = one_value_per_token(outcome.loss, row, self.algorithm), dict[str, torch.Tensor]()
         if row.new_logprobs.requires_grad and not loss.requires_grad:
             raise HookError(f"{named(self.algorithm)}: the loss has no gradient; compute it from row.new_logprobs without detaching them")
         self._report(measures, outcome.measures, self.algorithm)
         for i, correction in enumerate(self.corrections):
             with errors_of(correction):
                 weighed = correction.weight(row)
-            weight = of_row(weighed.weight, row, correction).detach()
+            weight = one_value_per_token(weighed.weight, row, correction).detach()
             loss = torch.where(weight > 0, loss * weight, 0.0)
             self._report(measures, weighed.measures, correction)
             measures[wrong_weight(i)] = (~(weight >= 0)).float()  # looked at with the metrics: here the host would wait for the device
@@ -186,81 +196,16 @@ class Objective:
         """Metrics by lag of what was trained, which has its new_logprobs; none for demonstrations, which no policy sampled."""
         if self.algorithm.is_supervised or not batch.num_samples:
             return {}
-        low, high = (getattr(self.algorithm.settings, name, 0.2) for name in ("eps_clip", "eps_clip_high"))
-        return by_lag(batch, (1 - low, 1 + high))
-
-    # --- what contradicts what ---
-
-    def problems(self) -> Iterator[str]:
-        """What in the config contradicts the chosen algorithm and corrections, a sentence each."""
-        a = self.settings
-        yield from (problem for plugin in self.plugins for problem in plugin.problems())
-        if self.algorithm.aggregation not in AGGREGATIONS:
-            yield f"{named(self.algorithm)}: aggregation {self.algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}"
-        if a.kl_coef and a.kl_loss_coef:
-            yield f"algorithm.kl_coef: {a.kl_coef:g} puts the KL in the reward, and kl_loss_coef {a.kl_loss_coef:g} in the loss; keep one"
-        if a.kl_coef and a.kl_loss_type == "unbiased":
-            yield "algorithm.kl_loss_type: unbiased is a term of the loss and has no meaning in the reward (kl_coef); choose k1, k2 or k3"
-        if a.kl_loss_type and not a.kl_coef and not a.kl_loss_coef:
-            yield f"algorithm.kl_loss_type: {a.kl_loss_type} of a KL with coefficient 0; set kl_loss_coef or kl_coef, or remove it"
-        if a.ref_update_interval and not self.needs_pass("reference_logprobs"):
-            why = "no reference model is held: nothing reads it (kl_loss_coef and kl_coef are 0), or a consumer puts its logprobs"
-            yield f"algorithm.ref_update_interval: {a.ref_update_interval}, but {why}; remove it"
-        if self.algorithm.is_supervised:
-            yield from self._meaningless()
-        else:
-            yield from self._noise()
-            yield from self._weighing()
-            yield from self._cut_distribution()
-
-    def _noise(self) -> Iterator[str]:
-        for key, value in self.config.megatron.items():
-            if key.replace("-", "_") in NOISE and value and value != "none":
-                why = "only sft trains with noise; the ratio of new to old logprobs, and the clip, would measure it"
-                yield f"megatron.{key}: {value}, but {why}. Leave it out"
-
-    def _weighing(self) -> Iterator[str]:
-        """What contradicts the corrections that weigh old against the sampler."""
-        weighing = [name for name, c in zip(self.settings.corrections, self.corrections, strict=True) if c.weighs_old]
-        twice = [self.settings.advantage_estimator, *weighing] if self.algorithm.reads_rollout_logprobs else weighing
-        if len(twice) > 1:
-            yield (
-                f"algorithm.corrections: {' and '.join(twice)} each weigh the same tokens by their ratio to the sampler, and their "
-                "product would count it more than once; keep one of them (masks such as opsm and trm go with any)"
-            )
-        if not (weighing and self.settings.use_rollout_logprobs and self.algorithm.compares_with_old):
-            return
-        why = f"with use_rollout_logprobs: true the weight of {weighing[0]} stands in the place of the ratio, which is 1"
-        if self.algorithm.needs_ratio:
-            yield (
-                f"algorithm.advantage_estimator: {self.settings.advantage_estimator} is its ratio, but {why}; set use_rollout_logprobs: "
-                f"false, or remove {weighing[0]}"
-            )
-        for name in self.algorithm.ratio_settings:
-            if name in self.settings.settings:
-                yield f"algorithm.settings.{name}: no effect: {why}, so nothing is clipped; set use_rollout_logprobs: false, or remove it"
-
-    def _meaningless(self) -> Iterator[str]:
-        unbiased = self.settings.kl_loss_type == "unbiased" and "unbiased"
-        given = {"corrections": self.settings.corrections, "kl_coef": self.settings.kl_coef, "kl_loss_type": unbiased}
-        for name, value in given.items():
-            if value:
-                yield (
-                    f"algorithm.{name}: {value}, but {self.settings.advantage_estimator} trains on demonstrations, which have no rewards "
-                    "and no logprobs of a sampler; remove it"
-                )
-
-    def _cut_distribution(self) -> Iterator[str]:
-        r, compares = self.config.rollout, self.algorithm.compares_with_old and self.settings.use_rollout_logprobs
-        compares = compares or bool(self.settings.kl_loss_coef and self.settings.kl_loss_type == "unbiased")
-        cut = {"rollout_top_p": r.rollout_top_p} if r.rollout_top_p < 1 else {}
-        cut |= {"rollout_top_k": r.rollout_top_k} if r.rollout_top_k > 0 else {}
-        cut |= {f"sampling_params.{name}": value for name, value in r.sampling_params.items() if value not in NEUTRAL.get(name, (value,))}
-        for name, value in cut.items() if compares or any(plugin.reads_rollout_logprobs for plugin in self.plugins) else ():
-            yield (
-                f"rollout.{name}: {value} cuts the distribution that tokens are drawn from, but rollout logprobs are those of the whole "
-                "one, so every importance ratio would be wrong; remove it, or set algorithm.use_rollout_logprobs: false without corrections"
-            )
+        clip, old = self.algorithm.clip, self.old_column(batch)
+        if any(correction.provides_old_logprobs for correction in self.corrections):
+            old = None  # it is of each row, and no column
+        metrics = by_lag(batch, clip, old)
+        share = metrics.get("lag/0/clip_active", 0.0)
+        if clip and old == "rollout_logprobs" and share > MOST_CLIPPED and not self._has_warned:
+            self._has_warned = True
+            text = "at lag 0 the clip to %g - %g took the gradient of %.0f%% of the tokens away: it clips the error of the sampler's engine"
+            log.warning(text + "; widen algorithm.settings.eps_clip (docs/algorithms.md)", clip.low, clip.high, 100 * share)
+        return metrics
 
 
 class ReadColumns(Mapping[str, Column]):
@@ -280,7 +225,7 @@ class ReadColumns(Mapping[str, Column]):
         return len(self.columns)
 
 
-def of_row(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:
+def one_value_per_token(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:
     """These values, if they are one of each token of the row: others would be broadcast to a wrong loss. Raises HookError."""
     if values.shape != row.loss_mask.shape:
         raise HookError(f"{named(plugin)}: gave shape {list(values.shape)}; expected {list(row.loss_mask.shape)}, one value of each token")

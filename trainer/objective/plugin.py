@@ -5,7 +5,7 @@ N tokens of a batch   S its samples   t tokens of a packed row
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from slimebus.config import RunConfig
 from trainer.batches.batch import Batch, Column
 from trainer.objective.row import Row
+
+ComparedPolicy = Literal["old", "rollout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,14 @@ class TokenWeight:
     """As those of a TokenLoss."""
 
 
+class Clip(NamedTuple):
+    """The range that a ratio to row.old_logprobs is clipped to: of each token, or the geometric mean of its sequence's."""
+
+    low: float
+    high: float
+    level: Literal["token", "geometric"] = "token"
+
+
 class Plugin:
     """What algorithms and corrections have in common. Made once, on every rank; rank 0 alone is asked for what the host computes."""
 
@@ -43,8 +53,6 @@ class Plugin:
         """Its own settings under `algorithm.settings`, typed, each with a default and a docstring `[unit] meaning`."""
 
     settings: Settings
-    reads_rollout_logprobs: ClassVar[bool] = False
-    """Whether it compares with the sampler's logprobs itself, so that they must be those of the distribution that tokens are drawn from."""
 
     def __init__(self, config: RunConfig, settings: Settings) -> None:
         self.config, self.settings = config, settings
@@ -78,16 +86,23 @@ class Algorithm(Plugin):
 
     aggregation: ClassVar[str] = "token"
     """How its loss becomes one number where algorithm.loss_aggregation is empty (aggregation.py)."""
-    is_supervised: ClassVar[bool] = False
-    """Whether it trains on demonstrations: their rewards, logprobs and temperatures mean nothing."""
-    compares_with_old: ClassVar[bool] = False
-    """Whether its loss reads row.old_logprobs."""
+    compares_with: ClassVar[ComparedPolicy | None] = None
+    """The policy that its loss compares the trained one with: `old` is row.old_logprobs, `rollout` always the sampler's own. None: it
+    trains on demonstrations, so rewards, logprobs and temperatures mean nothing."""
     needs_ratio: ClassVar[bool] = False
     """Whether it is another algorithm where its ratio to row.old_logprobs is 1."""
-    ratio_settings: ClassVar[tuple[str, ...]] = ()
-    """Its settings that have no effect where the ratio is 1."""
     trains_without_advantage: ClassVar[bool] = False
-    """Whether a sample of advantage 0 still has a gradient, and so cannot be left out."""
+    """Whether a sample of advantage 0 still has a gradient, and so cannot be left out. Demonstrations always have one."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether it trains on demonstrations."""
+        return self.compares_with is None
+
+    @property
+    def clip(self) -> Clip | None:
+        """What it clips; None: nothing. Its settings of the clip are those whose names begin with eps_clip."""
+        return None
 
     def advantages(self, batch: Batch) -> np.ndarray:
         """[N] of the whole batch; called once a batch, on rank 0, after all forward passes. Not called where samples bring their own."""
@@ -101,7 +116,7 @@ class Algorithm(Plugin):
 class PolicyGradient(Algorithm):
     """The base of algorithms that raise the probability of tokens with a positive advantage, from samples of an older policy."""
 
-    compares_with_old = True
+    compares_with: ClassVar[ComparedPolicy | None] = "old"
     compares_groups: ClassVar[bool] = False
     """Whether its advantages compare the samples of a group."""
 
@@ -118,32 +133,33 @@ class PolicyGradient(Algorithm):
 class Correction(Plugin):
     """A weight per token for samples of another policy; those that are chosen are multiplied. One class in one file."""
 
-    reads_rollout_logprobs = True
-    replaces_old: ClassVar[bool] = False
-    """Whether its `old_logprobs` stand in the place of row.old_logprobs, so that no forward pass is made for them."""
-    weighs_old: ClassVar[bool] = True
-    """Whether its weight is of row.old_logprobs against the sampler. With use_rollout_logprobs, where these are the same, old is then the
+    is_importance_weight: ClassVar[bool] = True
+    """Whether its weight is p_old / p_rollout; False for a mask. With use_rollout_logprobs, where these are the same, old is then the
     policy being trained itself: the weight is the only correction, the ratio is 1 and nothing is clipped."""
-
-    needs_sampler_as_old: ClassVar[bool | None] = None
+    needs_rollout_as_old: ClassVar[bool | None] = None
     """What algorithm.use_rollout_logprobs must be: true where its weight replaces ratio and clip, false where it is of the trainer's own
     old policy; None: it may be either."""
 
     def problems(self) -> Iterator[str]:
-        name, given = type(self).__name__.lower(), self.config.algorithm.use_rollout_logprobs
-        if self.needs_sampler_as_old is False and given:
+        name, is_rollout = type(self).__name__.lower(), self.config.algorithm.use_rollout_logprobs
+        if self.needs_rollout_as_old is False and is_rollout:
             yield (
                 f"algorithm.use_rollout_logprobs: true makes the sampler the old policy, so {name}'s weight p_old / p_rollout would be 1 "
                 "everywhere; set it to false"
             )
-        if self.needs_sampler_as_old and not given:
+        if self.needs_rollout_as_old and not is_rollout:
             yield (
                 f"algorithm.use_rollout_logprobs: false keeps ratio and clip against the trainer's old policy, but {name}'s weight is of "
                 "the policy being trained and replaces them; set it to true"
             )
 
+    @property
+    def provides_old_logprobs(self) -> bool:
+        """Whether it has `old_logprobs` of its own, so that no forward pass is made for them."""
+        return type(self).old_logprobs is not Correction.old_logprobs
+
     def old_logprobs(self, row: Row) -> torch.Tensor:
-        """[1, t], no gradient: what the ratio is taken against. Called where `replaces_old`, before the loss."""
+        """[1, t], no gradient: what the ratio is taken against instead of row.old_logprobs, if a class has this. Called before the loss."""
         raise NotImplementedError
 
     def weight(self, row: Row) -> TokenWeight:

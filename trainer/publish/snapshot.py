@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from slimebus.weights.codec.rounding import canonical
-from slimebus.weights.tensors import TensorLike
+from slimebus.weights.tensors import TensorLike, canonical
 
 IN_FLIGHT_BYTES = 1 << 29
 """Of copies to the host that are under way: what they read holds GPU memory until they have ended."""

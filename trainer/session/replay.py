@@ -17,8 +17,7 @@ from slimebus.bus.samples import Sample
 from slimebus.client.exported_groups import BATCHES_FILE, GROUPS_FILE, folders_of, read_groups, read_lines
 from slimebus.config import Resolved
 from slimebus.telemetry.metrics import MetricsWriter
-from slimebus.weights.codec.rounding import host_bytes
-from slimebus.weights.tensors import hash_bytes
+from slimebus.weights.tensors import hash_bytes, host_bytes
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
 from trainer.checkpoint.folder import complete_checkpoints, step_of

@@ -31,8 +31,7 @@ from slimebus.bus import envelope, protocol
 from slimebus.bus import messages as m
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError, Unreachable, UsageError
 from slimebus.bus.transport.dealer import Dealer
-from slimebus.bus.transport.request import Pending, Reply
-from slimebus.bus.transport.silence import Silence
+from slimebus.bus.transport.request import Pending, Reply, Silence
 from slimebus.security.credentials import Credentials
 from slimebus.security.exposure import is_address, reachable
 

@@ -8,7 +8,7 @@ import logging
 import resource
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +20,6 @@ from slimebus.bus.errors import ProtocolError, SlimebusError, UsageError
 from slimebus.bus.messages import TYPES, Error, Hello, Message, Ok, StatusReply
 from slimebus.bus.transport.authenticator import ConnectionAuthenticator
 from slimebus.bus.transport.curve import serve_curve
-from slimebus.bus.transport.refusal_limiter import LIMIT, RefusalLimiter
 from slimebus.bus.transport.unsent import Unsent
 from slimebus.security.allow_list import Grant
 from slimebus.security.keyring import Keyring
@@ -53,6 +52,10 @@ IO_THREADS = 4
 """One encrypts 260 MB/s and makes 3,000 handshakes a second."""
 BACKLOG = 4096
 """Connections that wait to be accepted when all clients come at once; the system may have a lower bound (net.core.somaxconn)."""
+MAX_REFUSALS = 100
+REFUSAL_WINDOW_S = 5.0
+"""As long as a client waits before it sends a request again."""
+MAX_PEERS = 4096
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +80,34 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 4
     burst_bytes: int = 4 << 20
     unsent_bytes: int = 1024 << 20
+
+
+class RefusalLimiter:
+    """Refusals of each peer in the present window of time. A bounded table: when it is full the window ends early.
+
+    An honest peer is refused now and then: after a fencing, or when it lost its broker. One that is refused a hundred times in a few
+    seconds is broken or hostile, and answering it takes time from all others. What it sends meanwhile is counted and dropped unread;
+    requests are sent again until they are answered, so an honest one loses seconds and nothing else.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._refusals: dict[bytes, int] = {}
+        self._window_ends = 0.0
+
+    def refused(self, peer: bytes) -> bool:
+        """Count a refusal; True when this one reaches the limit."""
+        if self.clock() >= self._window_ends or len(self._refusals) >= MAX_PEERS:
+            self._refusals.clear()
+            self._window_ends = self.clock() + REFUSAL_WINDOW_S
+        count = self._refusals[peer] = self._refusals.get(peer, 0) + 1
+        return count == MAX_REFUSALS
+
+    def is_silenced(self, peer: bytes) -> bool:
+        """True while a peer is not listened to."""
+        if not self._refusals or self._refusals.get(peer, 0) < MAX_REFUSALS:
+            return False
+        return self.clock() < self._window_ends
 
 
 class Server:
@@ -202,7 +233,7 @@ class Server:
             self.refused[message.code] += 1
             if (is_excess or not message.retryable) and self.refusal_limiter.refused(peer):
                 text = "%s was refused %d times, the last: %s; it is not listened to for a while"
-                log.warning(text, describe(peer), LIMIT, message.text)
+                log.warning(text, describe(peer), MAX_REFUSALS, message.text)
         try:
             header = envelope.encode(message, id=request_id, run=self.run, sender=self.name)
         except ProtocolError as bad:

@@ -22,6 +22,7 @@ from slimebus.config.flags import META, OF_RUN, ConfigCommand, config_argument, 
 from slimebus.config.load import raise_all
 from slimebus.config.saved import saved_config
 from slimebus.config.schema import EvalDataset
+from slimebus.process.launch import SLIMEBUS
 from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _exported(checkpoint: Path, folder: Path) -> Path:
     parts = {"run_dir": saved.config.run_dir, "model": model, "trainer": saved.config.trainer, "megatron": saved.config.megatron}
     (folder / "run.yaml").write_bytes(msgspec.json.encode(parts))
     words = ["export", str(folder / "run.yaml"), "--step", checkpoint.name.removeprefix("step_"), "--out", str(folder / checkpoint.name)]
-    if subprocess.run([sys.executable, "-P", "-m", "slimebus", *words], check=False, stdout=sys.stderr).returncode:
+    if subprocess.run([*SLIMEBUS, *words], check=False, stdout=sys.stderr).returncode:
         raise SlimebusError(f"{checkpoint} could not be exported; the lines above say why")
     return folder / checkpoint.name
 

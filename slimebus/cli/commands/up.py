@@ -8,6 +8,7 @@ import click
 
 from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
 from slimebus.config.schema import OPEN_MAPS, flag_of
+from slimebus.process.launch import SLIMEBUS
 
 
 @click.command(cls=ConfigCommand, external=trainer_options)
@@ -27,7 +28,7 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, te
 
     arguments = arguments_of(run_yaml, ctx.meta.get(META, {}))
     # In a process of its own, for it imports hooks.
-    check = [sys.executable, "-P", "-m", "slimebus", "config", "check", *arguments, *(["--teacher", teacher] if teacher else [])]
+    check = [*SLIMEBUS, "config", "check", *arguments, *(["--teacher", teacher] if teacher else [])]
     if code := subprocess.run(check, stdout=subprocess.DEVNULL, check=False).returncode:
         sys.exit(code)
     consumers = {"critic": ["trainer", "--role", "critic"]} if critic else {}

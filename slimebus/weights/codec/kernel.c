@@ -32,7 +32,7 @@
 #define WIDE 15u    /* a nibble whose step stands in the wide stream, less WIDE */
 #define ESCAPE 255u /* a wide byte whose difference stands in the escape stream */
 
-/* Output of a scan; the capacities are the caller's promise (see kernel_c.py). */
+/* Output of a scan; the capacities are the caller's promise (see CKernel in kernel.py). */
 typedef struct {
     uint8_t *gaps;
     uint8_t *codes; /* one nibble a byte */

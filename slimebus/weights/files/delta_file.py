@@ -18,12 +18,11 @@ import msgspec
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
 from slimebus.weights.pull.plan import Job, Plan
-from slimebus.weights.tensors import NO_BASE, Target, Tensor, Weights, checksum, digest_of
+from slimebus.weights.tensors import NO_BASE, Target, Tensor, Weights, checksum, digest_of, rounded
 
 MAGIC = b"SLMBDF01"
 HEAD_BYTES = 32

@@ -25,10 +25,9 @@ import msgspec
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
-from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.messages import DELTA, SAME, Manifest
 from slimebus.weights.pull.plan import Plan
-from slimebus.weights.pull.pull_loop import NextRound, PullLoop
+from slimebus.weights.pull.pull_loop import HostPullSharing, NextRound, PullLoop
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum
 

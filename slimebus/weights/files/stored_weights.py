@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.codec.rounding import rounded
 from slimebus.weights.files import delta_file, disk_chain
 from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.messages import DELTA, SAME
-from slimebus.weights.tensors import NO_BASE, Tensor, checksum, hash_bytes
+from slimebus.weights.tensors import NO_BASE, Tensor, checksum, hash_bytes, rounded
 
 
 def is_chain(path: Path) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import ClientTimeout
 from made_samples import frames, made
 
-from broker.page.process import STOP_S, PageProcess, listen, token_of
+from broker.page.process import listen, token_of
 from broker.store.lmdb_store import LmdbStore
 from slimebus.bus.errors import DataError, UsageError
 from slimebus.bus.sample_table import check_group
@@ -214,23 +214,6 @@ def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, t
     assert [sample["reward"] for sample in whole["samples"]] == [0.5, 1.0]
     assert whole["samples"][0]["num_tokens"] == 4
     assert "not kept any more" in absent["problem"]
-
-
-def test_a_page_that_a_hung_disk_keeps_is_not_waited_for_for_ever() -> None:
-    waits: list[float | None] = []
-
-    class Hung:
-        def kill(self) -> None:
-            pass
-
-        def wait(self, timeout: float | None = None) -> int:
-            waits.append(timeout)
-            raise subprocess.TimeoutExpired("page", timeout or 0.0)
-
-    page: Any = PageProcess.__new__(PageProcess)
-    page._process = Hung()
-    page.stop()
-    assert waits == [STOP_S]
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not share cores by sessions")

@@ -78,6 +78,7 @@ def test_failed_samples_are_left_out_and_counted(desk: Any) -> None:
     held = desk.state.groups.by_id[group.group]
     assert (held.num_samples, held.num_failed, held.num_tokens) == (2, 2, 8)
     assert desk.status["counted"]["samples failed"] == 2
+    assert desk.status["waste"] == {"failed samples": {"groups": 0, "tokens": 8}}
 
 
 def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(new_desk: Any) -> None:

@@ -34,7 +34,7 @@ def core_of() -> Callable[..., Any]:
         config = ModelConfig.read(path)
         cache = KVCache(config, kv_bytes, torch.float32)
         model = Model(config, ModelWeights(path, config, torch.float32), config.max_position_embeddings)
-        scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, place=cache.place)
+        scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, cache=cache)
         return EngineCore(model, cache, scheduler, seed=seed, **options)
 
     return build
@@ -45,10 +45,9 @@ def sequence_of() -> Callable[..., Any]:
     """Builds a Sequence from a prompt and sampling params."""
 
     def build(rid: str, prompt: list[int], *, stop_ids: frozenset[int] = frozenset(), **params: Any) -> Any:
-        from rollout.embedded.sampling_params import SamplingParams
-        from rollout.embedded.sequence import Sequence
+        from rollout.embedded.sequence import SamplingParams, Sequence
 
-        asked = {name: params.pop(name) for name in ("stream", "logprob_start", "cache_key") if name in params}
+        asked = {name: params.pop(name) for name in ("logprob_start", "cache_key") if name in params}
         sampling = SamplingParams.read({"temperature": 0.0, "max_new_tokens": 8, **params}, SHAPE["vocab_size"])
         return Sequence(rid, prompt, sampling, sampling.token_limit or 0, stop_ids, return_logprob=True, **asked)
 

@@ -190,18 +190,6 @@ def test_input_logprobs_score_the_prompt(qwen3, core_of, sequence_of):
     assert (scored.output_ids, scored.finish_reason) == ([], {"type": "length", "length": 0})
 
 
-def test_a_seeded_row_draws_the_same_in_any_company(qwen3, core_of, sequence_of):
-    path, _ = qwen3
-    outputs = []
-    for company in (0, 5):
-        core = core_of(path, seed=company)
-        sequence = sequence_of("a", [4, 5, 6], temperature=1.0, sampling_seed=11, max_new_tokens=12)
-        core.add([sequence_of(f"x{i}.", p, temperature=1.0) for i, p in enumerate(prompts(company))] + [sequence])
-        run(core)
-        outputs.append(sequence.output_ids)
-    assert outputs[0] == outputs[1]
-
-
 def test_a_frequency_penalty_counts_only_what_was_generated(qwen3, core_of, sequence_of):
     path, _ = qwen3
     core = core_of(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.embedded.loop import DecodeLoop
+from rollout.embedded.core import DecodeLoop
 
 
 class FakeCore:

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import SHAPE
 
 from rollout.embedded.model_config import ModelConfig
-from rollout.embedded.model_files import ModelFiles, expected_shapes
-from rollout.embedded.model_weights import ModelWeights
+from rollout.embedded.model_weights import ModelFiles, ModelWeights, expected_shapes
 from slimebus.bus.errors import ConfigError, WeightsError
 from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder, SharedVersion

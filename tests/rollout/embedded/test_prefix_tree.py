@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.embedded.prefix_tree import PAGE_TOKENS, PrefixTree
+from rollout.embedded.kv_cache import PAGE_TOKENS, PrefixTree
 
 TOKENS = list(range(100, 100 + 3 * PAGE_TOKENS))
 

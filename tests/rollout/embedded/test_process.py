@@ -22,7 +22,7 @@ import pytest
 from tiny_model import save_model
 from waiting import has_ended, wait_until
 
-from rollout.engines.embedded import embedded_engine
+from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import EngineProcess, EngineStartError
 from rollout.samples.response import Completion
@@ -50,7 +50,7 @@ def engine(qwen3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePr
 
 
 def test_help_answers_without_torch():
-    check = "import sys; import rollout.embedded.cli; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
+    check = "import sys; import rollout.embedded.__main__; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "False False\n"
     assert "--model-path" in run_command("--help").stdout
 
@@ -107,7 +107,7 @@ def test_it_ends_when_its_parent_is_killed(qwen3, tmp_path: Path):
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from rollout.engines.embedded import embedded_engine
+        from rollout.engines.backends import embedded_engine
         engine = embedded_engine(Path(sys.argv[1]), Path(sys.argv[2]))
         engine.start()
         print(engine.pid, flush=True)
@@ -151,17 +151,16 @@ def test_more_requests_than_the_queue_holds_get_503(engine: EngineProcess):
         ({"input_ids": [5, 48]}, "token id 48 is outside the vocabulary of 48"),
         ({"input_ids": []}, "empty"),
         ({"input_ids": [5, [6]]}, "mixes"),
-        ({}, "exactly one"),
-        ({"text": "a"}, "no tokenizer.json"),
+        ({}, "missing required field `input_ids`"),
+        ({"input_ids": [5], "stream": True}, "unknown field `stream`, but for off"),
         ({"input_ids": [5], "sampling_params": {"stop": ["x"]}}, "need a tokenizer"),
         ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "duplicate"),
         ({"input_ids": [5] * 128}, "longer than the model's context length"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": 128}}, "maximum context length"),
         ({"input_ids": [5], "sampling_params": {"top_k": 0}}, "top_k must be -1 (disable) or at least 1, got 0"),
-        ({"input_ids": [5], "sampling_params": {"n": 0}}, "Expected `int` >= 1 - at `$.n`"),
+        ({"input_ids": [5], "sampling_params": {"n": 2}}, "unknown field `n`"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "a list of 1 values for 2 prompts"),
-        ({"input_ids": [[5]], "return_logprob": [True, True]}, "a list of 2 values for 1 prompts"),
-        ({"input_ids": [5], "top_logprobs_num": 2}, "unknown field `top_logprobs_num`; this engine takes text, input_ids, rid"),
+        ({"input_ids": [5], "top_logprobs_num": 2}, "unknown field `top_logprobs_num`; this engine takes input_ids, rid"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_a_400_and_the_server_lives(engine: EngineProcess, body: Any, words: str):
@@ -272,7 +271,6 @@ CONTROL = [
     ("POST", "/pause_generation", {"mode": "retract"}),
     ("POST", "/update_weights_from_disk", {"model_path": "MODEL", "weight_version": "y"}),
     ("POST", "/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}),
-    ("POST", "/generate", {"input_ids": [1, 2], "stream": True, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.embedded.sampling import adjust_logits, draw, keep_likely, sample
-from rollout.embedded.sampling_params import SamplingParams
+from rollout.embedded.sequence import SamplingParams
 
 
 def naive_keep(probabilities: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -51,7 +51,7 @@ def test_the_ends_of_the_unit_interval_never_draw_a_removed_token():
 def test_temperature_scales_the_distribution_and_greedy_rows_ignore_chance():
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
     temperature, greedy = torch.tensor([1.0, 0.5, 1.0]), torch.tensor([False, False, True])
-    tokens, logprobs = sample(logits, temperature, greedy, torch.Generator().manual_seed(0), filtered={}, seeded={})
+    tokens, logprobs = sample(logits, temperature, greedy, torch.Generator().manual_seed(0), filtered={})
     torch.testing.assert_close(logprobs[1], (logits[1] / 0.5).log_softmax(-1))
     torch.testing.assert_close(logprobs[2], logits[2].log_softmax(-1))
     assert int(tokens[2]) == 2
@@ -73,7 +73,6 @@ def test_penalties_follow_their_formulas(sequence_of):
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
-        ({"n": 0}, r"\$.n"),
         ({"top_k": 0, "temperature": 1e-5}, "top_k"),
         ({"min_new_tokens": 129}, "min_new_tokens"),
         ({"logit_bias": {"16": 1.0}}, "logit_bias"),

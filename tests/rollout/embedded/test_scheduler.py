@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.embedded.kv_cache import Prefix
 from rollout.embedded.scheduler import Scheduler
 
 
@@ -13,15 +14,19 @@ class RoomFor:
     def __init__(self, num_tokens: int) -> None:
         self.left = num_tokens
 
-    def __call__(self, sequence, most_new):
-        fits = sequence.max_tokens <= self.left and len(sequence.tokens) <= most_new
-        self.left -= sequence.max_tokens * fits
-        return fits
+    def match(self, sequence) -> Prefix:
+        return Prefix(0, [], [])
+
+    def can_allocate(self, sequence, prefix) -> bool:
+        return sequence.max_tokens <= self.left
+
+    def allocate(self, sequence, prefix) -> None:
+        self.left -= sequence.max_tokens
 
 
 @pytest.fixture
 def scheduler():
-    return Scheduler(max_running=4, max_prefill_tokens=10, place=RoomFor(60))
+    return Scheduler(max_running=4, max_prefill_tokens=10, cache=RoomFor(60))
 
 
 def test_admits_in_order_up_to_the_row_limit(scheduler, sequence_of):
@@ -44,7 +49,7 @@ def test_what_the_cache_cannot_hold_waits(scheduler, sequence_of):
 
 
 def test_a_full_batch_waits_for_several_free_rows_before_it_admits_again(sequence_of):
-    scheduler = Scheduler(max_running=32, max_prefill_tokens=100, place=RoomFor(10_000))
+    scheduler = Scheduler(max_running=32, max_prefill_tokens=100, cache=RoomFor(10_000))
     scheduler.add([sequence_of(f"{i}.", [i, 2]) for i in range(40)])
     scheduler.admit()
     scheduler.remove_running([0])

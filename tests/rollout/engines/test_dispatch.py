@@ -63,19 +63,19 @@ def run(tmp_path: Path, talk: Callable[..., Any], *, models: tuple[str, ...] = (
         pool = EnginePool(RunConfig(engine=EngineConfig(**config)), tmp_path, tmp_path, name="w")
         for i, model in enumerate(models):
             spec = EngineSpec(model=model, is_frozen=bool(model))
-            engine = Engine(f"http://e{i}", None, 100, pool.config.engine, spec=spec, on_change=pool.note_change)
+            engine = Engine(f"http://e{i}", None, 100, pool.config.engine, spec=spec)
             engine.client = Client(engine)  # type: ignore[assignment]
             pool.add(engine)
-            put(engine, "serving")
+            put(engine, "serving", pool)
         pool.lineage = "L"
         await asyncio.wait_for(talk(Dispatch(pool), *(engine.client for engine in pool.engines)), 5)
 
     asyncio.run(session())
 
 
-def put(engine: Engine, phase: Phase) -> None:
+def put(engine: Engine, phase: Phase, pool: EnginePool) -> None:
     engine.state.phase = phase
-    engine.on_change()
+    pool.note_change()
 
 
 async def turns(number: int = 5) -> None:
@@ -98,7 +98,7 @@ def test_a_session_stays_with_its_engine_and_others_go_to_the_least_busy(tmp_pat
         assert (first.asked, second.asked) == (3, 1)
         first.release(), second.release()
         await asyncio.gather(*begun)
-        put(first.engine, "sick")
+        put(first.engine, "sick", dispatch.pool)
         begun = [begin(dispatch, session="a")]
         await turns()
         assert second.asked == 2, "a session whose engine is out of service goes on elsewhere"
@@ -125,11 +125,11 @@ def test_an_engine_gets_no_more_requests_than_its_limit(tmp_path: Path) -> None:
 
 def test_nothing_is_sent_to_an_engine_between_two_versions(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, only: Client) -> None:
-        put(only.engine, "updating")
+        put(only.engine, "updating", dispatch.pool)
         begun = begin(dispatch)
         await turns()
         assert only.asked == 0
-        put(only.engine, "serving")
+        put(only.engine, "serving", dispatch.pool)
         await turns()
         only.release()
         assert len(await begun) == 1
@@ -139,7 +139,7 @@ def test_nothing_is_sent_to_an_engine_between_two_versions(tmp_path: Path) -> No
 
 def test_an_engine_that_has_served_nothing_yet_holds_up_nobody(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, serving: Client, newcomer: Client) -> None:
-        put(newcomer.engine, "syncing")
+        put(newcomer.engine, "syncing", dispatch.pool)
         begun = [begin(dispatch), begin(dispatch)]
         await turns()
         assert (serving.asked, newcomer.asked) == (2, 0)
@@ -147,6 +147,68 @@ def test_an_engine_that_has_served_nothing_yet_holds_up_nobody(tmp_path: Path) -
         await asyncio.gather(*begun)
 
     run(tmp_path, talk)
+
+
+def test_requests_that_wait_go_in_order_and_none_passes_one_that_needs_more_room(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, only: Client) -> None:
+        begun = [begin(dispatch), *(begin(dispatch, size) for size in (3, 1))]
+        await turns()
+        assert only.asked == 1
+        only.release()
+        await begun[0]
+        await turns()
+        assert (only.asked, dispatch.is_waiting("")) == (4, True)
+        only.release()
+        await begun[1]
+        await turns()
+        assert only.asked == 5
+        only.release()
+        await asyncio.gather(*begun)
+        assert (only.engine.running, dispatch.is_waiting("")) == (0, False)
+
+    run(tmp_path, talk, models=("",), sglang_server_concurrency=3)
+
+
+def test_a_request_that_ends_wakes_those_that_there_is_room_for_and_no_others(tmp_path: Path) -> None:
+    async def talk(dispatch: Dispatch, only: Client) -> None:
+        looks, of = list[str](), dispatch.pool.engines_of
+        begun = [begin(dispatch) for _ in range(200)]
+        await turns()
+        dispatch.pool.engines_of = lambda model: looks.append(model) or of(model)  # type: ignore[func-returns-value, method-assign]
+        only.release()
+        await begun[0]
+        await turns()
+        assert only.asked == 2
+        assert len(looks) < 10
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+    run(tmp_path, talk, models=("",), sglang_server_concurrency=1)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_room_that_was_given_is_given_back_where_it_cannot_be_used(tmp_path: Path, is_cancelled: bool) -> None:
+    async def talk(dispatch: Dispatch, only: Client) -> None:
+        put(only.engine, "updating", dispatch.pool)
+        waiting = begin(dispatch)
+        await turns()
+        put(only.engine, "serving", dispatch.pool)  # the room is its own now, before it could run
+        assert only.engine.running == 1
+        if is_cancelled:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert (only.engine.running, only.asked) == (0, 0)
+            return
+        put(only.engine, "updating", dispatch.pool)
+        await turns()
+        assert (only.engine.running, only.asked) == (0, 0)
+        put(only.engine, "serving", dispatch.pool)
+        await turns()
+        only.release()
+        await waiting
+
+    run(tmp_path, talk, models=("",))
 
 
 def test_a_recalled_group_hands_over_what_it_has_and_others_go_on(tmp_path: Path) -> None:
@@ -171,9 +233,9 @@ def test_what_a_detached_engine_was_making_is_continued_by_the_other(tmp_path: P
         sampling = asyncio.create_task(dispatch.sample([task(), task()]))
         await turns()
         assert (first.asked, second.asked) == (2, 0)
-        put(second.engine, "updating")  # in the middle of a weight update it is in service all the same
+        put(second.engine, "updating", dispatch.pool)  # in the middle of a weight update it is in service all the same
         assert await dispatch.pool.detach("http://e0") == "http://e0 is detached"
-        put(second.engine, "serving")
+        put(second.engine, "serving", dispatch.pool)
         await turns()
         second.release()
         assert [r.token_ids.tolist() for r in await sampling] == [[7, 7], [7, 7]]
@@ -211,7 +273,7 @@ def test_an_engine_that_two_commands_detach_or_attach_at_once_goes_or_comes_once
         pass
 
     def enlisted(pool: EnginePool, engine: Engine) -> None:
-        put(engine, "serving")
+        put(engine, "serving", pool)
 
     monkeypatch.setattr(EnginePool, "_claim", claimed)
     monkeypatch.setattr(EnginePool, "_wait_ready", ready)
@@ -308,7 +370,7 @@ def test_frozen_models_are_asked_by_name_and_their_tokens_have_no_version(tmp_pa
         assert dispatch.runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
         with pytest.raises(UsageError, match="no engine of model 'judge'; there are: policy, teacher"):
             await dispatch.generate([[1]], [{}], model="judge")
-        put(policy.engine, "sick")
+        put(policy.engine, "sick", dispatch.pool)
         with pytest.raises(WeightsError, match="out of service"):
             await dispatch.generate([[1]], [{}])
 

@@ -19,8 +19,8 @@ import pytest
 from tiny_model import save_model
 
 from rollout.engines import engine_state, pool
+from rollout.engines.backends import embedded_engine
 from rollout.engines.dispatch import Dispatch
-from rollout.engines.embedded import embedded_engine
 from rollout.engines.engine import Engine
 from rollout.engines.pool import EnginePool
 from rollout.engines.sglang.client import EngineClient
@@ -202,7 +202,7 @@ def test_a_worker_that_leaves_in_the_middle_of_an_update_leaves_no_attached_engi
         update = asyncio.ensure_future(engines.pool.update_weights(version(model, 3)))
         await hangs.wait()
         begun = time.monotonic()
-        await engines.pool.settle()
+        await engines.pool.finish_loads()
         update.cancel()
         await asyncio.gather(update, return_exceptions=True)
         await engines.pool.leave()

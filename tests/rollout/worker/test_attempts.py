@@ -1,7 +1,6 @@
 """What becomes of a leased group that does not end by itself: recalled, or out of time."""
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,8 @@ class Endless:
         self.queued -= 1
         return self.queued >= 0
 
-    def forget(self, group: str) -> None:
-        pass
+    def forget(self, group: str) -> int:
+        return 20
 
 
 class Answering(Parrot):
@@ -62,8 +61,8 @@ class Answering(Parrot):
 
     lineage = "L"
 
-    def forget(self, group: str) -> None:
-        pass
+    def forget(self, group: str) -> int:
+        return 20
 
 
 class Broker:
@@ -171,22 +170,24 @@ def test_a_recalled_group_is_given_back_with_what_there_is(tmp_path: Path) -> No
 
 
 def test_what_a_hook_makes_is_given_back_at_once_and_begun_anew(tmp_path: Path, caplog: Any) -> None:
-    caplog.set_level(logging.INFO)
-
-    async def run() -> list[tuple[Message, Any]]:
+    async def run() -> tuple[Attempts, list[tuple[Message, Any]]]:
         engine = Endless(2)
         plug = "async def g(session): await session.generate()"
         of, broker = attempts(tmp_path, engine, plug, custom_generate_function_path="plug.py:g")
         of.begin(*lease(1))
         await engine.began.wait()
         of.recall(1)
+        of.recall(1)
         await done(of)
-        return broker.told
+        return of, broker.told
 
-    ((back, frames),) = asyncio.run(run())
+    of, ((back, frames),) = asyncio.run(run())
     assert isinstance(back, GiveBack)
-    assert (back.outcome, frames) == ("requeue", [])
-    assert "is recalled; what a hook began is begun anew" in caplog.text
+    assert (back.outcome, back.reason, back.num_tokens, frames) == ("requeue", "recalled and begun anew", 20, [])
+    assert of.counts.begun_anew == 1
+    assert [record.levelname for record in caplog.records if "sessions that take longer than broker.max_staleness" in record.message] == [
+        "WARNING"
+    ]
 
 
 def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: Path) -> None:

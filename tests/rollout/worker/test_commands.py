@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.claim import claim
+from rollout.engines.engine import claim
 from rollout.worker.commands import Commands
 from slimebus.bus.messages import Command, CommandReply
 

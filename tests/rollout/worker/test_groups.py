@@ -1,6 +1,7 @@
 """From a lease to samples, with an engine and a tokenizer of our own making."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 from parrot import Parrot, make, maker
 
+from rollout.samples.plugins import PluginError
 from rollout.worker.groups import Dropped
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import NO_VERSION, LeasedGroup
@@ -41,11 +43,44 @@ def test_a_failed_reward_makes_a_failed_sample_not_a_zero(tmp_path: Path) -> Non
     assert [(s.status, s.reward) for s in samples] == [("completed", 1.0), ("completed", 1.0), ("failed", None)]
 
 
+@pytest.mark.parametrize("body", ["1/0", "raise SystemExit", "await asyncio.sleep(30)", "session.metadata[1] = 2"])
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_a_session_that_fails_or_is_late_is_a_failed_sample_and_the_others_are_kept(tmp_path: Path, body: str, kind: str) -> None:
+    plug = (
+        "import asyncio, numpy as np\nasync def g(session):\n    await session.generate()\n"
+        "    session.extras['x'] = np.ones(5, np.float32)\n"
+        f"    if session.task.index == 1:\n        {body}\ndef r(responses): return [len(responses)] * len(responses)\n"
+    )
+    made = maker(tmp_path, plug, custom_generate_function_path="plug.py:g", custom_rm_path="plug.py:r", generate_timeout_s="0.5")
+    samples = make(made, kind=kind)
+    assert [(s.status, s.reward, s.trajectory) for s in samples] == [("completed", 2.0, 0), ("failed", None, 1), ("completed", 2.0, 2)]
+    assert [s.tokens.tolist() for s in samples] == [[97, 98, 120, 48 + i, 0] for i in range(3)], "what was sampled counts as waste"
+    assert [s.extras["x"].sum() for s in samples] == [5, 0, 5]
+    encode_group(samples)
+
+
+def test_a_sample_without_a_reward_has_the_extras_of_the_others(tmp_path: Path) -> None:
+    plug = "import numpy as np\ndef r(response):\n    response.extras['x'] = np.ones(1)\n    return 1 / (response.task.index - 1)\n"
+    samples = make(maker(tmp_path, plug, custom_rm_path="plug.py:r"))
+    assert [(s.status, s.extras["x"].tolist()) for s in samples] == [("completed", [1]), ("failed", [0]), ("completed", [1])]
+    encode_group(samples)
+
+
+@pytest.mark.parametrize(("num_calls", "is_kept"), [(3, True), (4, False)])
+def test_rewards_that_fail_for_all_of_a_group_are_tried_again_before_its_samples_are_lost(
+    tmp_path: Path, num_calls: int, is_kept: bool
+) -> None:
+    plug = f"calls = []\ndef r(responses):\n    calls.append(1)\n    return [0.5 / (len(calls) >= {num_calls})] * len(responses)\n"
+    made = maker(tmp_path, plug, custom_rm_path="plug.py:r")
+    with contextlib.nullcontext() if is_kept else pytest.raises(PluginError, match="ZeroDivisionError"):
+        assert [s.reward for s in make(made)] == [0.5] * 3
+
+
 def test_the_time_for_sampling_does_not_cover_rewards(tmp_path: Path) -> None:
     plug = "import asyncio, time\ndef r(response):\n    time.sleep(0.3)\n    return 1\nasync def g(session): await asyncio.sleep(30)\n"
     samples = make(maker(tmp_path, plug, custom_rm_path="plug.py:r", generate_timeout_s="0.2"), n=1)
     assert [(s.status, s.reward) for s in samples] == [("completed", 1.0)]
-    with pytest.raises(TimeoutError):
+    with pytest.raises(PluginError, match=r"generate hook plug.py:g gave no result within generate_timeout_s = 0.2 s"):
         make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g", generate_timeout_s="0.2"))
 
 
@@ -110,6 +145,12 @@ def test_a_class_is_set_up_once_and_torn_down(tmp_path: Path, caplog: pytest.Log
     asyncio.run(run())
     assert "plug.py:G.teardown failed" in caplog.text
     assert "OSError: 4 calls" in caplog.text
+
+
+def test_what_was_not_set_up_is_not_torn_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plug = "class G:\n    async def generate(self, session): pass\n    def teardown(self): 1/0\n"
+    asyncio.run(maker(tmp_path, plug, custom_generate_function_path="plug.py:G").teardown())
+    assert not caplog.text
 
 
 def test_a_prompt_that_is_too_long_is_dropped_in_training_only(tmp_path: Path) -> None:

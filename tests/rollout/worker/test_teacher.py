@@ -34,7 +34,7 @@ def sample(tokens: list[int], *, temperature: float = 1.0, trained: int = 1) -> 
 
 def test_what_cannot_be_scored_gets_numbers_that_the_trainer_refuses_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     samples = [sample([1, 2, 3]), sample([1, 2], temperature=0.7), sample([1, 2, 3, 4, 5]), sample([7, 8], trained=0)]
-    found = asyncio.run(scores_of(MadeUpEngine("http://none"), ConsumedGroup("g", 5, 9, samples)))
+    (found,) = asyncio.run(scores_of(MadeUpEngine("http://none"), [ConsumedGroup("g", 5, 9, samples)]))
     assert found[0].tolist() == [-1, -2, -3]
     assert np.isnan(found[1]).all()
     assert np.isnan(found[2]).all()
@@ -44,6 +44,26 @@ def test_what_cannot_be_scored_gets_numbers_that_the_trainer_refuses_and_the_log
     assert "g-5-1 gets no teacher_logprobs" in hot
     assert "temperature 0.7" in hot
     assert "longer than the context" in long
+
+
+def test_the_samples_of_all_groups_are_asked_for_at_once() -> None:
+    class Patient(MadeUpEngine):
+        """Answers nothing before both samples with trained tokens have been asked for."""
+
+        together: asyncio.Barrier
+
+        async def score(self, tokens: list[int], rid: str) -> np.ndarray:
+            await self.together.wait()
+            return await super().score(tokens, rid)
+
+    groups = [ConsumedGroup("g", 5, 9, [sample([1, 2]), sample([3], trained=0)]), ConsumedGroup("h", 6, 9, [sample([4, 4])])]
+
+    async def score() -> list[list[np.ndarray]]:
+        engine = Patient("http://none")
+        engine.together = asyncio.Barrier(2)
+        return await asyncio.wait_for(scores_of(engine, groups), 5)
+
+    assert [[field.tolist() for field in group] for group in asyncio.run(score())] == [[[-1, -2], [0]], [[-4, -4]]]
 
 
 def test_a_teacher_that_nobody_waits_for_is_refused() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,10 @@ def _wrapped(data: bytes) -> str:
 
 
 def _readable(header: bytes) -> str:
+    """As JSON, in lines of at most 150 characters, broken between two keys."""
     found: dict[str, Any] = msgpack.unpackb(header)
-    return json.dumps(found, ensure_ascii=False)
+    text = json.dumps(found, ensure_ascii=False).replace(', "', ',\0"').replace(" ", "\1").replace("\0", " ")
+    return textwrap.fill(text, 150, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).replace("\1", " ")
 
 
 def page() -> str:

@@ -23,7 +23,7 @@ class Process:
         return self.code
 
 
-class FakeFleet:
+class FakeGroup:
     """Trials that end at once with the code that `codes` has for them; None: they never end. Each writes its evaluations."""
 
     codes: dict[str, int | None] = {}
@@ -33,9 +33,9 @@ class FakeFleet:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.started: list[tuple[str, Sequence[str], Any]] = []
-        FakeFleet.last = self  # type: ignore[attr-defined]
+        FakeGroup.last = self  # type: ignore[attr-defined]
 
-    def __enter__(self) -> "FakeFleet":
+    def __enter__(self) -> "FakeGroup":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -75,11 +75,11 @@ def sweep_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, codes: dict[str
     (tmp_path / "run.yaml").write_text("name: base\n")
     usual = {"run": "run.yaml", "sweep_dir": str(tmp_path / "out"), "grid": {"broker.max_staleness": [0, 1, 2]}}
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(usual | tree))
-    monkeypatch.setattr(runner, "Fleet", FakeFleet)
+    monkeypatch.setattr(runner, "ProcessGroup", FakeGroup)
     monkeypatch.setattr(runner, "POLL_S", 0.0)
     monkeypatch.setattr(runner, "SCORES_POLL_S", -1.0)
     monkeypatch.setattr(runner, "asked_refusals", lambda sweep: {})
-    monkeypatch.setattr(FakeFleet, "codes", codes or {})
+    monkeypatch.setattr(FakeGroup, "codes", codes or {})
     return load(tmp_path / "s.yaml")
 
 
@@ -95,7 +95,7 @@ def names(sweep: Sweep) -> list[str]:
 def test_every_trial_is_run_once_however_often_the_sweep_is_started(sweep: Sweep) -> None:
     Runner(sweep, print).run()
     assert states(sweep) == [("done", 1)] * 3
-    assert [role for role, _, _ in FakeFleet.last.started] == names(sweep)  # type: ignore[attr-defined]
+    assert [role for role, _, _ in FakeGroup.last.started] == names(sweep)  # type: ignore[attr-defined]
     Runner(sweep, print).run()
     assert states(sweep) == [("done", 1)] * 3
 
@@ -119,7 +119,7 @@ def test_a_trial_that_fails_is_a_line_with_its_reason_and_the_sweep_goes_on(tmp_
     assert any("max_staleness=1,seed=0: failed after 0 s: it broke: no such thing" in line for line in lines)
     Runner(sweep, print).run()
     assert states(sweep)[1] == ("failed", 1), "not run again by itself"
-    monkeypatch.setattr(FakeFleet, "codes", {})
+    monkeypatch.setattr(FakeGroup, "codes", {})
     (sweep.run_dir(sweep.trials[1]) / "trial.json").unlink()
     Runner(sweep, print).run()
     assert states(sweep)[1] == ("done", 1)
@@ -144,13 +144,13 @@ def test_a_wrong_name_or_a_sweep_of_which_nothing_can_run_is_refused(sweep: Swee
 def test_parallel_trials_get_their_share_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = sweep_of(tmp_path, monkeypatch, parallel=3, gpus=[0, 1, 2, 3, 4, 5], workers=2)
     Runner(sweep, print).run()
-    started = FakeFleet.last.started  # type: ignore[attr-defined]
+    started = FakeGroup.last.started  # type: ignore[attr-defined]
     assert [environment for _, _, environment in started] == [{"CUDA_VISIBLE_DEVICES": ids} for ids in ("0,1", "2,3", "4,5")]
     assert all(arguments[-2:] == ["--workers", "2"] for _, arguments, _ in started)
 
 
 def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeFleet, "scores", {"max_staleness=3,seed=0": 0.1})
+    monkeypatch.setattr(FakeGroup, "scores", {"max_staleness=3,seed=0": 0.1})
     sweep = sweep_of(
         tmp_path,
         monkeypatch,

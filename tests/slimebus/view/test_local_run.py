@@ -12,7 +12,7 @@ import pytest
 
 from slimebus.bus.errors import UsageError
 from slimebus.config import resolve
-from slimebus.process.launch import Fleet, locked
+from slimebus.process.launch import ProcessGroup, locked
 from slimebus.view import local_run
 from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, UP_LOCK, LocalRun, left_too_early, start_all
 
@@ -22,7 +22,7 @@ HERE = ("broker", "trainer", "rollout", "rollout-2")
 def children(**gone_s: float) -> list[Any]:
     """Processes of a run; those named ended so many seconds ago."""
     now = time.monotonic()
-    return [SimpleNamespace(role=role, ended_at=now - gone_s[key] if (key := role.replace("-", "_")) in gone_s else 0.0) for role in HERE]
+    return [SimpleNamespace(name=role, ended_at=now - gone_s[key] if (key := role.replace("-", "_")) in gone_s else 0.0) for role in HERE]
 
 
 def status(state: str = "running", **clients: str) -> dict[str, Any]:
@@ -35,14 +35,14 @@ LONG = EXIT_GRACE_S + 1
 def test_workers_that_left_a_run_that_goes_on_are_started_again() -> None:
     found = left_too_early(children(rollout=LONG, rollout_2=LONG), status(trainer="training"))
     assert found is not None
-    assert found.role == "rollout"
+    assert found.name == "rollout"
 
 
 @pytest.mark.parametrize("state", ["waiting for a trainer", "running"])
 def test_a_trainer_that_left_before_the_end_is_started_again(state: str) -> None:
     found = left_too_early(children(trainer=LONG), status(state, rollout="serving"))
     assert found is not None
-    assert found.role == "trainer"
+    assert found.name == "trainer"
 
 
 @pytest.mark.parametrize(
@@ -65,38 +65,38 @@ def test_one_who_is_not_needed_stays_away(gone: dict[str, float], told: dict[str
 def test_a_broker_that_ended_while_others_work_is_started_again() -> None:
     found = left_too_early(children(broker=BROKER_EXIT_GRACE_S + 1), None)
     assert found is not None
-    assert found.role == "broker"
+    assert found.name == "broker"
 
 
 def test_what_a_signal_ended_is_started_again_so_often_and_what_failed_is_not(tmp_path: Path) -> None:
     run = LocalRun(resolve(None, {}), [], quiet=True)
-    with Fleet(tmp_path) as fleet:
-        failed = fleet.start("trainer", ["no-such-command"])
-        fleet.start("broker", ["keys"])
+    with ProcessGroup(tmp_path) as group:
+        failed = group.start("trainer", ["no-such-command"])
+        group.start("broker", ["keys"])
         failed.process.wait(20)
         for _ in range(MAX_RESTARTS + 1):
-            killed = fleet.children[1]
+            killed = group.children[1]
             os.kill(killed.process.pid, signal.SIGKILL)
             killed.process.wait(20)
-            run.replace_killed(fleet)
-        assert fleet.children == [failed, killed], "it was not started a fourth time, and the trainer not at all"
+            run.replace_killed(group)
+        assert group.children == [failed, killed], "it was not started a fourth time, and the trainer not at all"
 
 
 def test_another_process_takes_the_place_of_one_that_ended_and_the_first_stays_first(tmp_path: Path) -> None:
-    with Fleet(tmp_path) as fleet:
+    with ProcessGroup(tmp_path) as group:
         for role in ("broker", "trainer"):
-            fleet.start(role, ["--version"]).process.wait(20)
-        first, second = fleet.children
-        fleet.start_again(first)
-        assert [child.role for child in fleet.children] == ["broker", "trainer"]
-        assert fleet.children[0] is not first
-        assert fleet.children[1] is second
+            group.start(role, ["--version"]).process.wait(20)
+        first, second = group.children
+        group.start_again(first)
+        assert [child.name for child in group.children] == ["broker", "trainer"]
+        assert group.children[0] is not first
+        assert group.children[1] is second
 
 
 def test_an_empty_line_of_a_process_is_not_shown(tmp_path: Path) -> None:
     lines: list[str] = []
-    with Fleet(tmp_path, sink=lambda role, line: lines.append(line)) as fleet:
-        child = fleet.start("help", ["--help"])
+    with ProcessGroup(tmp_path, sink=lambda role, line: lines.append(line)) as group:
+        child = group.start("help", ["--help"])
         child.process.wait(20)
         child.finish()
     assert lines
@@ -104,11 +104,11 @@ def test_an_empty_line_of_a_process_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_beside_a_broker_that_has_the_address(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, Fleet(tmp_path) as fleet:
+    with socket.create_server(("127.0.0.1", 0)) as other, ProcessGroup(tmp_path) as group:
         resolved = resolve(None, {"broker.bind": f"tcp://127.0.0.1:{other.getsockname()[1]}"})
         with pytest.raises(UsageError, match="in use by another process"):
-            start_all(fleet, resolved, [], 1, {})
-        assert not fleet.children
+            start_all(group, resolved, [], 1, {})
+        assert not group.children
 
 
 def test_of_two_ups_at_once_one_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,21 @@ def test_gspo_has_the_ratio_of_the_sequence_at_each_token() -> None:
 
 
 def test_gspo_clips_all_tokens_of_a_sequence_that_strays_a_thousandth() -> None:
+    paper = {"algorithm.settings.eps_clip": 3e-4, "algorithm.settings.eps_clip_high": 4e-4}
     row = row_of(batch_of([2, 2]), [0.001, 0.001, 0.0003, 0.0003])
-    outcome = objective("gspo").loss(row)
+    outcome = objective("gspo", **paper).loss(row)
     outcome.loss.sum().backward()
     assert in_order(row, outcome.measures["pg_clipfrac"]) == [1, 1, 0, 0]
     assert gradient(row) == pytest.approx([0, 0, -math.exp(0.0003), -math.exp(0.0003)])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gspo_trains_samples_whose_engine_is_off_by_half_a_thousandth_of_a_nat(advantage: float) -> None:
+    row = row_of(batch_of([100], advantages=advantage), [-5e-4] * 100)
+    outcome = objective("gspo").loss(row)
+    outcome.loss.sum().backward()
+    assert not outcome.measures["pg_clipfrac"].any()
+    assert gradient(row) == pytest.approx([-advantage] * 100, rel=1e-3)
 
 
 def test_cispo_caps_the_weight_and_keeps_every_gradient() -> None:

@@ -18,6 +18,7 @@ from trainer.objective.build_objective import algorithm_problems
 from trainer.objective.group_rewards import rewards_with_kl
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import PolicyGradient, TokenLoss
+from trainer.objective.problems import problems
 
 FILE = '''
 import numpy as np
@@ -199,14 +200,14 @@ class Changing(Grpo):
 
 
 class Negative(Correction):
-    weighs_old = False
+    is_importance_weight = False
 
     def weight(self, row):
         return TokenWeight(-torch.ones_like(row.new_logprobs))
 
 
 class Nan(Correction):
-    weighs_old = False
+    is_importance_weight = False
 
     def weight(self, row):
         return TokenWeight(torch.full_like(row.new_logprobs, float("nan")))
@@ -298,8 +299,8 @@ class Misnamed(PolicyGradient):
 
 def test_an_unknown_aggregation_is_refused() -> None:
     config = RunConfig()
-    problems = Objective(config, Misnamed(config, Misnamed.Settings()), []).problems()
-    assert any("Misnamed: aggregation 'sequnce'; expected one of token, sequence, group, constant" in problem for problem in problems)
+    found = problems(Objective(config, Misnamed(config, Misnamed.Settings()), []))
+    assert any("Misnamed: aggregation 'sequnce'; expected one of token, sequence, group, constant" in problem for problem in found)
 
 
 class Broken(PolicyGradient):

@@ -11,6 +11,7 @@ from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
+from trainer.batches.packed_layout import PackedLayout
 from trainer.batches.packing import RankLayout, pack, plan_rows
 from trainer.objective.build_objective import build_objective
 
@@ -71,3 +72,13 @@ def test_a_trajectory_of_several_samples_weighs_as_much_as_one_of_a_single_sampl
     batch = flatten([Group("g", turns)])
     advantages = build_objective(RunConfig()).advantages(batch)["advantages"].values
     assert advantages[batch.ends - 1] == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])
+
+
+def test_a_row_for_context_parallelism_is_as_large_as_its_tokens():
+    """No mask of each query and key waits in it: of 64 rows of 65,536 tokens these would take 64 GiB."""
+    layout = PackedLayout([4096], cp_size=2, cp_rank=0)
+    held = [thing for part in (layout, *layout.runs) for thing in vars(part).values() if isinstance(thing, torch.Tensor)]
+    assert max(tensor.nbytes for tensor in held) == 8 * 4096
+    mask = layout.runs[0].causal_mask()
+    assert mask.shape == (1, 1, 2048, 4096)
+    assert [int(row.sum()) for row in mask[0, 0, [0, 1023, 1024, 2047]]] == [1, 1024, 3073, 4096]

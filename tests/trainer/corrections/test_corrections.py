@@ -31,7 +31,7 @@ def weights(chosen: Objective, batch: Batch, new: list[float]) -> list[float]:
     """Those of the first correction at each trained token."""
     row = row_of(batch, new, old=chosen.old_column(batch))
     correction = chosen.corrections[0]
-    if correction.replaces_old:
+    if correction.provides_old_logprobs:
         row.old_logprobs = correction.old_logprobs(row)
     return in_order(row, correction.weight(row).weight)
 
@@ -100,10 +100,10 @@ def test_decoupled_weighs_the_clip_against_its_own_old_policy() -> None:
     batch = batch_of(
         [4], rollout_logprobs=[-LN2, 0.0, -2 * LN3, -LN2], old_logprobs=[0.0, -LN2, 0.0, 0.0], advantages=[1.0, 1.0, 1.0, -2.0]
     )
-    new = [math.log(1.1), math.log(0.6), 0.0, math.log(1.5)]
+    new = [math.log(1.1), math.log(0.59), 0.0, math.log(1.5)]
     assert weights(chosen, batch, new) == pytest.approx([2, 0.5, 0, 2])  # 9 is above the cap of 5
-    # w r A where the clip lets it pass: 1.1, 1.2 (a good token above is not clipped until 1.28), out, and A < 0 unbounded above
-    assert gradients(chosen, batch, new) == pytest.approx([-2 * 1.1, -0.5 * 1.2, 0, 2 * 1.5 * 2])
+    # w r A where the clip lets it pass: 1.1, 1.18 (a good token is not clipped until 1.2), out, and A < 0 unbounded above
+    assert gradients(chosen, batch, new) == pytest.approx([-2 * 1.1, -0.5 * 1.18, 0, 2 * 1.5 * 2])
 
 
 def test_decoupled_gradient_is_that_of_finite_differences() -> None:
@@ -122,12 +122,12 @@ def test_decoupled_gradient_is_that_of_finite_differences() -> None:
 
 def test_a3po_interpolates_the_old_policy_by_the_lag_of_each_token() -> None:
     chosen = objective("a3po", **OWN_OLD)
-    assert not chosen.keeps_old  # no forward pass
+    assert not chosen.recomputes_old_logprobs  # no forward pass
     batch = batch_of([4], lag=[0, 1, 2, 4])
-    new = [0.4] * 4
-    assert weights(chosen, batch, new) == pytest.approx([1, 1, math.exp(0.2), math.exp(0.3)])  # rho^((k - 1) / k)
-    # log r = d / k: 0.4 is clipped (1.49), 0.2 (1.22) and 0.1 are not
-    assert gradients(chosen, batch, new) == pytest.approx([0, 0, -math.exp(0.2 + 0.2), -math.exp(0.3 + 0.1)])
+    new = [0.36] * 4
+    assert weights(chosen, batch, new) == pytest.approx([1, 1, math.exp(0.18), math.exp(0.27)])  # rho^((k - 1) / k)
+    # log r = d / k: 0.36 is clipped (1.43), 0.18 (1.197) and 0.09 are not
+    assert gradients(chosen, batch, new) == pytest.approx([0, 0, -math.exp(0.18 + 0.18), -math.exp(0.27 + 0.09)])
     assert weights(chosen, batch_of([1], lag=[4]), [3.0]) == [0]  # exp(2.25) is above the cap
 
 
@@ -276,8 +276,14 @@ def test_what_is_masked_counts_nothing_where_it_is_not_finite(name: str, given: 
         ({"corrections": "decoupled,a3po", "use_rollout_logprobs": False}, "decoupled and a3po each weigh"),
         ({"corrections": "tis", "advantage_estimator": "dppo"}, "dppo and tis each weigh"),
         ({"corrections": "tis", "advantage_estimator": "gspo"}, "gspo is its ratio, but with use_rollout_logprobs: true the weight of tis"),
-        ({"corrections": "mis", "advantage_estimator": "cispo"}, "set use_rollout_logprobs: false, or remove mis"),
+        ({"corrections": "mis", "advantage_estimator": "cispo"}, "rollout.num_steps_per_rollout above 1, or remove mis"),
         ({"corrections": "vespo", "settings.eps_clip": 0.1}, "algorithm.settings.eps_clip: no effect: with use_rollout_logprobs: true the"),
+        (
+            {"use_rollout_logprobs": False, "settings.eps_clip": 0.1},
+            "eps_clip: no effect: with use_rollout_logprobs: false and one",
+        ),
+        ({"corrections": "tis", "use_rollout_logprobs": False, "settings.eps_clip_high": 0.1}, "settings.eps_clip_high: no effect"),
+        ({"advantage_estimator": "gspo", "use_rollout_logprobs": False}, "gspo is its ratio, but with use_rollout_logprobs: false and one"),
         ({"corrections": "trm"}, "trm masks nothing; no default is known to fit"),
         ({"corrections": "tis", "settings.tis_clip_low": 3}, "tis_clip_low: 3 is not below tis_clip's upper bound 2"),
         ({"corrections": "mis", "settings.mis_low": 2}, "mis_low: 2 is not below"),
@@ -299,7 +305,7 @@ def test_a_method_that_reads_rollout_logprobs_is_refused_with_top_p(name: str) -
 def test_a_ratio_goes_with_masks_and_with_a_weight_on_old_logprobs_of_the_trainer(name: str) -> None:
     flags = {"algorithm.advantage_estimator": name, "algorithm.settings.eps_clip": 0.1}
     for more in ({"corrections": "opsm"}, {"corrections": "tis", "use_rollout_logprobs": False}):
-        given = flags | {f"algorithm.{field}": value for field, value in more.items()}
+        given = flags | {f"algorithm.{field}": value for field, value in more.items()} | {"rollout.num_steps_per_rollout": 2}
         assert algorithm_problems(resolve(None, given, environ={})) == []
 
 

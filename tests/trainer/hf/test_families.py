@@ -45,7 +45,8 @@ def logits_of(policy) -> list[torch.Tensor]:
     (row,) = pack(batch, np.arange(len(samples)), 1000, rank_layout(policy.model))
     policy.model.module.eval()
     with torch.no_grad():
-        logits = policy.model.module(row.tokens, row.positions, None, packed_seq_params=row.packed)
+        hidden = policy.model.module(row.tokens, row.positions, None, packed_seq_params=row.packed)
+        logits = hidden @ policy.model.head.T
     flat = torch.empty(sum(LENGTHS), logits.shape[-1])
     flat[row.source[row.is_real]] = logits[row.is_real]
     return [rows[1:] for rows in flat.split(LENGTHS)]

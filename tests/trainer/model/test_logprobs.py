@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model.logprobs import logprobs_and_entropy
+from trainer.model import logprobs as of_hidden_states
+
+
+def logprobs_and_entropy(logits, *args, columns=None, **options):
+    """Of logits that an output layer makes of hidden states equal to them; columns: those of this rank."""
+    weight = torch.eye(logits.shape[-1], dtype=logits.dtype)[columns or slice(None)]
+    return of_hidden_states.logprobs_and_entropy(logits, weight, *args, **options)
 
 
 def test_values_and_gradients_equal_those_of_log_softmax():
@@ -102,13 +108,31 @@ def test_a_split_vocabulary_in_chunks_gives_what_the_whole_one_gives(vocab_size,
     with ThreadPoolExecutor(2) as pool:
         halves = list(
             pool.map(
-                lambda r: results(logits[..., 8 * r : 8 * r + 8], targets, warmth, vocab_size=vocab_size, group=HalfOfTheVocabulary(r)),
+                lambda r: results(
+                    logits, targets, warmth, columns=slice(8 * r, 8 * r + 8), vocab_size=vocab_size, group=HalfOfTheVocabulary(r)
+                ),
                 (0, 1),
             )
         )
     for half in halves:
         torch.testing.assert_close(half[:2], whole[:2])
-    torch.testing.assert_close(torch.cat([half[2] for half in halves], -1), whole[2], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(halves[0][2] + halves[1][2], whole[2], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block", [1 << 28, 3 * 11])
+@pytest.mark.parametrize("chunk", [1 << 24, 2 * 11])
+def test_the_gradient_of_the_output_layer_is_that_of_a_product_with_all_logits(block, chunk, monkeypatch):
+    monkeypatch.setattr(of_hidden_states, "BLOCK_VALUES", block)
+    monkeypatch.setattr(of_hidden_states, "CHUNK_VALUES", chunk)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 8, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)  # two rows fill it up
+    targets = torch.randint(0, 11, (1, 8))
+    got = of_hidden_states.logprobs_and_entropy(hidden, weight, targets, vocab_size=11)
+    log_p = (hidden @ weight[:11].T).log_softmax(-1)
+    want = log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    grads = [torch.autograd.grad((a * 0.3 + b * torch.arange(8.0)).sum(), (hidden, weight)) for a, b in (got, want)]
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
 class Fp32Seen(TorchDispatchMode):

@@ -93,7 +93,7 @@ def test_the_truncated_weight_needs_no_recomputed_logprobs() -> None:
 
 def test_settings_go_to_the_plug_in_that_has_them() -> None:
     flags = {"algorithm.corrections": "tis", "algorithm.settings.tis_clip": 3, "algorithm.settings.eps_clip": 0.1}
-    flags |= {"algorithm.use_rollout_logprobs": False}
+    flags |= {"algorithm.use_rollout_logprobs": False, "rollout.num_steps_per_rollout": 2}
     objective = build_objective(resolve(None, flags, environ={}).config)
     assert objective.corrections[0].settings.tis_clip == 3.0  # type: ignore[attr-defined]
     assert isinstance(objective.algorithm, Grpo)

@@ -4,20 +4,21 @@ import math
 
 import numpy as np
 import pytest
-from loss_rows import batch_of
+from loss_rows import batch_of, row_of
 
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig
 from trainer.objective.build_objective import build_objective
 from trainer.objective.lag_metrics import by_lag
+from trainer.objective.plugin import Clip
 
-CLIP = (0.8, 1.28)
+CLIP = Clip(0.8, 1.28)
 
 
 def test_a_bucket_by_hand():
     ln2 = math.log(2)
     batch = batch_of([2, 1, 1], new_logprobs=[ln2, -ln2, 0.0, 0.1], lag=[1, 1, 1, 4], advantages=[1.0, 1.0, 1.0, -1.0])
-    got = by_lag(batch, CLIP)
+    got = by_lag(batch, CLIP, "rollout_logprobs")
     one = {name.removeprefix("lag/1/"): value for name, value in got.items() if name.startswith("lag/1/")}
     assert one == pytest.approx(
         {
@@ -47,7 +48,7 @@ def test_buckets_equal_a_loop_over_tokens_and_samples():
     draw = np.random.default_rng(0)
     lengths = [5, 1, 7, 3, 9, 2]
     lag, d = draw.integers(0, 12, sum(lengths)), draw.normal(0, 0.5, sum(lengths))
-    got = by_lag(batch_of(lengths, new_logprobs=d, lag=lag), CLIP)
+    got = by_lag(batch_of(lengths, new_logprobs=d, lag=lag), CLIP, "rollout_logprobs")
     for name, low, high in [("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3-4", 3, 4), ("5-8", 5, 8), ("9+", 9, 99)]:
         tokens = [x for x, k in zip(d, lag, strict=True) if low <= k <= high]
         assert got.get(f"lag/{name}/tokens", 0) == len(tokens)
@@ -69,11 +70,11 @@ def test_what_is_masked_or_not_finite_is_left_out():
     masked = batch["loss_mask"].copy()
     masked[[4, 5]] = 0
     spoiled = np.where(masked > 0, batch["rollout_logprobs"], -np.inf)
-    got = by_lag(batch.with_columns({"loss_mask": masked, "rollout_logprobs": spoiled}), CLIP)
+    got = by_lag(batch.with_columns({"loss_mask": masked, "rollout_logprobs": spoiled}), CLIP, "rollout_logprobs")
     assert {name.split("/")[1] for name in got} == {"all", "0"}
     assert got["lag/all/tokens"] == 2
     assert got["lag/all/samples"] == 1
-    bad = by_lag(batch.with_columns({"new_logprobs": np.full(6, np.nan)}), CLIP)
+    bad = by_lag(batch.with_columns({"new_logprobs": np.full(6, np.nan)}), None, None)
     assert all(math.isfinite(value) for value in bad.values())
 
 
@@ -94,3 +95,42 @@ def test_metrics_of_several_optimizer_steps_are_of_all_that_was_trained(build_po
     assert metrics["lag/3-4/tokens"] == metrics["lag/all/tokens"] == metrics["tokens_trained"]
     assert metrics["lag/all/kl_k3"] == pytest.approx(metrics["approx_kl"], rel=1e-4)
     assert metrics["lag/all/log_ratio_max"] == pytest.approx(metrics["logprob_mismatch_max"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_clipped"),
+    [
+        ({}, True),
+        ({"corrections": ["opsm"]}, True),
+        ({"advantage_estimator": "gspo"}, True),
+        ({"advantage_estimator": "cispo", "settings": {"eps_clip": 0.2, "eps_clip_high": 0.2}}, True),
+        ({"use_rollout_logprobs": False}, False),
+        ({"corrections": ["tis"]}, False),
+        ({"corrections": ["m2po"]}, False),
+        ({"corrections": ["a3po"], "use_rollout_logprobs": False}, False),
+        ({"advantage_estimator": "topr"}, False),
+        ({"advantage_estimator": "dppo"}, False),
+    ],
+)
+def test_clip_metrics_are_those_of_the_clip_that_is_there(algorithm, is_clipped):
+    chosen = build_objective(RunConfig(algorithm=AlgorithmConfig(**algorithm)))
+    d = np.random.default_rng(0).normal(0, 0.4, 40)
+    batch = batch_of([25, 10, 5], new_logprobs=d, lag=1, current_logprobs=d, advantages=np.where(np.arange(40) % 3, 1.0, -1.0))
+    batch = batch.with_columns(chosen.prepare(batch))
+    row = row_of(batch, d.tolist(), old=chosen.old_column(batch))
+    clipped = chosen.loss(row).measures.get("pg_clipfrac")
+    got = chosen.lag_metrics(batch)
+    assert ("lag/all/clip_active" in got) == ("lag/1/clip_pressure" in got) == is_clipped
+    if is_clipped and algorithm.get("advantage_estimator") != "cispo":  # CISPO caps the weight on either side, whatever the advantage
+        assert got["lag/all/clip_active"] == pytest.approx(float(clipped.mean()))
+        assert 0 < got["lag/all/clip_active"] < got["lag/all/clip_pressure"]
+
+
+def test_a_clip_that_the_engines_error_fills_is_warned_of_once(caplog):
+    batch = batch_of([10, 10], new_logprobs=0.01, lag=0, advantages=1.0)
+    narrow = build_objective(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="gspo")))
+    for _ in range(2):
+        narrow.lag_metrics(batch)
+        build_objective(RunConfig()).lag_metrics(batch)
+    (warning,) = caplog.records
+    assert "at lag 0 the clip to 0.997 - 1.003 took the gradient of 100% of the tokens away" in warning.getMessage()

@@ -12,6 +12,7 @@ from trainer.objective.aggregation import masked_sum
 from trainer.objective.build_objective import build_objective
 from trainer.objective.clip import clipped_loss
 from trainer.objective.kl import k1, k2, k3, kl_term
+from trainer.objective.plugin import Clip
 
 LN2 = math.log(2)
 
@@ -31,18 +32,41 @@ def objective(**algorithm):
     ],
 )
 def test_clip_by_hand(ratio, advantage, loss, clipped):
-    got, flag = clipped_loss(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), (0.8, 1.28))
-    assert got.item() == pytest.approx(loss)
-    assert flag.item() == clipped
+    got = clipped_loss(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), Clip(0.8, 1.28))
+    assert got.loss.item() == pytest.approx(loss)
+    assert got.measures["pg_clipfrac"].item() == clipped
 
 
 def test_a_negative_advantage_costs_at_most_the_dual_clip():
     log_ratio = torch.tensor([math.log(5.0), math.log(2.0)], requires_grad=True)
-    loss, clipped = clipped_loss(log_ratio, torch.tensor([-2.0, -2.0]), (0.8, 1.28), 3.0)
-    assert loss.tolist() == pytest.approx([6.0, 4.0])
-    assert clipped.tolist() == [1.0, 0.0]
-    loss.sum().backward()
+    got = clipped_loss(log_ratio, torch.tensor([-2.0, -2.0]), Clip(0.8, 1.28), 3.0)
+    assert got.loss.tolist() == pytest.approx([6.0, 4.0])
+    assert got.measures["pg_clipfrac"].tolist() == [1.0, 0.0]
+    got.loss.sum().backward()
     assert log_ratio.grad.tolist() == pytest.approx([0.0, 4.0])
+
+
+def test_the_largest_ratio_that_keeps_its_gradient_is_reported():
+    row = row_of(batch_of([3], advantages=[-1.0, -1.0, 1.0]), [math.log(30), math.log(0.1), math.log(90)])
+    assert in_order(row, objective().loss(row).measures["pg_ratio_max"]) == pytest.approx([30, 0, 0])
+    bounded = objective(settings={"eps_clip_c": 3.0}).loss(row)
+    assert in_order(row, bounded.measures["pg_ratio_max"]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "low", "high"),
+    [
+        ("grpo", {}, 0.8, 1.2),
+        ("grpo", {"eps_clip": 0.1}, 0.9, 1.1),
+        ("grpo", {"eps_clip": 0.1, "eps_clip_high": 0.3}, 0.9, 1.3),
+        ("dapo", {}, 0.8, 1.28),
+        ("gspo", {"eps_clip": 0.2}, 0.8, 1.2),
+        ("ppo", {"eps_clip_high": 0.0}, 0.8, 1.0),
+    ],
+)
+def test_one_bound_of_the_clip_sets_both_unless_the_upper_is_given(name, settings, low, high):
+    clip = objective(advantage_estimator=name, settings=settings).algorithm.clip
+    assert clip[:2] == pytest.approx((low, high))
 
 
 def test_a_clipped_token_has_no_gradient_and_another_has_its_ratio():

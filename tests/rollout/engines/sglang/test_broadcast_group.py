@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.sglang import broadcast_group
-from rollout.engines.sglang.broadcast_group import BroadcastGroup
-from rollout.engines.sglang.calls import WeightCalls
+from rollout.engines.sglang import weights
 from rollout.engines.sglang.client import EngineClient
+from rollout.engines.sglang.weights import BroadcastGroup, WeightCalls
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.host.shared_folder import SharedTensor
 
@@ -91,7 +90,7 @@ def test_an_engine_that_joins_receives_the_tensors_one_after_another(tmp_path: P
 
 
 def test_an_engine_that_does_not_come_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_group, "JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(weights, "JOIN_TIMEOUT_S", 1.0)
     began = time.monotonic()
     with pytest.raises(WeightsError, match=r"http://engine: no engine came to 127.0.0.1:\d+ within 1 s"):
         asyncio.run(group_of(Peer(comes=False)).open())
@@ -99,7 +98,7 @@ def test_an_engine_that_does_not_come_is_waited_for_no_longer_than_said(monkeypa
 
 
 def test_an_engine_that_dies_in_the_middle_ends_the_update_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_group, "SEND_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(weights, "SEND_TIMEOUT_S", 1.0)
 
     async def run() -> None:
         group = group_of(Peer(leaves_early=True))
@@ -111,7 +110,7 @@ def test_an_engine_that_dies_in_the_middle_ends_the_update_at_its_deadline(tmp_p
 
 
 def test_what_the_engine_says_of_a_refusal_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_group, "SEND_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(weights, "SEND_TIMEOUT_S", 1.0)
 
     async def run() -> None:
         group = group_of(Peer(refuses=True))

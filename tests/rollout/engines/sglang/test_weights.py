@@ -11,9 +11,8 @@ from aiohttp import web
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.engine import Engine
-from rollout.engines.model_shapes import check_shapes
-from rollout.engines.pool import EnginePool
-from rollout.engines.sglang.calls import WeightCalls
+from rollout.engines.pool import EnginePool, check_shapes
+from rollout.engines.sglang.weights import WeightCalls
 from rollout.samples.response import Task
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.config.schema import EngineConfig, RunConfig
@@ -142,7 +141,6 @@ def pool_of(folder: Path, *engines: Engine) -> EnginePool:
     pool = EnginePool(RunConfig(), folder, folder, name="w")
     for engine in engines:
         pool.add(engine)
-        engine.on_change = pool.note_change
         pool.apply("process_ready", engine)
     return pool
 

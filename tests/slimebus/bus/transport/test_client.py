@@ -399,7 +399,7 @@ def test_what_is_no_address_is_refused_at_once(address: str) -> None:
 def test_a_server_that_vanishes_is_logged_within_seconds_and_again_when_it_answers(
     answering: Callable[..., Answering], connect: Callable[..., Client], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slimebus.bus.transport.silence.SILENT_S", 0.5)
+    monkeypatch.setattr("slimebus.bus.transport.request.SILENT_S", 0.5)
     is_away = threading.Event()
     server = answering(lambda request: None if is_away.is_set() else polite(request))
     client = connect(server.server.endpoint)

@@ -20,8 +20,7 @@ from slimebus.weights.pull import stream as stream_module
 from slimebus.weights.pull.connection import WeightServerConnection
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store import version_store as store_module
-from slimebus.weights.store.relay_payloads import RelayPayloads
-from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Weights
 

@@ -11,8 +11,7 @@ import pytest
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.messages import Manifest, ManifestRequest
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.relay_payloads import RelayPayloads
-from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Target
 

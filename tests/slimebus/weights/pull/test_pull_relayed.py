@@ -13,8 +13,7 @@ from slimebus.security.key_file import KeyPair, make_pair
 from slimebus.weights.messages import ManifestRequest
 from slimebus.weights.pull.connection import WeightServerConnection, with_key
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.relay_payloads import RelayPayloads
-from slimebus.weights.store.server import WeightServer
+from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Target, Weights
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from slimebus.weights.store.fanout import Fanout
+from slimebus.weights.store.server import Fanout
 
 NOW = ("L", 7)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from slimebus.weights.messages import VersionGone
-from slimebus.weights.store.relay_payloads import NotYet, RelayPayloads
+from slimebus.weights.store.server import NotYet, RelayPayloads
 from slimebus.weights.tensors import Target
 
 NOW = Target("L", 7)

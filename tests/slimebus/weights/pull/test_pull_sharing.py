@@ -18,11 +18,11 @@ from waiting import wait_until
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
-from slimebus.weights.host import pull_sharing
 from slimebus.weights.host.file_lock import FileLock
-from slimebus.weights.host.pull_sharing import HostPullSharing
 from slimebus.weights.host.shared_folder import SharedFolder, remove_stale_files
 from slimebus.weights.messages import VersionGone
+from slimebus.weights.pull import pull_loop
+from slimebus.weights.pull.pull_loop import HostPullSharing
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
@@ -104,7 +104,7 @@ def test_the_pull_of_a_worker_that_dies_is_finished_by_the_next(
 import os, signal
 from pathlib import Path
 from slimebus.weights.host.shared_folder import SharedFolder
-from slimebus.weights.host.pull_sharing import HostPullSharing
+from slimebus.weights.pull.pull_loop import HostPullSharing
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.pull.plan import Plan
 keep_verified, kept = Plan.keep_verified, []
@@ -139,7 +139,7 @@ WeightPuller([{server.endpoint!r}], host=host).pull(deadline_s=60)
 def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(
     store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_sharing, "LOCK_SILENCE_S", 0.3)
+    monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 0.3)
     published = store.publish(values(1))
     hanging = HostPullSharing(SharedFolder(tmp_path), server.endpoint)
     hanging.begin()
@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(
     waiting = join()
     have = waiting.pull(deadline_s=30)
     assert have.digest == published.digest
-    monkeypatch.setattr(pull_sharing, "LOCK_SILENCE_S", 1000.0)
+    monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 1000.0)
     newer = store.publish(values(2))
     assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
     hanging.end()
@@ -163,7 +163,7 @@ def test_a_lock_file_that_cannot_be_opened_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path], None],
 ) -> None:
-    monkeypatch.setattr(pull_sharing, "LOCK_SILENCE_S", 0.1)
+    monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 0.1)
     published = store.publish(values(1))
     puller = join()
     assert puller._host is not None

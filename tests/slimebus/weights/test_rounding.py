@@ -7,8 +7,7 @@ torch = pytest.importorskip("torch")
 
 from bf16 import to_bf16  # noqa: E402
 
-from slimebus.weights.codec.rounding import rounded  # noqa: E402
-from slimebus.weights.tensors import as_tensor  # noqa: E402
+from slimebus.weights.tensors import as_tensor, rounded  # noqa: E402
 
 
 def test_float32_rounds_to_nearest_with_ties_to_even():

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import rollout
-from rollout.engines.sglang.server import option_list, sglang_server
+from rollout.engines.sglang.process import option_list, sglang_server
 from slimebus.process.process_guard import GUARD_PATH
 
 ROOT = Path(rollout.__file__).parent
