@@ -24,7 +24,7 @@ class PullKeyring:
         self._take_over(client.call(Keys(), timeout_s=60.0))
 
     @classmethod
-    def of(cls, client: Client) -> "PullKeyring | None":
+    def for_client(cls, client: Client) -> "PullKeyring | None":
         """None without keys, and then everyone may pull."""
         return cls(client) if client.credentials is not None else None
 
@@ -35,9 +35,9 @@ class PullKeyring:
         """
         if self._client.keys_generation != self.generation and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + ASK_EVERY_S
-            self._client.submit(Keys(have=self.generation)).add_done_callback(self._learnt)
+            self._client.submit(Keys(have=self.generation)).add_done_callback(self._on_reply)
 
-    def _learnt(self, future: "Future[Reply]") -> None:
+    def _on_reply(self, future: "Future[Reply]") -> None:
         if not future.cancelled() and future.exception() is None:
             self._take_over(future.result())
 

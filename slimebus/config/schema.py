@@ -142,6 +142,8 @@ class RolloutConfig(Section, frozen=True):
     """[samples] Samples of each prompt: the size of a group."""
     num_steps_per_rollout: Positive = 1
     """[optimizer steps] Parts that a batch is trained in, one optimizer step each."""
+    num_passes_per_rollout: Positive = 1
+    """[passes] How often a batch is gone through, num_steps_per_rollout optimizer steps each time; 1: each sample is trained once."""
     rollout_temperature: NonNegative = 1.0
     """[ratio] Sampling temperature; 0 is greedy."""
     rollout_top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -197,6 +199,11 @@ class RolloutConfig(Section, frozen=True):
     """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
     max_running_groups: Processes = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once, while at most as many wait for their rewards."""
+
+    @property
+    def num_updates_per_rollout(self) -> int:
+        """Optimizer steps on a batch, over all passes."""
+        return self.num_steps_per_rollout * self.num_passes_per_rollout
 
     @property
     def sampling(self) -> dict[str, Any]:

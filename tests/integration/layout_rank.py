@@ -28,14 +28,13 @@ import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from slimebus.weights.codec.rounding import host_bytes
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
 from slimebus.process.launch import free_port
-from slimebus.weights.tensors import Tensor, as_tensor
+from slimebus.weights.tensors import Tensor, as_tensor, host_bytes
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()

@@ -25,7 +25,10 @@ MAY_DIFFER = ("trainer.nproc_per_node", "trainer.train_threads", "trainer.save_h
 """Of these sections: each node's own. Launchers compare the number of ranks themselves."""
 ALSO = (
     *("name", "seed", "model.family", "weights.update_weights_interval", "broker.required_fields"),
-    *(f"rollout.{name}" for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")),
+    *(
+        f"rollout.{name}"
+        for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "num_passes_per_rollout")
+    ),
     *(f"rollout.rollout_{name}" for name in ("temperature", "top_p", "top_k", "max_response_len")),
 )
 UNSET = "unset"

@@ -67,7 +67,7 @@ class Publication:
             if chain is None:
                 check_reach(weights.weights_bind)
         if self._client is not None:
-            keyring = PullKeyring.of(self._client)
+            keyring = PullKeyring.for_client(self._client)
             self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
         elif chain is None and self.resolved.keys_path is not None:
             self._key_client = connect.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")

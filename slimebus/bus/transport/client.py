@@ -48,7 +48,7 @@ MAX_BULK_BYTES = 16 << 20
 """Bulk that is unanswered at once: at 1 Gbit/s a heartbeat behind it waits 0.13 s. A single larger request goes alone."""
 PATIENT_CODES = ("disk_full", "store")
 """The server lives and waits for a person to mend its disk: a member that asked waits with it, beyond its deadline."""
-SAY_AGAIN_S = 30.0
+LOG_INTERVAL_S = 30.0
 LONGEST_POLL_S = 5.0
 
 
@@ -94,7 +94,7 @@ class Client:
         self._on_hint: Callable[[m.Hint], None] = lambda hint: None
         self._hints: Any = None
         self._hints_address = self._subscribed_to = ""
-        self._say_at = 0.0
+        self._log_at = 0.0
         self._fenced: SlimebusError | None = None
         self._silence = Silence(f"{peer} at {address}")
         self._closing = threading.Event()
@@ -176,7 +176,7 @@ class Client:
         """Seconds for which a heartbeat has waited for an answer, 0 when none does."""
         return self._silence.seconds
 
-    def hurry(self, left_s: float) -> None:
+    def shorten_deadlines(self, left_s: float) -> None:
         """Wait no longer than this for what is asked already. To be called in `on_beat` alone."""
         for pending in self._pending.values():
             pending.deadline = min(pending.deadline, time.monotonic() + left_s)
@@ -216,7 +216,7 @@ class Client:
         while not self._closing.is_set():
             self._wait()
             self._follow_connection()
-            self._hear_hints()
+            self._receive_hints()
             while not self._outbox.empty():
                 self._add(*self._outbox.get_nowait())
             self._receive()
@@ -254,7 +254,7 @@ class Client:
                 if pending.sent_on:
                     pending.resend_at = 0.0
 
-    def _hear_hints(self) -> None:
+    def _receive_hints(self) -> None:
         if self._hints_address != self._subscribed_to:
             if self._hints is not None:
                 self._hints.close()
@@ -271,7 +271,7 @@ class Client:
 
     def _add(self, request_id: int, pending: Pending) -> None:
         if self._fenced is not None:
-            pending.settle(self._fenced)
+            pending.resolve(self._fenced)
             return
         self._pending[request_id] = pending
 
@@ -302,7 +302,7 @@ class Client:
             pending.retry_in(FULL_RETRY_S)
         except SlimebusError as bad:
             self._pending.pop(request_id, None)
-            pending.settle(bad)
+            pending.resolve(bad)
 
     def _receive(self) -> None:
         while True:
@@ -324,7 +324,7 @@ class Client:
             if pending is not None and isinstance(got.message, m.Error):
                 self._refused(got.header.id, pending, envelope.problem_of(got.message, self.peer))
             elif pending is not None:
-                pending.settle(Reply(got.message, got.bulk))
+                pending.resolve(Reply(got.message, got.bulk))
             elif isinstance(got.message, m.Error) and got.message.code == "protocol_version":  # it could not even read our ids
                 problem = protocol.unreadable(got.header.v)
                 self._fail_all(ProtocolError(f"{self.peer} at {self.address}: {problem.text}", code=problem.code))
@@ -334,13 +334,13 @@ class Client:
         with contextlib.suppress(ProtocolError):
             pending = self._pending.pop(envelope.decode_header(frames[0]).id, None)
             if pending is not None:
-                pending.settle(ProtocolError(f"the answer of {self.peer} at {self.address} cannot be read: {problem.text}"))
+                pending.resolve(ProtocolError(f"the answer of {self.peer} at {self.address} cannot be read: {problem.text}"))
 
     def _fail_all(self, problem: SlimebusError) -> None:
         """No request will ever be answered otherwise, so none waits for its deadline: another release serves, or we are fenced."""
         pending, self._pending = list(self._pending.values()), {}
         for one in pending:
-            one.settle(problem)
+            one.resolve(problem)
 
     def _refused(self, request_id: int, pending: Pending, problem: SlimebusError) -> None:
         """Send the request again where that may help, else fail it."""
@@ -348,9 +348,9 @@ class Client:
             return
         if self.epoch and problem.code in PATIENT_CODES:
             pending.deadline = time.monotonic() + pending.timeout_s
-            self._say(problem, logging.WARNING)
+            self._log_at_intervals(problem, logging.WARNING)
         elif problem.retryable and isinstance(pending.message, m.Hello):
-            self._say(problem, logging.INFO)
+            self._log_at_intervals(problem, logging.INFO)
         left_s = pending.deadline - time.monotonic()
         pause_s = BULK_RETRY_S if pending.bulk and left_s > BULK_RETRY_S else RETRY_S
         is_forgotten = problem.code == "not_joined" and self.rejoins and not isinstance(pending.message, m.Goodbye)
@@ -361,15 +361,15 @@ class Client:
             log.info("the %s takes our older key no more; connecting with the new one", self.peer)
             self._dealer.reopen_at = 0.0
         elif not problem.retryable or left_s <= pause_s:
-            pending.settle(problem)
+            pending.resolve(problem)
             return
         pending.retry_in(pause_s)
         self._pending[request_id] = pending
 
-    def _say(self, problem: SlimebusError, level: int) -> None:
+    def _log_at_intervals(self, problem: SlimebusError, level: int) -> None:
         now = time.monotonic()
-        if now >= self._say_at:
-            self._say_at = now + SAY_AGAIN_S
+        if now >= self._log_at:
+            self._log_at = now + LOG_INTERVAL_S
             log.log(level, "%s", problem.text)
 
     def _rejoin(self) -> None:
@@ -410,7 +410,7 @@ class Client:
                 what = type(pending.message).__name__.lower()
                 text = f"no answer from the {self.peer} at {self.address} to {what!r} in {pending.timeout_s:.0f} s"
                 why = self.refusal or "is it running and is the address right?"
-                pending.settle(Unreachable(f"{text}; {why} (asked by {self.name} on {host_socket.gethostname()})"))
+                pending.resolve(Unreachable(f"{text}; {why} (asked by {self.name} on {host_socket.gethostname()})"))
             elif now >= pending.resend_at and not pending.bulk and self._dealer.is_connected:
                 pending.resend_at = now + pending.resend_s
                 self._send(request_id, pending)

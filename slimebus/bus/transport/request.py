@@ -36,7 +36,7 @@ class Pending:
         self.size_bytes, self.sent_on = sum(map(len, bulk)), 0
         self.future: Future[Reply] = Future()
 
-    def settle(self, result: Reply | SlimebusError) -> None:
+    def resolve(self, result: Reply | SlimebusError) -> None:
         """Give whoever waits the answer, or the error."""
         if not self.future.set_running_or_notify_cancel():
             return

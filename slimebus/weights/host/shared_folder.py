@@ -228,12 +228,12 @@ class SharedFolder:
 
     # --- versions ---
 
-    def hold(self, weights: Weights) -> Weights:
+    def place_in_memory(self, weights: Weights) -> Weights:
         """The same version with every tensor in this folder; what came by another way is copied into it."""
-        tensors = {form.name: self._held(form, weights.tensors[form.name]) for form in weights.forms}
+        tensors = {form.name: self._placed(form, weights.tensors[form.name]) for form in weights.forms}
         return dataclasses.replace(weights, tensors=tensors)
 
-    def _held(self, form: TensorForm, tensor: Tensor) -> Tensor:
+    def _placed(self, form: TensorForm, tensor: Tensor) -> Tensor:
         if (self._tensors / file_name(form)).exists():
             return tensor
         buffer = self.allocate(form)

@@ -22,6 +22,7 @@ def said(base: Path | None = None, **flags: object) -> dict[str, str]:
         ("trainer__tensor_model_parallel_size", 2, True),
         ("megatron__weight_decay", 0.1, True),
         ("rollout__num_steps_per_rollout", 2, True),
+        ("rollout__num_passes_per_rollout", 2, True),
         ("seed", 1, True),
         ("run_dir", "/elsewhere", False),
         ("trainer__train_threads", 3, False),

@@ -95,7 +95,7 @@ def test_a_direct_delta_from_every_kept_base_equals_the_chain(model, after):
 
 
 def test_a_lent_tensor_keeps_its_bytes_while_versions_go_on_and_is_gone_when_nobody_reads_it(model, after, monkeypatch):
-    monkeypatch.setattr(store_module, "LENT_S", 0.3)
+    monkeypatch.setattr(store_module, "READ_GRACE_S", 0.3)
     store = VersionStore()
     store.publish(model)
     lent = store.read(store.lineage, 0, "embed", NO_BASE)
@@ -106,7 +106,7 @@ def test_a_lent_tensor_keeps_its_bytes_while_versions_go_on_and_is_gone_when_nob
     assert bytes(store.read(store.lineage, 0, "embed", NO_BASE)) == model["embed"].tobytes()
     with pytest.raises(VersionGone, match="changed since version 1"):
         store.read(store.lineage, 1, "embed", NO_BASE)
-    wait_until("end of the former version", lambda: not store._former)
+    wait_until("end of the superseded version", lambda: not store._superseded)
     with pytest.raises(VersionGone, match="changed since version 0"):
         store.read(store.lineage, 0, "embed", NO_BASE)
     assert bytes(store.read(store.lineage, 0, "fixed", NO_BASE)) == model["fixed"].tobytes()
