@@ -41,15 +41,15 @@ log = logging.getLogger("broker")
 UNSENT_BYTES = 1 << 30
 """Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
 LEAVE_BLOCKED_S = 10.0
-"""Of a broker that is told to stop: its disk may be slow. What is acknowledged is on disk as far as `broker.durability` says."""
+"""After a signal to stop: the disk may be slow. What is acknowledged is on disk as far as `broker.durability` says."""
 MAX_PUSHED = 1_000_000
-"""Most pushed prompts that wait to be sampled; a client that pushes more is told to wait."""
+"""Most pushed prompts that wait to be sampled; a client that pushes more has to wait."""
 
 
 def run_broker(resolved: Resolved, *, debug: bool) -> None:
     """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("broker", debug=debug, run_dir=resolved.run_dir)
-    faulthandler.enable()  # a store whose file is cut short meanwhile ends the process where LMDB reads it: the log is to say so
+    faulthandler.enable()  # a store file that is cut short meanwhile ends the process where LMDB reads it: the log has to say so
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -103,7 +103,7 @@ def _page(resolved: Resolved, endpoint: str) -> PageProcess | None:
 
 
 def _write_status(path: Path, broker: Broker) -> None:
-    """The last status, and of a finished run advice, for whoever looks later; a disk that takes no more must not hide how the run ended."""
+    """The last status, and of a finished run advice, for later; a disk that takes no more must not hide how the run ended."""
     status = broker.last_status()
     if status["state"] == "finished":
         history = History(path.parent)

@@ -13,7 +13,7 @@ ASK_EVERY_S = 2.0
 
 
 class PullKeyring:
-    """The keyring of a weight server: its own pair is the client's, whom it lets in is what the broker says."""
+    """The keyring of a weight server: its own pair is the client's, the keys it accepts are the broker's list."""
 
     def __init__(self, client: Client) -> None:
         """Asks the broker, and waits for the answer. Raises SlimebusError."""

@@ -213,7 +213,7 @@ def with_gpus(arguments: list[str], flag: str, gpus: Sequence[int]) -> list[str]
 def left_too_early(children: Sequence[ChildProcess], status: dict[str, Any] | None) -> ChildProcess | None:
     """A process that ended without an error although the run needs its role, which no other process has.
 
-    A worker that joined a run that had finished is told so and leaves; when the trainer goes on with more steps, none is there. status: the
+    A worker that joined a finished run leaves; when the trainer goes on with more steps, none is there. status: the
     broker's; None when it does not answer.
     """
     now = time.monotonic()

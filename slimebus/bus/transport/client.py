@@ -162,7 +162,7 @@ class Client:
         self, every_s: float, beat: Callable[[], m.Heartbeat], on_reply: Callable[[m.HeartbeatReply], None],
         on_lost: Callable[[SlimebusError], None],
     ) -> None:  # fmt: skip
-        """Send `beat()` every `every_s` seconds from the background thread; `on_lost` is told when the server refuses us."""
+        """Send `beat()` every `every_s` seconds from the background thread; `on_lost` is called when the server refuses us."""
         self._beat_every_s, self._beat, self._on_beat, self._on_lost = every_s, beat, on_reply, on_lost
         self.beat_now()
 

@@ -113,7 +113,7 @@ class RefusalLimiter:
 class Server:
     """A bound ROUTER socket. `endpoint` is the address it got (port 0 binds any free port).
 
-    keyring: whose keys may connect and what they may ask for, encrypted; None lets everyone in, in the clear.
+    keyring: the keys that may connect and what they may ask for, encrypted; None lets everyone in, in the clear.
 
     `refused` counts what was refused or hit a bound, by its name.
     """

@@ -137,7 +137,7 @@ class WeightServer:
     """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port).
 
     degree: how many workers pull from this server when they pass on what they have; the others pull from them. 0: all from here.
-    keyring: whose keys may pull; None: anyone. limits: every worker of the run keeps a connection.
+    keyring: the keys that may pull; None: anyone. limits: every worker of the run keeps a connection.
     """
 
     def __init__(
