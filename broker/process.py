@@ -23,7 +23,7 @@ from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, UsageError
-from slimebus.bus.transport.server import Limits
+from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.config import Resolved, RunConfig
 from slimebus.config.agreement import settings_of
 from slimebus.config.dynamic_filter import is_reward_spread
@@ -38,8 +38,6 @@ from slimebus.telemetry import logs
 
 log = logging.getLogger("broker")
 
-MORE_CONNECTIONS = 64
-"""For those who only ask, beside two of each client."""
 UNSENT_BYTES = 1 << 30
 """Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
 LEAVE_BLOCKED_S = 10.0
@@ -148,7 +146,7 @@ def build(resolved: Resolved) -> Broker:
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
         keyring=keyring,
         max_message_bytes=config.broker.max_message_mib << 20,
-        limits=Limits(max_connections=2 * config.broker.max_clients + MORE_CONNECTIONS, unsent_bytes=UNSENT_BYTES),
+        limits=Limits(max_connections=connections_of(config.broker.max_clients), unsent_bytes=UNSENT_BYTES),
         buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base), filter_path) if filter_path else None,
     )
 

@@ -403,6 +403,9 @@ class TrainerConfig(Section, frozen=True):
     """[checkpoints] Older ones are deleted."""
     save_hf: str = ""
     """[path] Write the final model here in Hugging Face layout; relative to run_dir."""
+    stop_grace_s: Seconds = 25.0
+    """[seconds] After SIGTERM or Ctrl-C: how long the trainer may take to finish its step and save, less than what then sends SIGKILL
+    allows (Slurm: 30 s unless its KillWait says otherwise). Steps that it does not save are trained again."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """[choice] When the loss or gradient of an optimizer step is not finite: skip that step and count it (8 in a row end the run), or
     stop the run at once. It is never applied."""

@@ -101,6 +101,8 @@ class LocalRun:
                     if client is not None and time.monotonic() - self._asked_at >= STATUS_EVERY_S:
                         self._poll(group, client, live)
                     time.sleep(POLL_S)
+            if stop:  # outside of _signals, so that a second Ctrl-C does not wait; the broker has a third, after the others
+                group.stop(1.5 * self.resolved.config.trainer.stop_grace_s)
             if self.failed is not None:
                 self._say(f"{describe(self.failed)}; ending the others")
                 return max(self.failed.process.returncode, EXIT_FAILURE)
