@@ -158,11 +158,11 @@ def test_a_pull_ends_although_each_version_lasts_a_fraction_of_it(closing: Any, 
 
 
 def test_a_tensor_that_nobody_reads_any_more_is_let_go(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "LENT_S", 0.2)
+    monkeypatch.setattr(store_module, "READ_GRACE_S", 0.2)
     store, server = publish(closing, {"w": noise(1)})
     closing(WeightPuller([server.endpoint])).pull(deadline_s=10.0)
     store.publish({"w": noise(1) + np.uint16(1)})
-    wait_until("end of the former version", lambda: not store._former)
+    wait_until("end of the superseded version", lambda: not store._superseded)
 
 
 # --- what is asked for ---
