@@ -36,7 +36,7 @@ class Pushed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptClient:
-    """A client that pushes prompts to the broker at an address. Each prompt is taken once, whatever is lost or restarted meanwhile.
+    """A client that pushes prompts to the broker at an address. Each prompt is taken once, also after lost messages and restarts.
 
     timeout_s: how long one batch may take, the time included in which the broker has no room.
     keys: folder of keys with one of role client, or one key file. run: the name of the run that is meant; empty: whichever is there.

@@ -1,4 +1,4 @@
-"""The config of a run in its run directory, for whoever looks at the run later."""
+"""The config of a run in its run directory, for commands that look at the run later."""
 
 import json
 import re

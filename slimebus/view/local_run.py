@@ -99,6 +99,8 @@ class LocalRun:
                     if client is not None and time.monotonic() - self._asked_at >= STATUS_EVERY_S:
                         self._poll(group, client, live)
                     time.sleep(POLL_S)
+            if stop:  # outside of _signals, so that a second Ctrl-C does not wait; the broker has a third, after the others
+                group.stop(1.5 * self.resolved.config.trainer.stop_grace_s)
             if self.failed is not None:
                 self._say(f"{describe(self.failed)}; ending the others")
                 return max(self.failed.process.returncode, EXIT_FAILURE)
@@ -213,7 +215,7 @@ def with_gpus(arguments: list[str], flag: str, gpus: Sequence[int]) -> list[str]
 def left_too_early(children: Sequence[ChildProcess], status: dict[str, Any] | None) -> ChildProcess | None:
     """A process that ended without an error although the run needs its role, which no other process has.
 
-    A worker that joined a run that had finished is told so and leaves; when the trainer goes on with more steps, none is there. status: the
+    A worker that joined a finished run leaves; when the trainer goes on with more steps, none is there. status: the
     broker's; None when it does not answer.
     """
     now = time.monotonic()

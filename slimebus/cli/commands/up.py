@@ -21,7 +21,7 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, te
     """Start broker, trainer and rollout workers of RUN.yaml on this machine, with one log.
 
     Every line carries the role that wrote it; a terminal also shows the run as it goes, and its result. Ctrl-C ends all of them within 5 s.
-    When broker.bind has port 0 a free port is chosen. What `slimebus config check` finds is told before anything starts. The settings of
+    When broker.bind has port 0 a free port is chosen. What `slimebus config check` finds is shown before anything starts. The settings of
     algorithms and corrections are flags too (docs/algorithms.md).
     """
     from slimebus.view.local_run import LocalRun

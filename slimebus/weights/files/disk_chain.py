@@ -151,7 +151,7 @@ class DiskChain:
         self._retried(manifest.version, lambda: delta_file.write(path, manifest, payloads()))
 
     def announce(self, version: int, digest: str) -> None:
-        """Let readers see the version, of which this part and all others are written. Raises WeightsError."""
+        """Let readers see the version, once this part and all others are written. Raises WeightsError."""
         latest = self._retried(version, lambda: read_latest(self.folder))
         if latest is not None and (latest.version, latest.digest) == (version, digest):
             return

@@ -73,7 +73,7 @@ class SharedVersion:
 
     @property
     def tag(self) -> str:
-        """What an engine is told its weight version is."""
+        """The weight version that an engine gets with it."""
         return f"{self.lineage}:{self.version}"
 
 
@@ -91,7 +91,7 @@ Buffer = NDArray[np.uint8]
 
 
 class SharedFolder:
-    """Used by one pull at a time. `find` gives no byte that does not hash to what was asked for, whoever wrote it."""
+    """Used by one pull at a time. `find` gives no byte that does not hash to what was asked for, from any writer."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
@@ -242,7 +242,7 @@ class SharedFolder:
         return tensor._replace(buffer=buffer)
 
     def make_version(self, weights: Weights, config_from: Path) -> SharedVersion:
-        """A version whose tensors are all held here, as a model directory that appears when it is complete. config_from: a model's."""
+        """A version with all its tensors held here, as a model directory that appears when it is complete. config_from: a model's."""
         forms = weights.forms
         directory = self._versions / f"{weights.version}-{next(self._numbers)}"
         unfinished = self._unfinished / directory.name

@@ -170,7 +170,7 @@ class Plan:
         return self
 
     def finish(self, entries: Sequence[TensorEntry], target: Target) -> Weights:
-        """The version whose tensors these are, all of them known."""
+        """The version of these tensors, all of them known."""
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
         return Weights(target.lineage, target.version, digest_of(entry.form for entry in entries), tensors, hashes)

@@ -117,7 +117,7 @@ class PullLoop(ABC):
     host: the workers of this host, which pull once for all of them; tensors then come to be in its folder.
     stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
     else. What is verified beside the wire is in neither.
-    counts: since it was made, received_bytes, delta_tensors, full_tensors, wrong_bytes, rounds, from_workers (rounds whose payloads came
+    counts: since it was made, received_bytes, delta_tensors, full_tensors, wrong_bytes, rounds, from_workers (rounds in which payloads came
     from other workers), bad_sources; neighbour_tensors, neighbour_bytes: from other workers of this host, through shared memory.
     """
 

@@ -44,7 +44,7 @@ MIN_POOLED_BYTES = 1 << 18
 
 
 class WeightPuller(PullLoop):
-    """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it).
+    """Pulls from `endpoints`; each serves one part of the model (one endpoint: all of it).
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors, and units of a large

@@ -5,7 +5,7 @@
     manifest(b)    deltas b..newest: the merge of the chain, made on first request, kept for the pair
     read(...)      bytes of a delta, or of the full copy as long as it is what the manifest said
 
-A delta is immutable, so whoever reads one reads it whole. The full copy moves on: a tensor of it that was lent to a reader is
+A delta is immutable, so it is always read whole. The full copy moves on: a tensor of it that was lent to a reader is
 replaced instead of overwritten. What it was is there for as long as somebody goes on reading it, so that a tensor can be pulled that
 takes longer than a version lasts; then it is gone.
 """
