@@ -11,7 +11,7 @@ from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
-from trainer.batches.packed_layout import PackedLayout, zigzag_positions
+from trainer.batches.packed_layout import PackedLayout
 from trainer.batches.packing import RankLayout, pack, plan_rows
 from trainer.objective.build_objective import build_objective
 
@@ -96,15 +96,6 @@ def test_every_target_is_predicted_once_from_the_token_before(lengths, shape, dp
                 seen += row.source[0][real].tolist()
     firsts = set(batch.starts.tolist())
     assert sorted(seen) == [i for i in range(batch.num_tokens) if i not in firsts]
-
-
-def test_a_packed_row_holds_no_mask_before_attention_asks_for_one():
-    layout = PackedLayout([4096], cp_size=2, cp_rank=0)
-    held = [value for part in (layout, *layout.runs) for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    assert sum(tensor.nbytes for tensor in held) < 2**20
-    mask = layout.runs[0].mask
-    assert mask.shape == (1, 1, 2048, 4096)
-    assert mask[0, 0].sum(-1).tolist() == (zigzag_positions([4096], 2, 0) + 1).tolist()
 
 
 def test_a_rank_with_nothing_to_do_gets_a_masked_row():
