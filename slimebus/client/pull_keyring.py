@@ -29,8 +29,11 @@ class PullKeyring:
         return cls(client) if client.credentials is not None else None
 
     def refresh(self) -> None:
-        """Ask now and then whether the list changed, and take it over when the answer comes. Does not wait."""
-        if time.monotonic() >= self._ask_at:
+        """Ask for the list when a heartbeat's answer tells of another, without heartbeats now and then, and take it over when it comes.
+
+        Does not wait.
+        """
+        if self._client.keys_generation != self.generation and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + ASK_EVERY_S
             self._client.submit(Keys(have=self.generation)).add_done_callback(self._on_reply)
 

@@ -78,7 +78,7 @@ class Publication:
             first_version=version,
             threads=num_threads(shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
-        self.part = RankPart(weights, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
+        self.part = RankPart(self.config, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
         part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
         log.info("weights at %s%s, codec %s", self.part.address, part, codec_path())
 
