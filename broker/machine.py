@@ -27,7 +27,7 @@ from broker.state import (
     watchdog,
 )
 from broker.state.broker_state import State
-from broker.state.effects import Effect, Event, Reply, Table
+from broker.state.effects import Effect, Event, Table
 from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter, Meta
 from broker.state.rules import Rules
@@ -118,7 +118,7 @@ class Machine:
     # --- events ---
 
     def holders(self, events: Iterable[Event]) -> set[bytes]:
-        """The peers in whose place the hellos of a burst ask to be."""
+        """The peers that the hellos of a burst ask to replace."""
         asked = [(event.sender, event.message) for event in events if isinstance(event.message, m.Hello)]
         return {holder.peer for name, hello in asked for holder in clients.holders(self.state, name, hello) if holder.peer}
 
@@ -128,7 +128,7 @@ class Machine:
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
         Waiting requests are answered once a burst, after its last request. `store_problem`: why the store takes no
-        samples now; empty when it does. `lost_peers`: of the `holders`, those whose connection is gone.
+        samples now; empty when it does. `lost_peers`: of the `holders`, those without a connection.
         """
         self.state.now, self.state.store_problem, self.state.lost_peers = now, store_problem, lost_peers
         for event in events:
@@ -159,7 +159,7 @@ class Machine:
         return self._settled()
 
     def _settled(self) -> list[Effect]:
-        """Answer whoever waited for what just happened; all effects of it."""
+        """Answer the requests that waited for what just happened; all effects of it."""
         state = self.state
         batches.assign(state)
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
@@ -174,22 +174,6 @@ class Machine:
                 consumers.answer_timed_out(state, name)
         watchdog.look(state)
         return state.flush()
-
-    def answer_uncommitted(self, event: Event, last: m.Hint, problem: SlimebusError, now: float) -> Effect:
-        """Answer a request while the last decisions cannot be stored: no decision is made and none of those is told.
-
-        Heartbeats keep leases and clients alive and get the `last` hint again, the status names the problem, everything else is to be
-        asked again.
-        """
-        state = self.state
-        state.now, state.store_problem = now, problem.text
-        match event.message:
-            case m.Status():
-                return Reply(event.to, m.StatusReply())
-            case m.Heartbeat() if clients.keep_alive(state, event):
-                told = {name: getattr(last, name) for name in (*state.meta.newest(), "finished")}
-                return Reply(event.to, m.HeartbeatReply(**told, hints=state.hints_address))
-        return Reply(event.to, m.Error(code=problem.code, text=problem.text, retryable=True))
 
     # --- questions ---
 
@@ -244,7 +228,7 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "read": consumers.answer_timed_out,
     "evaluate": evaluation.answer_timed_out,
     "client": clients.on_silence,
-    "source": lambda state, _: None,  # its rest is over: whoever waits is dealt to when the burst is settled
+    "source": lambda state, _: None,  # its rest is over: requests that wait are dealt to when the burst is settled
     "finish": lambda state, _: ending.confirm_finish(state),
     "unserved evaluation": ending.end_unserved,
     "watchdog": lambda state, _: watchdog.check(state),

@@ -26,13 +26,13 @@ from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.status_askers import StatusAskers
-from broker.store import Damaged, LmdbStore, Store, StoreError, StoreRefusal
-from broker.store.lmdb_store import damaged_store
+from broker.store import Damaged, Store, StoreError, StoreRefusal
+from broker.store.interface import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
 from broker.suspend_tolerant_clock import Clock, SuspendTolerantClock
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import Error, HeartbeatReply, Hint, StatusReply
+from slimebus.bus.messages import Error, HeartbeatReply, Hint, Status, StatusReply
 from slimebus.bus.transport.server import DEFAULT_MAX_MESSAGE_BYTES, Limits, Request, Server
 from slimebus.security.keyring import Keyring
 from slimebus.telemetry.metrics import JsonLines
@@ -46,23 +46,9 @@ COLLECT_S, COLLECT_FROM = 0.004, 1024
 """With so many members a burst collects requests for this long: each costs half as much then (10,000 idle workers), none is so urgent."""
 RETRY_S = 1.0
 """Between two attempts to write what the store could not take."""
-SAY_AGAIN_S = 60.0
+LOG_INTERVAL_S = 60.0
 """How often the log repeats that the store still cannot be written."""
 RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
-
-
-class UncommittedBurst(msgspec.Struct, kw_only=True):
-    """One burst that is decided and that the store could not take: kept and tried again, while nobody is told what rests on it.
-
-    `since`, `retry_at`, `said_at`: seconds of the broker's clock.
-    """
-
-    writes: Writes
-    effects: Sequence[Effect]
-    problem: StoreError
-    since: float
-    retry_at: float
-    said_at: float
 
 
 class Broker:
@@ -82,7 +68,9 @@ class Broker:
         self.broker_clock = SuspendTolerantClock(self.clock)
         self.metrics = JsonLines(metrics_path)
         self.spans = Spans(metrics_path.parent if metrics_path else None, "broker", run=run)
-        self._uncommitted: UncommittedBurst | None = None
+        self._stop = threading.Event()
+        self._blocked: tuple[StoreError, float] | None = None
+        """What the store could not take at the last attempt, and since when, by `clock`."""
         self._store_problem, self._all_heard = "", True
         self._last_report: dict[str, Any] = {}
         self.num_turns = 0
@@ -93,15 +81,14 @@ class Broker:
             self.status_askers = StatusAskers(self.server, clock, self.last_status)
             self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
             self.endpoint = self.server.endpoint
-            self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints if isinstance(store, LmdbStore) else "")
+            self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
             opened.callback(self.hints.close)
             first_id = int(self.clock.time() * 1000)  # above all given so far, also where the folder lost its last writes, or all
             how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "buffer_filter": buffer_filter}
             self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
             self.machine = self._restored()
             self._opened = opened.pop_all()
-        if isinstance(store, LmdbStore):
-            store.announce(self.endpoint, self.hints.endpoint)
+        store.announce(self.endpoint, self.hints.endpoint)
         self.hints.last = Hint(**self.machine.state.meta.newest())
 
     def _restored(self) -> Machine:
@@ -118,21 +105,18 @@ class Broker:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the run is finished and everyone has left."""
+        self._stop = stop
         try:
-            while not stop.is_set() and (self._uncommitted is not None or not self.machine.is_over):
+            while not stop.is_set() and not self.machine.is_over:
                 self.run_once(MAX_IDLE_S)
+        except StoreError as bad:
+            log.error("stopped with a store that cannot be written (%s): what was not acknowledged will be asked again", bad.text)
         finally:
             self.close()
 
     def run_once(self, max_wait_s: float) -> int:
-        """One burst: receive, decide, commit, answer. Returns how many requests it had."""
+        """One burst: receive, decide, commit, answer. Returns how many requests it had. Raises StoreError as `_commit` does."""
         self.num_turns += 1
-        burst = self._uncommitted
-        num_requests = self._run_burst(max_wait_s) if burst is None else self._run_uncommitted(burst)
-        self.status_askers.answer()
-        return num_requests
-
-    def _run_burst(self, max_wait_s: float) -> int:
         before = self._store_problem
         collect_s = COLLECT_S if self._all_heard and len(self.machine.state.clients) >= COLLECT_FROM else 0.0
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s), collect_s))
@@ -153,6 +137,7 @@ class Broker:
         except StoreRefusal:
             self._apply_one_by_one(requests, now)
         self.hints.greet_subscribers()
+        self.status_askers.answer()
         return len(requests)
 
     def _apply(self, requests: Sequence[Request], now: float) -> list[Effect]:
@@ -163,15 +148,23 @@ class Broker:
     def close(self) -> None:
         """Release addresses and store."""
         self.status_askers.answer(is_last=True)
-        if self._uncommitted is not None:
-            log.error("stopped with a store that cannot be written: what was not acknowledged will be asked again")
         self._last_report = self.store.report()
         self.metrics.flush()
         self._opened.close()
 
     def last_status(self) -> dict[str, Any]:
-        """The status as it is now; also after close."""
-        return self._with_own(self.machine.status(self.broker_clock.advance()))
+        """The status as it is now; also after close, and while the store cannot be written, which the broker's clock does not count."""
+        blocked_s = 0.0 if self._blocked is None else self.clock.monotonic() - self._blocked[1]
+        now = self.broker_clock.advance() if self._blocked is None else self.broker_clock.now + blocked_s
+        status, store = self.machine.status(now), self._last_report or self.store.report()
+        if self._blocked is not None:
+            store = store | {"problem": self._blocked[0].text, "unwritten_s": round(blocked_s, 3)}
+        return status | {
+            "store": store,
+            "security": security(self.endpoint, self.keys.keyring if self.keys else None),
+            "bounds": status["bounds"] | self.server.bounds(),
+            "refused": dict(self.server.refused),
+        }
 
     def _wait_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
@@ -181,7 +174,7 @@ class Broker:
     # --- effects ---
 
     def _perform(self, effects: Sequence[Effect]) -> None:
-        """Write what is to be written, then say the rest. Raises StoreRefusal, after which nothing is written or said."""
+        """Write what is to be written, then say the rest. Raises StoreRefusal or StoreError, after which nothing is written or said."""
         writes: dict[tuple[str, str], Write] = {}
         said: list[Effect] = []
         for effect in effects:
@@ -189,16 +182,8 @@ class Broker:
                 writes[effect.table, effect.key] = effect
             else:
                 said.append(effect)
-        if self._uncommitted is not None:  # found while the burst before is said, and that found damage and a full disk at once
-            burst = self._uncommitted
-            burst.writes, burst.effects = {**burst.writes, **writes}, [*burst.effects, *said]
-            return
         if writes:
-            try:
-                self.store.commit(list(writes.values()))
-            except StoreError as bad:
-                self._retry_later(writes, said, bad)
-                return
+            self._commit(list(writes.values()))
         for effect in said:
             self._emit(effect, writes)
 
@@ -240,6 +225,7 @@ class Broker:
             bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
             if isinstance(reply.message, HeartbeatReply):
                 reply.message.time = self.clock.time()
+                reply.message.keys = self.keys.keyring.generation if self.keys else 0
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):
@@ -269,41 +255,40 @@ class Broker:
             log.warning("the broker's store has room again; samples are taken and groups leased")
         self._store_problem = text
 
-    def _retry_later(self, writes: Writes, effects: Sequence[Effect], problem: StoreError) -> None:
-        """The state has changed and the store has not: nothing of it is said, and nothing else decided, until it is written."""
-        now = self.clock.monotonic()
-        times = {"since": now, "retry_at": now + RETRY_S, "said_at": now}
-        self._uncommitted = UncommittedBurst(writes=writes, effects=effects, problem=problem, **times)
-        log.error("%s", problem.text)
+    def _commit(self, writes: Sequence[Write]) -> None:
+        """Have these written, however long that takes: nothing of them is said, and nothing else decided, until they are.
 
-    def _run_uncommitted(self, burst: UncommittedBurst) -> int:
-        requests = self.server.receive(min(MAX_IDLE_S, max(0.0, burst.retry_at - self.clock.monotonic())))
-        now = self.clock.monotonic()
-        self.broker_clock.advance()
-        for request in requests:
-            self._emit(self.machine.answer_uncommitted(event_of(request), self.hints.last, burst.problem, self.broker_clock.now), {})
-        if now >= burst.retry_at:
-            self._retry(burst, now)
-        return len(requests)
+        Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreRefusal, and
+        StoreError when the broker is told to stop before.
+        """
+        began, logged_at, last_code = self.clock.monotonic(), float("-inf"), ""
+        while True:
+            try:
+                self.store.commit(writes)
+                break
+            except StoreError as bad:
+                now, self._blocked = self.clock.monotonic(), (bad, began)
+                if bad.code != last_code or now >= logged_at + LOG_INTERVAL_S:
+                    log.error("%s%s", f"still, for {now - began:.0f} s: " if last_code else "", bad.text)
+                    logged_at, last_code = now, bad.code
+                self._refuse_all(bad, until=now + RETRY_S)
+        if self._blocked is not None:
+            self._store_problem, self._blocked = self._blocked[0].text, None
+            log.warning("the broker's store is written again after %.1f s; nothing was lost", self.clock.monotonic() - began)
 
-    def _retry(self, burst: UncommittedBurst, now: float) -> None:
-        try:
-            self.store.commit(list(burst.writes.values()))
-        except StoreError as bad:
-            if bad.code != burst.problem.code or now >= burst.said_at + SAY_AGAIN_S:
-                log.error("still, for %.0f s: %s", now - burst.since, bad.text)
-                burst.said_at = now
-            burst.problem, burst.retry_at = bad, now + RETRY_S
-            return
-        except StoreRefusal as bad:
-            log.error("%s; what was decided with it is forgotten, and its requests come again", bad.text)
-            self._uncommitted, self.machine = None, self._restored()
-            return
-        self._uncommitted = None
-        self._store_problem = burst.problem.text
-        log.warning("the broker's store is written again after %.1f s; nothing was lost", now - burst.since)
-        for effect in burst.effects:
-            self._emit(effect, burst.writes)
+    def _refuse_all(self, problem: StoreError, *, until: float) -> None:
+        """Answer the status, and with `problem` all else. Raises it when the broker is told to stop."""
+        self.machine.state.store_problem = problem.text
+        while (left_s := until - self.clock.monotonic()) > 0:
+            if self._stop.is_set():
+                raise problem
+            self.num_turns += 1
+            for request in self.server.receive(min(MAX_IDLE_S, left_s, self.status_askers.due_s)):
+                if isinstance(request.message, Status):
+                    self.status_askers.add(event_of(request).to)
+                else:
+                    self.server.reply(request, error_reply(problem))
+            self.status_askers.answer()
 
     # --- keys ---
 
@@ -318,18 +303,6 @@ class Broker:
         if change.is_renewed or change.is_narrower:
             self.hints.reopen()
         return self.machine.revoke_keys(change.revoked, now) if change.revoked else []
-
-    def _with_own(self, status: dict[str, Any]) -> dict[str, Any]:
-        """A status with what this process alone knows: its store and its sockets."""
-        store, burst = self._last_report or self.store.report(), self._uncommitted
-        if burst is not None:
-            store = store | {"problem": burst.problem.text, "unwritten_s": round(self.clock.monotonic() - burst.since, 3)}
-        return status | {
-            "store": store,
-            "security": security(self.endpoint, self.keys.keyring if self.keys else None),
-            "bounds": status["bounds"] | self.server.bounds(),
-            "refused": dict(self.server.refused),
-        }
 
 
 def event_of(request: Request) -> Event:

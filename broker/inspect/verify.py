@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 
-from broker.inspect.reader import StoreSnapshot, open_snapshot, store_folder
 from broker.state.damage import decoded
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, WITH_SAMPLES, Group, field_key
 from broker.state.records import ROWS, Meta, StepRecord
-from broker.store.interface import Damaged
-from broker.store.lmdb_store import ended_by, probe
+from broker.store import KINDS, Damaged, Records
+from broker.store.interface import ended_by
 from broker.store.records import unpack_frames
 from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.bus.sample_table import check_group
@@ -33,25 +32,32 @@ class Report(msgspec.Struct):
     size_bytes: int = 0
 
 
-def verify_run(run_dir: Path) -> Report:
+def verify_run(run_dir: Path, durability: str = "fsync") -> Report:
     """Verify the store of a run in a child process; that it crashed is then a problem like others. Raises UsageError for no store."""
-    folder = store_folder(run_dir)
-    command = [sys.executable, "-P", "-m", "broker.inspect.verify", str(folder)]
+    folder = run_dir / "broker"
+    problems = []
+    try:
+        with KINDS[durability].read(folder):
+            pass
+    except UsageError as bad:
+        if bad.code != "store_damaged":
+            raise
+        problems.append(bad.text)
+    command = [sys.executable, "-P", "-m", "broker.inspect.verify", str(folder), durability]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode == 0:
         report = msgspec.json.decode(done.stdout, type=Report)
     else:
         last_words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "opening the store"
         report = Report(problems=[f"{last_words}: {ended_by(done.returncode)}; nothing behind it was read"])
-    if pages := probe(folder, "write"):
-        report.problems.insert(0, pages)
+    report.problems = [*problems, *report.problems]
     return report
 
 
-def verify(snapshot: StoreSnapshot) -> Report:
+def verify(records: Records) -> Report:
     """Read every record: its checksum, its form, its samples, and that groups, prompts, samples and steps fit together."""
     report = Report()
-    rows: dict[str, dict[str, Any]] = {table: dict(_rows(snapshot, table, report)) for table in ROWS}
+    rows: dict[str, dict[str, Any]] = {table: dict(_rows(records, table, report)) for table in ROWS}
     groups: dict[str, Group] = rows["groups"]
     ended: dict[str, Group] = rows["ended"]
     report.states = dict(Counter(g.phase for g in [*groups.values(), *ended.values()]))
@@ -68,7 +74,7 @@ def verify(snapshot: StoreSnapshot) -> Report:
     with_samples = {name for name, g in groups.items() if g.phase in WITH_SAMPLES}
     to_sample = {name for name, g in groups.items() if g.phase in (QUEUED, LEASED)}
     late = {field_key(g.id, field.name) for g in groups.values() for field in g.late}
-    check = functools.partial(_check_values, snapshot, report)
+    check = functools.partial(_check_values, records, report)
     check("prompts", lambda key, value: msgspec.msgpack.decode(value), needed=with_prompt)
     check("payloads", check_samples, needed=with_samples, allowed=with_samples)
     check("partials", lambda key, value: check_group(unpack_frames(value, "partials", key)), allowed=to_sample)
@@ -81,7 +87,7 @@ Keys = Collection[str]
 
 
 def _check_values(
-    snapshot: StoreSnapshot,
+    records: Records,
     report: Report,
     table: str,
     read: Callable[[str, bytes], object],
@@ -90,7 +96,7 @@ def _check_values(
     allowed: Keys | None = None,
 ) -> None:
     """Read a table record by record. needed: keys that it must have, allowed: that it may have; None: any."""
-    for key, value in _records(snapshot, table, report):
+    for key, value in _records(records, table, report):
         if allowed is not None and key not in allowed:
             report.problems.append(f"{table} {key}: no group needs it")
             continue
@@ -98,24 +104,24 @@ def _check_values(
             read(key, value)
         except (msgspec.DecodeError, UnicodeDecodeError, SlimebusError, ValueError) as bad:
             report.problems.append(f"{table} {key}: {bad}")
-    missing = set(needed).difference(_keys(snapshot, table, report) if needed else ())
+    missing = set(needed).difference(_keys(records, table, report) if needed else ())
     report.problems += [f"{table} {key}: it is missing, and its group needs it" for key in sorted(missing)]
 
 
-def _rows(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tuple[str, Any]]:
-    for key, value in _records(snapshot, table, report):
+def _rows(records: Records, table: str, report: Report) -> Iterator[tuple[str, Any]]:
+    for key, value in _records(records, table, report):
         try:
             yield key, decoded(table, key, value)
         except (msgspec.DecodeError, UnicodeDecodeError, SlimebusError) as bad:
             report.problems.append(f"{table} {key}: cannot be used: {bad}")
 
 
-def _records(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tuple[str, bytes]]:
+def _records(records: Records, table: str, report: Report) -> Iterator[tuple[str, bytes]]:
     """Every record of a table one by one, so that a damaged one does not hide those behind it."""
     log.debug("reading table %s", table)
-    for key in _keys(snapshot, table, report):
+    for key in _keys(records, table, report):
         try:
-            value = snapshot.get(table, key)
+            value = records.get(table, key)
         except Damaged as bad:
             report.problems.append(bad.text)
             continue
@@ -125,9 +131,9 @@ def _records(snapshot: StoreSnapshot, table: str, report: Report) -> Iterator[tu
             yield key, value
 
 
-def _keys(snapshot: StoreSnapshot, table: str, report: Report) -> list[str]:
+def _keys(records: Records, table: str, report: Report) -> list[str]:
     try:
-        return list(snapshot.keys(table))
+        return list(records.keys(table))
     except Damaged as bad:
         report.problems.append(bad.text)
         return []
@@ -163,16 +169,16 @@ def _step_problems(groups: dict[str, Group], steps: dict[str, StepRecord], meta:
     yield from (f"group {group.id}: {group.phase}, but in no step" for group in lost)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, durability: str) -> None:
     """Print the report as JSON; stderr names each table before it is read."""
     logging.basicConfig(level=logging.DEBUG, format="%(message)s")
     try:
-        with open_snapshot(folder, is_checked=False) as snapshot:
-            report = verify(snapshot)
+        with KINDS[durability].read(folder, is_checked=False) as records:
+            report = verify(records)
     except UsageError as bad:
         report = Report(problems=[bad.text])
     sys.stdout.buffer.write(msgspec.json.encode(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -155,7 +155,8 @@ class Page:
         return await self._answer(lambda: self._of_store(lambda store: samples.whole(store, store.group(name), self.decode())))
 
     def _of_store(self, ask: Callable[[StoreSnapshot], T]) -> T:
-        with open_snapshot(self.resolved.run_dir, is_checked=bool(self.live.problem)) as store:
+        durability = self.resolved.config.broker.durability
+        with open_snapshot(self.resolved.run_dir, durability, is_checked=bool(self.live.problem)) as store:
             return ask(store)
 
     async def _answer(self, read: Callable[[], Any]) -> web.Response:
@@ -181,7 +182,7 @@ class Page:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Everything for Prometheus, as of now; with `per=process` each worker's values."""
-        from broker.page import metrics  # whoever only looks at the page starts without it
+        from broker.page import metrics  # a page without a scraper starts without it
 
         await self.look()
         status, each = self.live.status if not self.live.problem else {}, request.query.get("per") == "process"

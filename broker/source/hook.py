@@ -1,4 +1,4 @@
-"""A user's stateful source: what it gives, what it is told and what it must remember, as the state machine wants it.
+"""A user's stateful source: what it gives, what it hears and what it must remember, as the state machine wants it.
 
     take -> save -> (the prompt and the state in one transaction)
     feedback* -> save -> (what happened and the state in one transaction)

@@ -15,7 +15,7 @@ SLOW_S = 0.1
 
 
 def call_plugin(name: str, plugin: Callable[..., Any], *given: Any) -> Any:
-    """What the plug-in returns. Raises HookError with its name for whatever it raises, SystemExit too."""
+    """What the plug-in returns. Raises HookError with its name for anything it raises, SystemExit too."""
     started = time.monotonic()
     try:
         answer = plugin(*given)

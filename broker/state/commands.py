@@ -18,7 +18,7 @@ def command(state: State, event: Event, ask: m.Command) -> None:
         if len(worker.commands) >= MAX_COMMANDS:
             raise state.busy("commands", f"{worker.name} has {MAX_COMMANDS} commands to do")
         worker.commands = {**worker.commands, ask.key: ask}
-        state.note(f"{worker.name} is told to {ask.action} {ask.url}".rstrip())
+        state.note(f"{worker.name} has to {ask.action} {ask.url}".rstrip())
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 
 

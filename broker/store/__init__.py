@@ -1,19 +1,43 @@
-"""Where the broker's state is kept: LMDB on disk, or memory for tests and throw-away runs."""
+"""Where the broker's state is kept: LMDB on disk, or memory for tests and throw-away runs.
 
+A further kind of store is a file here, which keeps to Store and Records, and its row in `KINDS`.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 from broker.state.effects import Write
-from broker.store.interface import Damaged, Store, StoreError, StoreRefusal
+from broker.store import lmdb_store, memory
+from broker.store.interface import Damaged, Records, Store, StoreError, StoreRefusal
 from broker.store.lmdb_store import LmdbStore
 from broker.store.memory import MemoryStore
 
 
-def open_store(durability: Literal["fsync", "os", "memory"], path: Path) -> Store:
-    """fsync: survives power loss. os: survives a killed broker, not a killed machine. memory: survives nothing."""
-    if durability == "memory":
-        return MemoryStore()
-    return LmdbStore(path, is_synced=durability == "fsync")
+class Kind(NamedTuple):
+    """How a broker opens its store in a folder, and how others read it, also beside a working broker.
+
+    read: raises UsageError for a folder without a store, or a damaged one. With is_checked=False damage is not looked for before: it may
+    end the process.
+    """
+
+    open: Callable[[Path], Store]
+    read: Callable[..., AbstractContextManager[Records]]
 
 
-__all__ = ["Damaged", "LmdbStore", "MemoryStore", "Store", "StoreError", "StoreRefusal", "Write", "open_store"]
+KINDS = {
+    "fsync": Kind(functools.partial(LmdbStore, is_synced=True), lmdb_store.read_folder),
+    "os": Kind(functools.partial(LmdbStore, is_synced=False), lmdb_store.read_folder),
+    "memory": Kind(lambda folder: MemoryStore(), memory.read_nothing),
+}
+"""By `broker.durability`. fsync: survives power loss. os: survives a killed broker, not a killed machine. memory: survives nothing."""
+
+
+def open_store(durability: str, folder: Path) -> Store:
+    """The store of a run, for its broker. Raises UsageError where it cannot be used."""
+    return KINDS[durability].open(folder)
+
+
+__all__ = ["KINDS", "Damaged", "LmdbStore", "MemoryStore", "Records", "Store", "StoreError", "StoreRefusal", "Write", "open_store"]

@@ -1,6 +1,11 @@
 """The store in an LMDB environment: one transaction a commit, the map grows by itself.
 
 The environment is the state. Payloads and prompts have tables of their own, so that reading the state back touches none of them.
+
+    | meta | meta | used ... free ... used |  hole: takes no room on the disk  |
+                                           `-- last page ever used             `-- end of the map, and of the file data.mdb
+
+The file is as long as its map, so one that is shorter was cut short.
 """
 
 import contextlib
@@ -9,39 +14,75 @@ import fcntl
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import lmdb
 
 from broker.state.effects import RowTable, Write
-from broker.store.interface import TABLES, Damaged, StoreError, StoreRefusal
+from broker.store.interface import TABLES, Damaged, Records, StoreError, StoreRefusal, damaged_store, ended_by
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
-from broker.store.space import LOOK_S, Reserve, free_bytes
 from slimebus.bus.errors import UsageError
 from slimebus.telemetry.formatting import size as readable_size
 
 log = logging.getLogger("slimebus.broker")
 
-FORMAT = 2
+FORMAT = 3
 """The layout of the store. Another number is refused with the way out."""
 FORMAT_KEY = b"slimebus format"
 FIRST_MAP_BYTES = 256 * 1024 * 1024
 READERS_BYTES = 16 * 1024
 SCRATCH_BYTES = 4 * 1024 * 1024
-WAY_OUT = (
-    "start over in a new run directory; `slimebus buffer verify` lists what is damaged, `slimebus buffer export` saves what is whole, "
-    "`slimebus buffer import` takes it in there"
-)
+LEFT_FREE_BYTES, SMALL_DISK = 64 * 1024 * 1024, 16
+"""New samples leave so much of the disk free, for the commits that free room; of a small file system a 16th."""
 LOCK_TRIES, LOCK_RETRY_S = 20, 0.01
 """Commands that look whether a broker works here hold its lock for some microseconds."""
 PAGE_SLACK_BYTES = 8192
 """What a record may take beyond its own size: it is rounded to pages, and its path in the tree is copied."""
+
+
+class LmdbRecords:
+    """The records of one transaction with buffers. A store of an earlier time may have fewer tables."""
+
+    def __init__(self, where: str, txn: Any, tables: dict[str, Any]) -> None:
+        self.where, self._txn, self._tables = where, txn, tables
+
+    def get(self, table: str, key: str) -> bytes | None:
+        """One record, or None. Raises Damaged; lmdb.Error where that may pass."""
+        if table not in self._tables:
+            return None
+        try:
+            found = self._txn.get(key.encode(), db=self._tables[table])
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
+            raise Damaged(table, key, f"record {key!r} of table {table!r} cannot be read: {bad}") from None
+        return None if found is None else unseal(table, key, found)
+
+    def keys(self, table: str) -> Iterator[str]:
+        """The keys of a table, in order; no record is read. Raises Damaged where the table cannot be read."""
+        yield from (key for key, _ in self._items(table, values=False))
+
+    def scan(self, table: str) -> Iterator[tuple[str, bytes | Damaged]]:
+        """Every record of a table, by key; Damaged in place of one that is. Raises Damaged where the table cannot be read."""
+        for key, value in self._items(table, values=True):
+            try:
+                record: bytes | Damaged = unseal(table, key, value)
+            except Damaged as bad:
+                record = bad
+            yield key, record
+
+    def _items(self, table: str, *, values: bool) -> Iterator[tuple[str, Any]]:
+        if table not in self._tables:
+            return
+        try:
+            for item in self._txn.cursor(db=self._tables[table]).iternext(values=values):
+                key, value = item if values else (item, None)
+                yield bytes(key).decode(errors="replace"), value
+        except lmdb.Error as bad:
+            raise Damaged(table, "", f"table {table!r} cannot be read: {bad}") from None
 
 
 class LmdbStore:
@@ -51,35 +92,44 @@ class LmdbStore:
     """
 
     def __init__(self, path: Path, *, is_synced: bool, map_bytes: int = FIRST_MAP_BYTES) -> None:
-        self.path, self.durability = path, "fsync" if is_synced else "os"
+        self.path, self.where, self.durability = path, str(path), "fsync" if is_synced else "os"
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._map_bytes, self._is_open = map_bytes, False
         self._lock = _lock(path)
-        self.hints = str(announced(self._lock).get("hints", ""))
-        """Where the broker before this one published hints; empty when there was none."""
+        before = _announced(self._lock)
+        self.hints = str(before.get("hints", ""))
         try:
-            check_readable(path)
+            if _has_file(path):
+                check_readable(path)
+            elif before:
+                raise damaged_store(f"at {path}", "data.mdb is missing or empty, though a broker has kept its state here")
             self._open()
         except UsageError:
             if self._is_open:
                 self._env.close()
             self._lock.close()
             raise
-        self.reserve = Reserve(path)
-        self._looked_at, self._room_bytes, self._is_full = float("-inf"), 0, False
+        disk = os.statvfs(path)
+        self._left_free_bytes = min(LEFT_FREE_BYTES, disk.f_blocks * disk.f_frsize // SMALL_DISK)
 
     def _open(self) -> None:
         try:
             self._env = open_environment(self.path, map_bytes=self._map_bytes, is_synced=self.durability == "fsync")
+            self._make_as_long_as(self._env.info()["map_size"])
             self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
             with self._env.begin(write=True) as txn:
                 found = txn.get(FORMAT_KEY)
                 if found is None:
                     txn.put(FORMAT_KEY, str(FORMAT).encode())
-        except lmdb.Error as bad:
+        except (lmdb.Error, OSError) as bad:
             raise cannot_open(self.path, bad) from None
         self._is_open = True
         check_format(self.path, found)
+
+    def _make_as_long_as(self, map_bytes: int) -> None:
+        file = self.path / "data.mdb"
+        if file.stat().st_size < map_bytes:
+            os.truncate(file, map_bytes)
 
     def announce(self, endpoint: str, hints: str) -> None:
         """Leave word of who serves this store: for commands on this machine, and the hints' address for the next broker."""
@@ -92,16 +142,6 @@ class LmdbStore:
 
     def commit(self, writes: Sequence[Write]) -> None:
         """Make every change in one transaction. Raises StoreError, after which nothing of it is kept."""
-        try:
-            self._commit(writes)
-        except StoreError as bad:
-            if bad.code != "disk_full" or not self.reserve.release():
-                raise
-            log.warning("%s; the reserve of %s is given up for it", bad.text, readable_size(self.reserve.size_bytes))
-            self._commit(writes)
-        self._room_bytes -= _needed(writes)
-
-    def _commit(self, writes: Sequence[Write]) -> None:
         if not self._is_open:
             self._reopen()
         retries = 2
@@ -146,8 +186,9 @@ class LmdbStore:
         size = self._env.info()["map_size"]
         wanted = max(2 * size, size + 2 * needed_bytes) if size < 1 << 33 else size + max(1 << 33, 2 * needed_bytes)
         try:
+            self._make_as_long_as(wanted)
             self._env.set_mapsize(wanted)
-        except (lmdb.Error, OverflowError) as bad:
+        except (lmdb.Error, OSError, OverflowError) as bad:
             self._map_bytes = size
             self._reopen()  # LMDB has let go of the old map and would follow a null pointer
             text = f"the map of the broker's store at {self.path} cannot grow from {readable_size(size)} to {readable_size(wanted)}: {bad}"
@@ -163,9 +204,10 @@ class LmdbStore:
             raise StoreError(bad.text) from None
 
     def _trouble(self, bad: lmdb.Error, needed_bytes: int) -> StoreError:
-        self._looked_at = float("-inf")
         if _is_full(bad) or free_bytes(self.path) < needed_bytes + PAGE_SLACK_BYTES:
             return StoreError(self._full_text(needed_bytes), code="disk_full")
+        if isinstance(bad, lmdb.CorruptedError):
+            return StoreError(damaged_store(f"at {self.path}", bad).text)
         remedy = "look at the disk (dmesg), or stop the broker and move its folder to another disk"
         text = f"the broker's store at {self.path} cannot be written: {bad}; nothing of it was acknowledged, and it is tried again"
         return StoreError(f"{text}; {remedy}")
@@ -179,20 +221,12 @@ class LmdbStore:
     # --- room ---
 
     def refusal(self, size_bytes: int) -> str:
-        """Why so many bytes more should not be taken now; empty while room and reserve are left."""
-        now = time.monotonic()
-        if now - self._looked_at >= LOOK_S or self._room_bytes < size_bytes + 2 * self.reserve.size_bytes:
-            self._looked_at, is_held = now, self.reserve.restore()
-            self._free_dead_readers()
-            self._room_bytes = free_bytes(self.path) + (self._spare_bytes() if is_held and not self._readers() else 0)
-        margin = (2 if self._is_full else 1) * self.reserve.size_bytes  # twice: so that it does not flicker at the edge
-        self._is_full = self._room_bytes < size_bytes + margin
-        return self._full_text(size_bytes + margin) if self._is_full else ""
-
-    def _free_dead_readers(self) -> None:
-        """Give up what processes that were killed while they read would hold back for ever."""
+        """Why so many bytes more should not be taken now; empty while they leave enough free. Free pages of the file are room, too."""
         if self._is_open and (count := self._env.reader_check()):
             log.info("%d readers of the store at %s ended without closing it; what they held back is free", count, self.path)
+        needed = max(self._left_free_bytes, 2 * size_bytes)
+        has_room = free_bytes(self.path) >= needed or (not self._readers() and free_bytes(self.path) + self._spare_bytes() >= needed)
+        return "" if has_room else self._full_text(needed)
 
     def _readers(self) -> list[str]:
         """Ids of the processes that read now: pages that are freed meanwhile cannot be written to before they end."""
@@ -223,8 +257,8 @@ class LmdbStore:
     def get(self, table: str, key: str) -> bytes | None:
         """One record, or None. Raises Damaged."""
         try:
-            with self._env.begin(buffers=True) as txn:
-                return read_record(txn, table, self._tables[table], key)
+            with self._records() as records:
+                return records.get(table, key)
         except lmdb.Error as bad:
             raise StoreError(f"the broker's store at {self.path} cannot be read now: {bad}") from None
 
@@ -233,10 +267,20 @@ class LmdbStore:
         found = self.get(table, key)
         return None if found is None else unpack_frames(found, table, key)
 
+    def keys(self, table: str) -> Iterator[str]:
+        """The keys of a table, in order. Raises Damaged where the table cannot be read."""
+        with self._records() as records:
+            yield from records.keys(table)
+
     def scan(self, table: str) -> Iterator[tuple[str, bytes | Damaged]]:
         """Every record of a table, by key; Damaged in place of one that is. Raises Damaged where the table cannot be read."""
+        with self._records() as records:
+            yield from records.scan(table)
+
+    @contextlib.contextmanager
+    def _records(self) -> Iterator[LmdbRecords]:
         with self._env.begin(buffers=True) as txn:
-            yield from scan_records(txn, table, self._tables[table])
+            yield LmdbRecords(self.where, txn, self._tables)
 
     def size_bytes(self) -> int:
         """The size of the file, in pages that were ever used."""
@@ -256,30 +300,51 @@ class LmdbStore:
         self._lock.close()
 
 
-def read_record(txn: Any, table: str, handle: Any, key: str) -> bytes | None:
-    """One record of a table in a transaction with buffers, or None. Raises Damaged; lmdb.Error where that may pass."""
-    try:
-        found = txn.get(key.encode(), db=handle)
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
-        raise Damaged(table, key, f"record {key!r} of table {table!r} cannot be read: {bad}") from None
-    return None if found is None else unseal(table, key, found)
+@contextlib.contextmanager
+def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
+    """The records of a store as they are now, also beside a working broker. Raises UsageError when there is none, or it is damaged.
 
-
-def scan_records(txn: Any, table: str, handle: Any) -> Iterator[tuple[str, bytes | Damaged]]:
-    """The records of a table in a transaction with buffers, by key; Damaged in place of one that is.
-
-    Raises Damaged where the table cannot be read.
+    is_checked: a child process looks at its pages first, so that damage does not end this process.
     """
+    if not _has_file(folder):
+        why = "it does not exist" if not folder.parent.exists() else "the run has not begun, or its durability is memory"
+        raise UsageError(f"no store under {folder}: {why}; give the RUN.yaml or the --run-dir of a run that was started")
+    if is_checked:
+        check_readable(folder)
     try:
-        for key, value in txn.cursor(db=handle):
-            name = bytes(key).decode(errors="replace")
-            try:
-                record: bytes | Damaged = unseal(table, name, value)
-            except Damaged as bad:
-                record = bad
-            yield name, record
+        env = open_environment(folder, is_readonly=True)
     except lmdb.Error as bad:
-        raise Damaged(table, "", f"table {table!r} cannot be read: {bad}") from None
+        raise cannot_open(folder, bad) from None
+    try:
+        with begin(env) as txn:
+            check_format(folder, txn.get(FORMAT_KEY))
+            yield LmdbRecords(str(folder), txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
+        raise cannot_open(folder, bad) from None
+    finally:
+        env.close()
+
+
+def begin(env: Any) -> Any:
+    """A read transaction, of a map that a working broker may have grown meanwhile."""
+    try:
+        return env.begin(buffers=True)
+    except lmdb.MapResizedError:
+        env.set_mapsize(0)  # 0: take the size that the file has now
+        return env.begin(buffers=True)
+
+
+def _table(env: Any, txn: Any, name: str) -> Any:
+    try:
+        return env.open_db(name.encode(), txn=txn, create=False)
+    except lmdb.NotFoundError:
+        return None
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write on the file system of `folder`."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, is_readonly: bool = False) -> Any:
@@ -288,36 +353,20 @@ def open_environment(path: Path, *, map_bytes: int = 0, is_synced: bool = True, 
     return lmdb.open(str(path), map_size=map_bytes, max_dbs=len(TABLES) + 1, max_readers=64, **use)
 
 
-def check_readable(path: Path, use: Literal["write", "read"] = "write") -> None:
-    """Raise UsageError when LMDB cannot walk the tables of rows, or pages in use are not in the file. Who only reads needs no free pages.
+def _has_file(folder: Path) -> bool:
+    file = folder / "data.mdb"
+    return file.is_file() and file.stat().st_size > 0
+
+
+def check_readable(folder: Path) -> None:
+    """Raise UsageError when LMDB cannot walk the tables of rows, or the file was cut short.
 
     A child process tries: damaged pages may end the process that reads them.
     """
-    file = path / "data.mdb"
-    if not file.exists() or not file.stat().st_size:
-        if (path / "reserve").exists():  # made after LMDB has written its first pages
-            raise damaged_store(f"at {path}", "data.mdb is missing or empty, though a broker has kept its state here")
-    elif problem := probe(path, use):
-        raise damaged_store(f"at {path}", problem)
-
-
-def probe(path: Path, use: Literal["write", "read"]) -> str:
-    """What a child process finds wrong with the pages of a store; empty when they are whole."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("read_probe.py")), str(path), use, *get_args(RowTable)]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("read_probe.py")), str(folder), *get_args(RowTable)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    return "" if not done.returncode else ended_by(done.returncode) or done.stdout.strip() or done.stderr.strip()[-300:]
-
-
-def ended_by(returncode: int) -> str:
-    """What a signal says that ended a process which read a store; empty for an exit code."""
-    if returncode >= 0:
-        return ""
-    return f"reading it ended with {signal.Signals(-returncode).name}: data.mdb was cut short, or its pages are damaged"
-
-
-def damaged_store(which: str, why: object) -> UsageError:
-    """The error for a store that is not what was written, with the way out."""
-    return UsageError(f"the broker's store {which} is damaged: {why}; {WAY_OUT}", code="store_damaged")
+    if done.returncode:
+        raise damaged_store(f"at {folder}", ended_by(done.returncode) or done.stdout.strip() or done.stderr.strip()[-300:])
 
 
 def check_format(path: Path, found: Any) -> None:
@@ -348,7 +397,7 @@ def _needed(writes: Sequence[Write]) -> int:
     return sum(PAGE_SLACK_BYTES + (0 if write.value is None else packed_size(write.value)) for write in writes)
 
 
-def announced(lock: Any) -> dict[str, Any]:
+def _announced(lock: Any) -> dict[str, Any]:
     """What the broker that holds this lock file, or did so last, says of itself; nothing where that cannot be read."""
     lock.seek(0)
     try:

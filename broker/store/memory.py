@@ -1,20 +1,26 @@
 """A store that forgets when the process ends."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from broker.state.effects import Write
-from broker.store.interface import TABLES
+from broker.store.interface import TABLES, Records
 from broker.store.records import packed, packed_size, unpack_frames
+from slimebus.bus.errors import UsageError
 
 
 class MemoryStore:
     """The twin of the LMDB store in dictionaries."""
 
-    durability = "memory"
+    durability, where, hints = "memory", "memory", ""
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[str, bytes | Sequence[Any]]] = {name: {} for name in TABLES}
+
+    def announce(self, endpoint: str, hints: str) -> None:
+        """No command and no later broker can find what is only here."""
 
     def commit(self, writes: Sequence[Write]) -> None:
         """Make every change. Frames are kept as they are, not copied."""
@@ -34,6 +40,10 @@ class MemoryStore:
         found = self._tables[table].get(key)
         return None if found is None else unpack_frames(found, table, key) if isinstance(found, bytes) else found
 
+    def keys(self, table: str) -> Iterator[str]:
+        """The keys of a table, in order."""
+        yield from sorted(self._tables[table])
+
     def scan(self, table: str) -> Iterator[tuple[str, bytes]]:
         """Every record of a table, by key."""
         yield from ((key, packed(value)) for key, value in sorted(self._tables[table].items()))
@@ -52,3 +62,8 @@ class MemoryStore:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def read_nothing(folder: Path, *, is_checked: bool = True) -> contextlib.AbstractContextManager[Records]:
+    """Raise UsageError: what a broker keeps in memory no other process can read."""
+    raise UsageError(f"no store under {folder}: broker.durability is memory; with `os` or `fsync` the store can be read")

@@ -173,7 +173,7 @@ class Endpoint:
         return text_answer(session, made, body, num_prompt_tokens)
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models: the policy, whatever name a request gives."""
+        """GET /v1/models: the policy, under any name that a request gives."""
         policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimebus"}
         return _json({"object": "list", "data": [policy]})
 
@@ -198,7 +198,7 @@ class Endpoint:
         self._known(request).ended.set()
         return web.Response()
 
-    # --- whose request it is ---
+    # --- the session of a request ---
 
     def _bearer(self, request: web.Request) -> str:
         return request.headers.get("Authorization", "").removeprefix("Bearer ")

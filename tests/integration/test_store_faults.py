@@ -1,6 +1,5 @@
 """A broker process whose disk fills up, is read-only or is damaged, with real clients around it."""
 
-import functools
 import json
 import os
 import subprocess
@@ -12,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from live_broker import LiveBroker
-from raw_cast import begin, put, train
+from scripted import beat, begin, lease, put, train
 from small_disk import fill, small_disk
 from waiting import wait_until
 
-from slimebus.bus.messages import Heartbeat, Lease, LeaseReply, PutReply
+from slimebus.bus.messages import Lease, PutReply
 from slimebus.bus.samples import Sample
 
 pytestmark = pytest.mark.integration
@@ -39,14 +38,13 @@ class Cast:
         self.leases: list[int] = []
         self.put_ids: list[str] = []
         for client, leases in ((self.trainer, []), (self.worker, self.leases)):
-            beat = functools.partial(Heartbeat, lineage="L", leases=leases)
-            client.keep_alive(0.5, beat, lambda reply: None, lambda problem: None)
+            beat(client, 0.5, lineage="L", leases=leases)
 
     def put_one(self) -> PutReply | None:
-        reply = self.worker.call(Lease(want=1, wait_s=0.2, lineage="L", serving=0), timeout_s=60).expect(LeaseReply)
-        if not reply.groups:
+        groups = lease(self.worker, wait_s=0.2)
+        if not groups:
             return None
-        group = reply.groups[0]
+        (group,) = groups
         self.leases.append(group.lease)
         noise = np.random.default_rng(group.lease)
         sample = Sample(
@@ -74,7 +72,7 @@ def test_a_run_whose_disk_fills_up_goes_on_when_there_is_room(tmp_path: Path, di
         begin(cast.trainer)
         for _ in range(6):
             wait_until("put", cast.put_one, 60)
-        hog = fill(disk)
+        fill(disk, leave_bytes=1 << 20)  # half of what is left to what frees room
         blocked = threading.Thread(target=cast.put_one)
 
         def full() -> list[str]:
@@ -87,6 +85,7 @@ def test_a_run_whose_disk_fills_up_goes_on_when_there_is_room(tmp_path: Path, di
         assert "make room there" in wait_until("word of the full disk", full, 60, every_s=0.2)[0]
         before = list(cast.put_ids)
         trained = [*train(cast.trainer, 0, checkpoint=1), *train(cast.trainer, 1, checkpoint=2)]  # what frees room goes on
+        hog = fill(disk)
         time.sleep(10)  # longer than a lease lives
         assert broker.process.poll() is None
         hog.unlink()
@@ -172,9 +171,11 @@ def test_an_unwritten_status_does_not_hide_how_the_run_ended(tmp_path: Path, dis
 
 def test_a_store_that_is_cut_short_under_a_working_broker_is_named_in_its_log_and_refused_by_the_next(tmp_path: Path) -> None:
     with start(tmp_path, tmp_path / "run") as broker:
-        begin(Cast(broker).trainer)
+        cast = Cast(broker)
+        begin(cast.trainer)
         file = broker.run_dir / "broker" / "data.mdb"
         os.truncate(file, 2 * 4096)
+        cast.worker.submit(Lease(want=1, wait_s=0.0, lineage="L", serving=0))
         broker.process.wait(20)
         log = broker.log.read_text()
         assert "Fatal Python error: Bus error" in log

@@ -5,14 +5,14 @@ inbox --burst--> Machine --effects--> [decided] commit [committed] replies, one 
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from simulation.actor import RUN
 from simulation.clock import MachineClock
 from simulation.disk import Disk
 
 from broker.machine import Machine
-from broker.service import RESTORED_TABLES, RETRY_S, UncommittedBurst
+from broker.service import RESTORED_TABLES, RETRY_S
 from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPayload, StoredPrompt, Write
 from broker.store import Damaged, StoreError
 from broker.suspend_tolerant_clock import SuspendTolerantClock
@@ -33,13 +33,22 @@ class Crashed(Exception):
     """The broker process ends here."""
 
 
+class Unwritten(NamedTuple):
+    """A burst that is decided and that the full disk has not taken, and when it is tried again, by the true time."""
+
+    writes: list[Write]
+    effects: Sequence[Effect]
+    problem: StoreError
+    retry_at: float
+
+
 class BrokerProcess:
     """The broker and the machine it runs on. Its disk outlives it; `machine` is None while it is down."""
 
     def __init__(self, world: "World") -> None:
         self.world, self.disk = world, Disk(world.scenario.durability)
         self.machine: Machine | None = None
-        self.held: UncommittedBurst | None = None
+        self.unwritten: Unwritten | None = None
         self.inbox: deque[Event] = deque()
         self.crash_at: CrashPoint | None = None
         self.stopped_until = self._wake_at = self.wall_ahead_s = 0.0
@@ -55,8 +64,6 @@ class BrokerProcess:
         self.clock = MachineClock(world.timeline, monotonic_ahead_s=monotonic_s, wall_ahead_s=1e6 + self.wall_ahead_s)
         self.broker_clock = SuspendTolerantClock(self.clock)
         self.machine = self.restored()
-        meta = self.machine.state.meta
-        self._last_hint = m.Hint(lineage=meta.lineage, version=meta.version, publishers=meta.publishers, digest=meta.digest)
         self.num_boots += 1
         self.is_over = False
         self._wake_at = world.now
@@ -78,7 +85,7 @@ class BrokerProcess:
         """
         if self.machine is None or self.is_over:
             return
-        self.machine, self.crash_at, self.held = None, None, None
+        self.machine, self.crash_at, self.unwritten = None, None, None
         self.inbox.clear()
         self.world.trace(f"broker is killed, {torn} transactions are torn off")
         if torn:
@@ -107,9 +114,11 @@ class BrokerProcess:
         """One burst: receive, decide, commit, answer. Returns how many requests it had: long waits have thousands of turns without any."""
         assert self.machine is not None
         events = [self.inbox.popleft() for _ in range(min(BURST, len(self.inbox)))]
-        now = self.broker_clock.advance()
         try:
-            self._turn(self.machine, events, now)
+            if self.unwritten is not None:
+                self._turn_blocked(self.machine, self.unwritten, events)
+            else:
+                self._turn(self.machine, events, self.broker_clock.advance())
         except Crashed:
             self.crash(down_s=self.world.random.expovariate(1.0))
         else:
@@ -118,9 +127,6 @@ class BrokerProcess:
 
     def _turn(self, machine: Machine, events: list[Event], now: float) -> None:
         watch = self.world.invariants
-        if self.held is not None:
-            self._turn_held(machine, self.held, events, now)
-            return
         effects: list[Effect] = []
         problem = self.disk.refusal(0)
         events = self._admitted(events, problem)
@@ -155,15 +161,8 @@ class BrokerProcess:
             try:
                 self._commit(list(writes.values()))
             except StoreError as full:
-                self.world.trace("broker holds what the full disk does not take")
-                self.held = UncommittedBurst(
-                    writes=writes,
-                    effects=effects,
-                    problem=full,
-                    since=self.broker_clock.now,
-                    retry_at=self.broker_clock.now + RETRY_S,
-                    said_at=0.0,
-                )
+                self.world.trace("the full disk does not take what the broker has decided")
+                self.unwritten = Unwritten(list(writes.values()), effects, full, self.world.now + RETRY_S)
                 return
             self._may_crash("committed")
         self._say(machine, effects)
@@ -173,7 +172,6 @@ class BrokerProcess:
         self._answer(machine, [e for e in effects if isinstance(e, Reply)])
         for effect in effects:
             if isinstance(effect, Notify):
-                self._last_hint = effect.hint
                 self.world.hint(effect.hint)
 
     # --- a disk that takes no more ---
@@ -187,22 +185,19 @@ class BrokerProcess:
                 self.world.answer(event.to, m.Error(code="disk_full", text=full, retryable=True), [])
         return [event for event in events if not event.bulk]
 
-    def _turn_held(self, machine: Machine, held: UncommittedBurst, events: list[Event], now: float) -> None:
-        """Nothing is decided or told until what was decided is written."""
+    def _turn_blocked(self, machine: Machine, burst: Unwritten, events: list[Event]) -> None:
+        """Nothing is decided or told, and no time counts, until what was decided is written."""
         for event in events:
-            answer = machine.answer_uncommitted(event, self._last_hint, held.problem, now)
-            if isinstance(answer, Reply):
-                self.world.invariants.beaten(answer.to, answer.message)
-                self.world.answer(answer.to, answer.message, [])
-        if now < held.retry_at:
+            self.world.answer(event.to, m.Error(code=burst.problem.code, text=burst.problem.text, retryable=True), [])
+        if self.world.now < burst.retry_at:
             return
         try:
-            self._commit(list(held.writes.values()))
+            self._commit(burst.writes)
         except StoreError:
-            held.retry_at = now + RETRY_S
+            self.unwritten = burst._replace(retry_at=self.world.now + RETRY_S)
             return
-        self.held = None
-        self._say(machine, held.effects)
+        self.unwritten = None
+        self._say(machine, burst.effects)
 
     def _commit(self, writes: list[Write]) -> None:
         if self.crash_at == "committing" and self.world.random.random() < 0.5:
@@ -256,7 +251,7 @@ class BrokerProcess:
         if self.inbox:
             self._wake_at = self.world.now
             return
-        self.is_over = machine.is_over and self.held is None
+        self.is_over = machine.is_over and self.unwritten is None
         deadline = machine.next_deadline()
         idle_s = MAX_IDLE_S if deadline is None else min(MAX_IDLE_S, max(0.001, deadline - self.broker_clock.now))
         self._wake_at = self.world.now + idle_s

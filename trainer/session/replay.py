@@ -66,7 +66,7 @@ class ReplaySource:
         self._fields: set[str] = set()
 
     def _recorded(self, metrics: Path) -> dict[int, BatchRow]:
-        """The steps, without a gap, whose groups are all here: as the last row of each says."""
+        """The steps, without a gap, with all their groups here: as the last row of each says."""
         own = [file for folder in self.folders if (file := folder / BATCHES_FILE).exists()]
         files = own or [file for file in [metrics / BATCHES_FILE] if file.exists()]
         if not files:
@@ -93,7 +93,7 @@ class ReplaySource:
         from trainer.objective.build_objective import build_objective
 
         self._vocab_size, self._fields = vocab_size, build_objective(self.config, self._base).fields
-        last, num_steps = max(self.rows), self.config.rollout.num_steps_per_rollout
+        last, rollout = max(self.rows), self.config.rollout
         steps = f"step {last}" if last == self.first_step else f"steps {self.first_step} to {last}"
         what = f"{steps} of {self.folder}"
         log.info("replays %s, metrics in %s", what, self.metrics)
@@ -101,7 +101,11 @@ class ReplaySource:
             log.warning("%d later steps are there and not replayed: rollout.num_rollout is %d", self.num_left_out, last + 1)
         if self.has_own_rates:
             log.info("the learning rates are those of the options given, not the recorded ones")
-        elif lacking := [s for s, row in self.rows.items() if len(row.learning_rates) != min(num_steps, len(row.groups))]:
+        elif lacking := [
+            s
+            for s, row in self.rows.items()
+            if len(row.learning_rates) != min(rollout.num_steps_per_rollout, len(row.groups)) * rollout.num_passes_per_rollout
+        ]:
             text = "no learning rate is recorded of step %d%s for each optimizer step: it is the schedule's, counted from its checkpoint"
             log.warning(text, lacking[0], f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
 
@@ -189,8 +193,8 @@ class ReplayStart:
             except (SafetensorError, KeyError) as bad:
                 raise DataError(f"{random} is damaged: {bad}; remove it to replay with the random state of the seed") from None
         if found.step != first:
-            whose = f"the checkpoint of step {newest}" if newest >= 0 else "the initial model"
-            log.warning("step %d is replayed with the weights of %s: the batches between are not here", first, whose)
+            source = f"the checkpoint of step {newest}" if newest >= 0 else "the initial model"
+            log.warning("step %d is replayed with the weights of %s: the batches between are not here", first, source)
         return Progress(first, self._version(first), found.num_updates, found.lineage)
 
     def _version(self, step: int) -> int:

@@ -202,7 +202,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
 
 def test_a_whole_store_verifies(run_dir: Path) -> None:
     with open_snapshot(run_dir) as snapshot:
-        report = verify(snapshot)
+        report = verify(snapshot.records)
     assert report.problems == []
     assert report.counts == {"meta": 1, "groups": 5, "ended": 1, "prompts": 6, "payloads": 4, "steps": 1}
     assert report.states == {"assigned": 2, "ready": 2, "queued": 1, "dead": 1}
@@ -230,14 +230,13 @@ def test_what_does_not_fit_together_is_named(run_dir: Path, write: Write, proble
     store.commit([write])
     store.close()
     with open_snapshot(run_dir) as snapshot:
-        assert any(problem in found for found in verify(snapshot).problems)
+        assert any(problem in found for found in verify(snapshot.records).problems)
 
 
 def test_a_damaged_record_is_named_left_out_of_an_export_and_hides_no_other(run_dir: Path, tmp_path: Path) -> None:
     data = run_dir / "broker" / "data.mdb"
-    at = data.read_bytes().index(samples(2)[1].extras["teacher"].tobytes())
     with data.open("r+b") as file:
-        file.seek(at)
+        file.seek(file.read(1 << 20).index(samples(2)[1].extras["teacher"].tobytes()))
         file.write(b"\xff\xff")
     done = command("verify", "--run-dir", str(run_dir))
     assert done.returncode == 1
@@ -253,8 +252,7 @@ BESIDE = """
 import sys, time
 from pathlib import Path
 from broker.inspect.show import _sample as show_lines
-from broker.inspect.reader import begin
-from broker.store.lmdb_store import open_environment
+from broker.store.lmdb_store import begin, open_environment
 env = open_environment(Path(sys.argv[1]), is_readonly=True)
 table = env.open_db(b"payloads", create=False)
 print("open", flush=True)

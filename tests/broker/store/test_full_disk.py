@@ -7,9 +7,10 @@ import pytest
 from small_disk import fill, small_disk
 
 from broker.store import LmdbStore, StoreError, Write
-from broker.store.space import Reserve
+from broker.store.lmdb_store import free_bytes
 
 SAMPLES = b"s" * 200_000
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -40,29 +41,22 @@ def test_samples_are_refused_before_the_last_byte_and_what_frees_room_still_goes
     assert "full" in store.refusal(0)
     assert "make room there" in store.refusal(0)
     assert str(store.path) in store.refusal(0)
-    assert store.reserve.is_held, "the reserve is not used by samples"
+    assert free_bytes(store.path) > MIB, "a 16th of the disk is left to what frees room"
     for i in range(count):
         store.commit([Write("payloads", str(i), None), Write("groups", str(i), b"committed")])
     assert store.refusal(len(SAMPLES)) == "", "pages of the file that are free again count as room"
     assert [value for _, value in store.scan("groups")] == [b"committed"] * count
 
 
-def test_a_commit_that_finds_no_room_uses_the_reserve(store: LmdbStore, disk: Path) -> None:
-    store.commit([Write("groups", "a", b"1")])
-    fill(disk)
-    store.commit([Write("groups", "b", b"2" * 400_000)])
-    assert not store.reserve.is_held
-    assert not (disk / "broker" / "reserve").exists()
-    assert store.get("groups", "b") == b"2" * 400_000
-    assert store.refusal(0)
+def test_samples_need_twice_their_size(store: LmdbStore) -> None:
+    room = free_bytes(store.path) + store._spare_bytes()
+    assert store.refusal(room // 2 - MIB) == ""
+    assert "is full" in store.refusal(room // 2 + MIB)
 
 
-def test_without_room_or_reserve_the_commit_fails_whole_and_succeeds_once_there_is_room(store: LmdbStore, disk: Path) -> None:
+def test_without_room_the_commit_fails_whole_and_succeeds_once_there_is_room(store: LmdbStore, disk: Path) -> None:
     store.commit([Write("groups", "a", b"1"), Write("payloads", "a", b"kept")])
     hog = fill(disk)
-    store.reserve.release()
-    hog2 = fill(disk)
-    assert hog == hog2
     writes = [Write("groups", "a", b"2"), Write("payloads", "a", None), Write("payloads", "b", [SAMPLES] * 20)]
     for _ in range(3):
         with pytest.raises(StoreError, match=r"is full: .* free and .* needed; make room there") as caught:
@@ -73,17 +67,17 @@ def test_without_room_or_reserve_the_commit_fails_whole_and_succeeds_once_there_
     hog.unlink()
     store.commit(writes)
     assert (store.get("groups", "a"), store.get("payloads", "a")) == (b"2", None)
-    store.reserve._tried_at = float("-inf")
     assert store.refusal(len(SAMPLES)) == ""
-    assert store.reserve.is_held, "the reserve is taken again"
+
+
+def test_the_hole_of_the_file_takes_no_room(store: LmdbStore) -> None:
+    store.commit([Write("groups", "a", b"1")])
+    found = (store.path / "data.mdb").stat()
+    assert found.st_size > 200 * MIB
+    assert found.st_blocks * 512 < MIB
 
 
 def test_a_full_disk_at_the_start_says_so(disk: Path) -> None:
     fill(disk)
     with pytest.raises(Exception, match=r"store at .* (full|No space)"):
         LmdbStore(disk / "broker", is_synced=True)
-
-
-def test_a_reserve_is_a_part_of_a_small_disk_and_bounded_on_a_large_one(disk: Path, tmp_path: Path) -> None:
-    assert Reserve(disk).size_bytes == 24 * 1024 * 1024 // 16
-    assert Reserve(tmp_path).size_bytes <= 64 * 1024 * 1024

@@ -23,8 +23,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LmdbStore]:
-    monkeypatch.setattr(lmdb_store, "LOOK_S", 0.0)
+def store(tmp_path: Path) -> Iterator[LmdbStore]:
     store = LmdbStore(tmp_path / "broker", is_synced=False)
     rewrite(store)
     yield store
@@ -38,7 +37,7 @@ def rewrite(store: LmdbStore) -> None:
 
 
 def start_reader(store: LmdbStore) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", READER, str(store.path)]
+    command = [sys.executable, "-c", READER, str(store.path.parent)]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert reader.stdout is not None
     assert reader.stdout.readline() == "reading\n"
@@ -56,11 +55,12 @@ def test_a_reader_that_was_killed_holds_no_pages(store: LmdbStore) -> None:
 
 def test_what_a_reader_holds_back_is_no_room(store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.commit([Write("payloads", str(i), None) for i in range(8)])
-    monkeypatch.setattr(lmdb_store, "free_bytes", lambda _: store.reserve.size_bytes)
-    assert store.refusal(6 * MIB) == "", "freed pages are room"
+    assert store.refusal(MIB) == "", "there is room on the disk"
+    monkeypatch.setattr(lmdb_store, "free_bytes", lambda _: lmdb_store.LEFT_FREE_BYTES - 6 * MIB)
+    assert store.refusal(MIB) == "", "freed pages are room"
     with start_reader(store) as reader:
-        text = store.refusal(6 * MIB)
+        text = store.refusal(MIB)
         assert f"process {reader.pid} reads the store" in text
         reader.communicate("\n")
-    monkeypatch.setattr(lmdb_store, "free_bytes", lambda _: 2 * store.reserve.size_bytes)  # twice the reserve: room again
-    assert store.refusal(6 * MIB) == ""
+    assert store.refusal(MIB) == ""
+    assert "is full" in store.refusal(40 * MIB)

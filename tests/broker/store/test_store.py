@@ -23,6 +23,7 @@ def test_a_commit_writes_replaces_and_removes(store: Store) -> None:
     store.commit([Write("groups", "a", b"1"), Write("groups", "b", b"2")])
     store.commit([Write("groups", "a", b"3"), Write("groups", "b", None), Write("groups", "absent", None)])
     assert list(store.scan("groups")) == [("a", b"3")]
+    assert list(store.keys("groups")) == ["a"]
     assert store.get("groups", "b") is None
 
 
@@ -56,7 +57,7 @@ def test_an_unknown_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
     LmdbStore(tmp_path, is_synced=False).close()
     with lmdb.open(str(tmp_path), max_dbs=9) as env, env.begin(write=True) as txn:
         txn.put(b"slimebus format", b"99")
-    with pytest.raises(UsageError, match=r"format 99, this release reads 2.*new run directory"):
+    with pytest.raises(UsageError, match=r"format 99, this release reads 3.*new run directory"):
         LmdbStore(tmp_path, is_synced=False)
 
 
