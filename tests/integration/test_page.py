@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 from browser import Browser
 from live_broker import LiveBroker
 from made_samples import frames, made
-from raw_cast import LINEAGE, begin, put, sample
+from scripted import LINEAGE, beat, begin, lease, make, publish, take
 
-from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Heartbeat, Lease, LeaseReply, Publish
+from slimebus.bus.messages import Commit, GiveBack, Heartbeat
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.transport.client import Client
 from slimebus.client.exported_groups import GROUPS_FILE, arrays_of, write_arrays
@@ -57,16 +56,14 @@ class SeededRun:
         self.browser = Browser(folder / "chromium")
         self.browser.goto(page_url(self.broker.run_dir))
         self.browser.wait_for("state.records")  # of a run without a step
-        self.trainer.keep_alive(0.5, Heartbeat, lambda reply: None, lambda problem: None)
-        begin(self.trainer)
+        begin(beat(self.trainer, 0.5))
         self.worker, self.victim = (self._worker(name) for name in ("w1", "w2"))
         self.killed_at = time.monotonic()
         self.victim.close(goodbye=False)  # all that the broker sees of a kill -9
         for step in range(STEPS):
-            for group in self.lease(GROUPS):
-                put(self.worker, group, [sample(step)])
+            make(self.worker, GROUPS, version=step)
             self.train(step)
-        dead = self.lease(1)[0]
+        (dead,) = lease(self.worker)
         self.worker.call(GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason=f"the hook failed: {HOSTILE}"))
         self.dead = dead.group
         self.browser.goto(page_url(self.broker.run_dir))
@@ -83,12 +80,9 @@ class SeededRun:
         stages = {"sync_s": 0.5, "sync_wire_s": 0.2, "sync_verify_s": 0.1, "sync_share_s": 0.05, "sync_load_s": 0.15}
         return Heartbeat(state="serving", lineage=LINEAGE, serving=0, metrics={"tokens": self.tokens, **stages})
 
-    def lease(self, want: int) -> Any:
-        return self.worker.call(Lease(want=want, wait_s=30.0, lineage=LINEAGE, serving=0), timeout_s=60).expect(LeaseReply).groups
-
     def train(self, step: int) -> None:
-        assert self.trainer.call(Batch(step=step, wait_s=30.0), timeout_s=60).expect(BatchReply).groups
-        self.trainer.call(Publish(lineage=LINEAGE, version=step + 1, publishers=["tcp://t"], digest="d"))
+        assert take(self.trainer, step).groups
+        publish(self.trainer, step + 1)
         metrics = {"reward": 0.25 * (step + 1), "wait_s": 1.0, "train_s": 3.0, "publish_s": 0.0, "save_s": 0.0}
         metrics |= {"weights_version": float(step), "weights_copy_s": 0.25, "weights_encode_s": 0.5}
         metrics |= {"loss": -0.5, "grad_norm": 2.0, "entropy": 1.25, "approx_kl": 0.01, "pg_clipfrac": 0.1, "lr": 1e-6}
@@ -244,8 +238,7 @@ def test_the_page_outlives_a_killed_broker(run: SeededRun) -> None:
     run.broker.start()
     page.wait_for("document.querySelector('#problem').hidden && state.status.step === 3")
     assert page_url(run.broker.run_dir) == url
-    for group in run.lease(GROUPS):
-        put(run.worker, group, [sample(3)])
+    make(run.worker, GROUPS, version=3)
     run.train(STEPS)
     page.wait_for(f"state.records.step.length === {STEPS + 1}")
     assert page.js("window.loaded") == asked  # it was not loaded anew
