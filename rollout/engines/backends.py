@@ -42,8 +42,8 @@ class EngineApi(Sampler, Protocol):
     async def wait_ready(self, timeout_s: float) -> None:
         """Return once it is up, also when it is paused."""
 
-    async def answers(self, timeout_s: float) -> bool:
-        """Whether anything answers within `timeout_s`. Never raises."""
+    async def answers(self, timeout_s: float, *, generates: bool) -> bool:
+        """Whether anything answers within `timeout_s`; generates: whether it makes a token within it. Never raises."""
 
     async def score(self, tokens: list[int], rid: str) -> np.ndarray:
         """log p(tokens[t] | tokens[:t]), float32 [T]; 0 for the first."""

@@ -32,10 +32,13 @@ ATTACHED = EngineSpec()
 
 
 class Requests:
-    """Those at one engine, or at the router in front of several. running: how many, or on their way, as dispatch counts them."""
+    """Those at one engine, or at the router in front of several. running: how many, or on their way, as dispatch counts them.
+
+    ended_at: when the last one ended, or the first one began, by the loop's clock.
+    """
 
     def __init__(self, client: Sampler, state: EngineState) -> None:
-        self.client, self.state, self.running = client, state, 0
+        self.client, self.state, self.running, self.ended_at = client, state, 0, 0.0
         self._calls: set[asyncio.Task[list[Completion]]] = set()
         self._groups: dict[str, str] = {}
 
@@ -54,6 +57,7 @@ class Requests:
         version = self.state.version
         call = asyncio.ensure_future(self.client.generate(prompts, samplings, rids, cache_key=version, session=session))
         self._calls.add(call)
+        self.ended_at = self.ended_at if self._groups else asyncio.get_running_loop().time()
         self._groups |= dict.fromkeys(rids, group)
         try:
             return await call
@@ -68,6 +72,7 @@ class Requests:
             raise
         finally:
             self._calls.discard(call)
+            self.ended_at = asyncio.get_running_loop().time()
             for rid in rids:
                 del self._groups[rid]
 

@@ -34,6 +34,8 @@ HALF = ("float16", "half")
 HALF_IF_AUTO = (*HALF, "float32", None)
 """Dtypes of a model's config for which SGLang's `auto` is float16; None: it does not say."""
 PROBE_PAUSE_S = 1.0
+QUIET_S = 30.0
+"""An engine that has ended no request for so long is asked whether it generates: that its server answers is not enough."""
 
 
 class EnginePool:
@@ -234,7 +236,8 @@ class EnginePool:
                 if engine.is_dead:
                     self.apply("process_ended", engine)
                 else:
-                    client, answers = engine.client, await engine.client.answers(PROBE_S)
+                    is_quiet = engine.state.phase == "serving" and engine.running > 0 and asked_at > engine.ended_at + QUIET_S
+                    client, answers = engine.client, await engine.client.answers(PROBE_S, generates=is_quiet)
                     if client is engine.client:  # not replaced meanwhile
                         self.apply("probe_answered" if answers else "probe_failed", engine)
             await asyncio.sleep(max(0.0, asked_at + PROBE_PAUSE_S - loop.time()))

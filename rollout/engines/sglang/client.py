@@ -218,9 +218,10 @@ class EngineClient:
         """Whether `/ready` answers 200 within `timeout_s`: it is up and not paused. Never raises."""
         return await self.status("/ready", timeout_s) == 200
 
-    async def answers(self, timeout_s: float) -> bool:
-        """Whether anything answers within `timeout_s`, be it an error. Never raises."""
-        return await self.status("/ping", timeout_s) != 0
+    async def answers(self, timeout_s: float, *, generates: bool = False) -> bool:
+        """Whether anything answers within `timeout_s`, be it an error; generates: whether a token is made within it. Never raises."""
+        # /ping is the HTTP process's own; /health_generate is 200 once any request gets a token.
+        return await self.status("/health_generate", timeout_s) == 200 if generates else await self.status("/ping", timeout_s) != 0
 
     async def wait_ready(self, timeout_s: float, *, is_dead: Callable[[], bool] | None = None) -> None:
         """Return once it is up, also when it is paused; Unreachable after `timeout_s`, or once `is_dead()`. UsageError for a router."""

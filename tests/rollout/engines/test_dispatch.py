@@ -211,6 +211,25 @@ def test_room_that_was_given_is_given_back_where_it_cannot_be_used(tmp_path: Pat
     run(tmp_path, talk, models=("",))
 
 
+def test_an_engine_whose_server_answers_but_that_makes_no_token_is_out_of_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engines.pool.PROBE_PAUSE_S", 0.01)
+    monkeypatch.setattr("rollout.engines.pool.QUIET_S", 0.2)
+
+    async def talk(dispatch: Dispatch, stuck: Client, idle: Client) -> None:
+        asked = list[bool]()
+        for client in (stuck, idle):
+            client.answers = lambda timeout_s, *, generates: asyncio.sleep(0, asked.append(generates) or not generates)  # type: ignore[attr-defined, func-returns-value]
+            dispatch.pool._do(client.engine, "monitor", dispatch.pool._monitor)
+        waiting = begin(dispatch)
+        with pytest.raises(WeightsError, match="out of service until its weights are whole again"):
+            await waiting
+        assert (stuck.engine.state.phase, idle.engine.state.phase) == ("sick", "serving")
+        assert asked.index(True) > 2, "not before it has been quiet"
+        await dispatch.pool._cancel_tasks("monitor")
+
+    run(tmp_path, talk)
+
+
 def test_a_recalled_group_hands_over_what_it_has_and_others_go_on(tmp_path: Path) -> None:
     async def talk(dispatch: Dispatch, only: Client) -> None:
         recalled, other = asyncio.create_task(dispatch.sample([task(), task()])), asyncio.create_task(dispatch.sample([task("0/1")]))

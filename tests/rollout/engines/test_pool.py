@@ -151,7 +151,7 @@ def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model
     asked, lost = [], []
 
     class Gone(EngineClient):
-        async def answers(self, timeout_s: float) -> bool:
+        async def answers(self, timeout_s: float, *, generates: bool) -> bool:
             asked.append(timeout_s)
             return False
 
