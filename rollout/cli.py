@@ -31,6 +31,6 @@ def rollout(
         from rollout.worker.teacher import run_teacher
 
         return run_teacher(resolved, broker, teacher, worker_name, take_over=take_over, debug=debug)
-    from rollout.worker.process import run_worker
+    from rollout.worker.worker import run_worker
 
     run_worker(resolved, broker, worker_name, take_over=take_over, debug=debug)

@@ -42,11 +42,25 @@ log = logging.getLogger("rollout")
 
 
 class LocalDispatch(Dispatch):
-    """Samples from engines as they are: no trainer gives them weights. version: what their tokens say to be of."""
+    """Samples from engines as they are: no trainer gives them weights. version: what their tokens say to be of.
 
-    def __init__(self, pool: EnginePool, version: int = NO_VERSION) -> None:
+    tokenizer: then nothing was started, and each answer is the label, cut to the most tokens asked for, with logprob -1.
+    """
+
+    def __init__(self, pool: EnginePool, version: int, tokenizer: Tokenizer | None) -> None:
         super().__init__(pool)
-        self.version = version
+        self.version, self.tokenizer = version, tokenizer
+
+    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
+        """One response to each task."""
+        if self.tokenizer is None:
+            return await super().sample(tasks, begun)
+        made = []
+        for task in tasks:
+            ids = self.tokenizer.encode(str(task.label) or "0")[: task.sampling.get("max_new_tokens") or None]
+            completion = Completion(ids, np.full(len(ids), -1.0, np.float32), "stop", [])
+            made.append(partials.continued(partials.empty(task), completion, self.runs(completion)))
+        return made
 
     async def generate(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
@@ -65,36 +79,16 @@ class LocalDispatch(Dispatch):
         return [(NO_VERSION if is_frozen else self.version, len(completion.output_ids))]
 
 
-class LabelEngine(LocalDispatch):
-    """Stands in for an engine: each answer is the label, cut to the most tokens asked for."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.tokens_made, self.version = tokenizer, 0, NO_VERSION
-
-    def is_waiting(self, group: str) -> bool:
-        """Never."""
-        return False
-
-    async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-        """One response to each task, all tokens with logprob -1."""
-        made = []
-        for task in tasks:
-            ids = self.tokenizer.encode(str(task.label) or "0")[: task.sampling.get("max_new_tokens") or None]
-            completion = Completion(ids, np.full(len(ids), -1.0, np.float32), "stop", [])
-            made.append(partials.continued(partials.empty(task), completion, self.runs(completion)))
-        return made
-
-
 @contextlib.asynccontextmanager
 async def local_maker(resolved: Resolved, *, has_engine: bool = True, version: int = NO_VERSION) -> AsyncIterator[GroupMaker]:
-    """A worker's GroupMaker with engines of its own, those of engine.engine_url, or none; not has_engine: LabelEngine answers."""
+    """A worker's GroupMaker with engines of its own, those of engine.engine_url, or none; not has_engine: the label answers."""
     contain_exits(asyncio.get_running_loop())
     model, data = resolved.model_dir, resolved.config.data
     tokenizer = Tokenizer(model, apply_chat_template=data.apply_chat_template, template_kwargs=data.apply_chat_template_kwargs)
     with tempfile.TemporaryDirectory() as logs:
         pool = EnginePool(resolved.config, model, Path(logs), name="local", base=resolved.base)
         starts = has_engine and resolved.config.engine.engine != "none"
-        dispatch = LocalDispatch(pool, version) if starts else None if has_engine else LabelEngine(tokenizer)
+        dispatch = LocalDispatch(pool, version, None if starts else tokenizer) if starts or not has_engine else None
         size, longest = pool.vocab_size, context_length(model)
         maker = GroupMaker(resolved.config, resolved.base, tokenizer, dispatch, vocab_size=size, max_context_len=longest)
         try:

@@ -121,7 +121,8 @@ def sample(ctx: click.Context, run_yaml: Path | None, groups: int, out: Path) ->
 def check_hooks(ctx: click.Context, run_yaml: Path | None) -> None:
     """Run generate hook, reward and filter of RUN.yaml, and the reward of each evaluation, on the first prompt of its file.
 
-    Nothing is started: an engine is stood in for by one that answers with the label. Exit code 1 when one of them fails.
+    Nothing is started: an engine is stood in for by one that answers with the label, so what hooks do with other replies (a call of a
+    tool, a wrong answer) is not reached. Exit code 1 when one of them fails.
     """
     resolved = from_context(ctx, run_yaml)
     raise_all(worker_problems(resolved))
@@ -130,5 +131,6 @@ def check_hooks(ctx: click.Context, run_yaml: Path | None) -> None:
     found = check(resolved)
     for what, gave, wrong in found:
         click.echo(f"{what}: {wrong}" if wrong else f"{what}: {gave}", err=bool(wrong))
+    click.echo("not reached: what hooks do with any reply but the label; `slimebus try RUN.yaml PROMPT` asks an engine")
     if any(wrong for _, _, wrong in found):
         ctx.exit(EXIT_FAILURE)

@@ -79,7 +79,7 @@ ORDER = {
     ],
     "rollout": [
         ["rollout/samples", "rollout/embedded", "rollout/engines/sglang", "rollout/engines", "rollout/weights", "rollout/endpoint"],
-        ["rollout/tools", "rollout/rewards", "rollout/worker", "rollout"],
+        ["rollout/rewards", "rollout/worker", "rollout"],
     ],
     "trainer": [
         ["trainer/batches", "trainer/compat", "trainer/objective", "trainer/algorithms", "trainer/corrections", "trainer/hf"],

@@ -1,17 +1,20 @@
 """1 when the program in a response passes its tests, else 0. It runs in namespaces of its own (Linux), by util-linux's `unshare`.
 
 It sees the interpreter and its packages, 64 MiB of /tmp, no network and no other process; it has SECONDS, 1 GiB of memory a process,
-32 processes, 32 MiB a file and MAX_OUTPUT bytes of output. The program is the last ``` block. The label is Python that is run behind it,
+32 processes, 32 MiB a file and MAX_OUTPUT bytes of output. A program that is slower is wrong, also where all its cases together take longer
+than MOST_OF_TIMEOUT of rollout.reward_timeout_s. The program is the last ``` block. The label is Python that is run behind it,
 in the same process, and raises when a test fails; or a list of `{"input": ..., "output": ...}` (also as JSON), standard input and what it
 must print, spaces at ends of lines aside.
 """
 
+import math
 import os
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +25,7 @@ from rollout.samples.response import Response
 SECONDS = 10
 """Of each run."""
 MAX_OUTPUT = 1 << 20
+MOST_OF_TIMEOUT = 0.75
 SANDBOX = Path(__file__).parent / "sandbox.sh"
 NAMESPACES = ["--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "--uts"]
 FIRST_UID = 1 << 20
@@ -48,14 +52,18 @@ def missing() -> str:
     return "" if (code, out) == (0, "42\n") else f"needs Linux namespaces, and here they fail: {errors.strip()}; {remedy}"
 
 
-def reward(response: Response) -> float:
+def reward(response: Response, timeout_s: float) -> float:
     """1.0 or 0.0."""
-    program, tests = program_of(response.text), _cases(response.label)
+    program, tests, ends_at = program_of(response.text), _cases(response.label), time.monotonic() + MOST_OF_TIMEOUT * timeout_s
     if isinstance(tests, str):
         mark = secrets.token_hex(16)
-        code, out, _ = run(DRIVER, "\0".join((program, tests, mark)))
+        code, out, _ = run(DRIVER, "\0".join((program, tests, mark)), _seconds_until(ends_at))
         return float(code == 0 and mark in out)
-    return float(bool(tests) and all(_passes(program, case) for case in tests))
+    return float(bool(tests) and all(_passes(program, case, ends_at) for case in tests))
+
+
+def _seconds_until(ends_at: float) -> int:
+    return max(1, min(SECONDS, math.floor(ends_at - time.monotonic())))
 
 
 def program_of(text: str) -> str:
@@ -77,8 +85,10 @@ def _cases(label: Any) -> str | list[dict[str, str]]:
         raise ValueError(f"the label is {str(label)[:80]!r}; expected Python tests, or a list of {{input, output}} texts: {bad}") from None
 
 
-def _passes(program: str, case: dict[str, str]) -> bool:
-    code, out, _ = run(program, case["input"])
+def _passes(program: str, case: dict[str, str], ends_at: float) -> bool:
+    if time.monotonic() > ends_at:
+        return False
+    code, out, _ = run(program, case["input"], _seconds_until(ends_at))
     return code == 0 and [line.rstrip() for line in out.rstrip().split("\n")] == [s.rstrip() for s in case["output"].rstrip().split("\n")]
 
 

@@ -2,6 +2,8 @@
 
 from rollout.samples.response import Response
 
+IN_WORKER = True
+
 
 def reward(response: Response) -> float:
     """1.0 or 0.0; a response that was cut off is wrong."""

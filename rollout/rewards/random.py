@@ -4,6 +4,8 @@ import hashlib
 
 from rollout.samples.response import Response
 
+IN_WORKER = True
+
 
 def reward(response: Response) -> float:
     """0.0 or 1.0, by a hash of the tokens."""

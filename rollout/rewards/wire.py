@@ -5,6 +5,8 @@ process --> worker   [0, 0, null] ready, or alive;  [0, call, null] this call ru
 """
 
 import functools
+import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,6 @@ import numpy as np
 from rollout.samples.plugins import Plugin, PluginError
 from rollout.samples.response import Response, plain
 
-ASKS = ("remote", "graded")
-"""Built-in rewards that ask the server at rollout.rm_url."""
 MAX_BYTES = (1 << 32) - 1
 Call = tuple[int, list[Response]]
 
@@ -34,13 +34,25 @@ class RewardSpec(msgspec.Struct, frozen=True):
     timeout_s: float
     is_group: bool = False
 
+    def fact(self, name: str) -> Any:
+        """What a built-in one's file says of it under this name: `missing`, a function, why it cannot be used here; IN_WORKER: True for
+        one so quick and harmless that it needs no process. None where it says nothing."""
+        return None if ":" in self.path else getattr(importlib.import_module(f"rollout.rewards.{self.path}"), name, None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a built-in one takes besides the response, of url and timeout_s."""
+        function = self.fact("reward")
+        taken = inspect.signature(function).parameters if function is not None else {}
+        return {name: getattr(self, name) for name in ("url", "timeout_s") if name in taken}
+
     def load(self) -> Plugin:
         """Raises HookError when it cannot be called with one argument."""
         is_built_in = ":" not in self.path
         path = f"rollout.rewards.{self.path}:reward" if is_built_in else self.path
         plugin = Plugin.load("reward", path, None if is_built_in else Path(self.base), [] if is_built_in else ["response"])
-        if self.path in ASKS:
-            plugin.function = functools.partial(plugin.function, url=self.url)
+        if self.options:
+            plugin.function = functools.partial(plugin.function, **self.options)
         return plugin
 
 

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from rollout.engines.dispatch import Dispatch
-from rollout.rewards.registry import find
-from rollout.rewards.scoring import Reward
+from rollout.rewards.reward import Reward, find
 from rollout.samples import partials
 from rollout.samples.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.samples.plugins import Plugin, PluginError, failure

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
+import uvloop
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
@@ -19,14 +20,32 @@ from rollout.samples.plugins import called_in, contain_exits
 from rollout.samples.tokenizer import Tokenizer
 from rollout.weights.sync import WeightRelay, WeightSync
 from rollout.worker.attempts import Attempts, without_samples
-from rollout.worker.commands import Commands
 from rollout.worker.groups import GroupMaker
-from slimebus.bus.errors import ProtocolError, SlimebusError
-from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, Heartbeat, HeartbeatReply, Hint, Lease, LeasedGroup, LeaseReply, Welcome
+from slimebus.bus.errors import ProtocolError, SlimebusError, UsageError
+from slimebus.bus.messages import (
+    LEASE_SUM_MODULUS,
+    NO_VERSION,
+    Command,
+    CommandReply,
+    Heartbeat,
+    HeartbeatReply,
+    Hint,
+    Lease,
+    LeasedGroup,
+    LeaseReply,
+    Welcome,
+)
 from slimebus.bus.transport.client import Client
+from slimebus.client import connect
 from slimebus.config import Resolved
+from slimebus.config.file_checks import worker_problems
+from slimebus.config.load import raise_all
 from slimebus.config.model_folder import context_length
+from slimebus.process.hooks import text_of
+from slimebus.process.launch import interrupt_on_sigterm
 from slimebus.process.loop_watch import LoopWatch, progress_of
+from slimebus.security.exposure import check_bind
+from slimebus.telemetry import logs
 from slimebus.telemetry.metrics import MetricsWriter, usage
 from slimebus.telemetry.spans import Spans
 from slimebus.weights.threads import num_threads
@@ -34,6 +53,8 @@ from slimebus.weights.threads import num_threads
 log = logging.getLogger("rollout")
 
 LEASE_WAIT_S = 10.0
+MAX_KEPT = 64
+"""Outcomes of commands."""
 PULL_TIMEOUT_S = 120.0
 """Of one pull, after which the worker says why and tries again."""
 LEAST_LIMIT_S = 10.0
@@ -42,6 +63,47 @@ LEAVE_S = 30.0
 """What leaving takes at most, beside handing over: engines and hooks have 10 s each to end."""
 GOODBYE_S = 1.0
 REMEDY = "a coroutine function must await what takes long, a plain one runs in a thread of its own"
+
+
+class Commands:
+    """Does commands in the background. outcomes: of those done, by key. pool: None for a worker without engines."""
+
+    def __init__(self, pool: EnginePool | None, *, drain: Callable[[], None], on_outcome: Callable[[], None]) -> None:
+        self.pool, self.drain, self.on_outcome = pool, drain, on_outcome
+        self.outcomes: dict[str, CommandReply] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def take(self, commands: Sequence[Command]) -> None:
+        """Begin those that are new."""
+        for command in commands:
+            if command.key not in self._running and command.key not in self.outcomes:
+                self._running[command.key] = asyncio.create_task(self._do(command))
+
+    async def _do(self, command: Command) -> None:
+        try:
+            outcome = CommandReply(done=True, text=await self._result_of(command))
+        except SlimebusError as bad:
+            outcome = CommandReply(done=True, failed=True, text=bad.text)
+        except Exception as bad:  # noqa: BLE001  the command is answered, for any error of an engine
+            outcome = CommandReply(done=True, failed=True, text=text_of(bad))
+        finally:
+            del self._running[command.key]
+        log.log(logging.WARNING if outcome.failed else logging.INFO, "%s: %s", command.action, outcome.text)
+        self.outcomes = dict(list({**self.outcomes, command.key: outcome}.items())[-MAX_KEPT:])
+        self.on_outcome()
+
+    async def _result_of(self, command: Command) -> str:
+        if command.action == "drain":
+            self.drain()
+            return "it leaves"
+        if self.pool is None:
+            raise UsageError("this worker has no engines (engine.engine: none)")
+        return await (self.pool.attach if command.action == "attach" else self.pool.detach)(command.url)
+
+    def cancel(self) -> None:
+        """Leave what is being done."""
+        for task in self._running.values():
+            task.cancel()
 
 
 class Worker:
@@ -302,3 +364,36 @@ def _granted(answer: LeaseReply, bulk: Sequence[Any]) -> list[tuple[LeasedGroup,
     if len(granted) != len(answer.groups) or at != len(bulk):
         raise ProtocolError(f"a lease of {len(answer.groups)} groups came with {len(bulk)} frames; expected {at}")
     return granted
+
+
+# --- its process ---
+
+
+def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, take_over: bool, debug: bool) -> None:
+    """Run one worker until the run is finished or a signal ends it. Raises SlimebusError."""
+    logs.set_up("rollout", debug=debug, run_dir=resolved.run_dir)
+    interrupt_on_sigterm()
+    raise_all(worker_problems(resolved))
+    if bind := resolved.config.weights.fanout_bind:
+        check_bind(bind, "weights.fanout_bind", has_keys=resolved.keys_path is not None, insecure=resolved.config.security.insecure)
+    client = connect.client_of(resolved, broker, role="rollout", name=name or connect.process_name("worker"))
+    client.rejoins = True
+    try:
+        # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
+        welcome = connect.join(client, "rollout", resolved.config.broker.connect_timeout_s, take_over=take_over)
+        connect.report_starting(client, welcome, "loads its tokenizer")
+        data = resolved.config.data
+        kwargs = data.apply_chat_template_kwargs
+        tokenizer = Tokenizer(resolved.model_dir, apply_chat_template=data.apply_chat_template, template_kwargs=kwargs)
+        uvloop.run(_run(resolved, client, welcome, tokenizer))
+    except KeyboardInterrupt:
+        log.info("interrupted")
+    finally:
+        client.close()
+
+
+async def _run(resolved: Resolved, client: Client, welcome: Welcome, tokenizer: Tokenizer) -> None:
+    worker = Worker(resolved, client, name=client.name)
+    worker.watch.start()
+    await worker.run(welcome, tokenizer)
+    worker.watch.exit_code = 0  # all that is left to do is to end

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -14,13 +14,13 @@ from broker.buffer_filter import ReadyGroup, load_plugin
 from broker.source import load_source
 from broker.state.prompt_source import GroupResult
 from broker.state.records import BatchWanted
-from rollout.rewards import registry
 from rollout.samples.response import Response, Task
 from rollout.worker.groups import Dropped, GroupMaker
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.config import resolve
 from slimebus.config.fields import sections
+from slimebus.config.schema import RewardName
 from trainer.batches.batch import Group
 from trainer.objective.build_objective import build_objective
 
@@ -191,4 +191,4 @@ def test_every_hook_of_the_config_has_its_section_and_example() -> None:
 
 def test_built_in_rewards_are_listed() -> None:
     table = PAGE.split("### Built-in rewards", 1)[1].split("\n## ", 1)[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(registry.BUILT_IN)
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(get_args(RewardName))

@@ -159,7 +159,8 @@ def test_check_hooks_runs_each_on_one_example(check: Any) -> None:
     hooks = "def r(response):\n    return len(response.text)\ndef keep(samples):\n    return False\n"
     done = check(hooks, custom_rm_path="hooks.py:r", dynamic_sampling_filter_path="hooks.py:keep")
     assert done.exit_code == 0, done.output
-    training, evaluation = done.output.splitlines()
+    training, evaluation, not_reached = done.output.splitlines()
+    assert "any reply but the label" in not_reached
     assert training.startswith("rollout: rewards 1.0, 1.0; the dynamic filter drops the group in ")
     assert evaluation.startswith("eval.datasets.held: rewards ")
 

@@ -3,7 +3,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import psutil
@@ -11,10 +11,11 @@ import pytest
 from waiting import wait_until
 
 from rollout.rewards import code, dapo, deepscaler, exact, f1, gpqa, math, random
-from rollout.rewards.registry import BUILT_IN, find
+from rollout.rewards.reward import find
 from rollout.samples.response import Response, Task
 from slimebus.bus.errors import HookError, UsageError
 from slimebus.config import resolve
+from slimebus.config.schema import RewardName
 
 
 def response(text: str, label: Any = "", *, finish: str = "stop", **metadata: Any) -> Response:
@@ -150,7 +151,7 @@ def test_gpqa_finds_the_named_option(text: str, label: Any, about: dict[str, Any
 @pytest.mark.parametrize("label", [None, 7, [{"input": "1"}, 2], [{"in": "1"}]])
 def test_a_label_that_is_no_tests_is_told(label: Any) -> None:
     with pytest.raises(ValueError, match=r"the label is .*; expected Python tests, or a list of {input, output} texts"):
-        code.reward(response("print(1)", label))
+        code.reward(response("print(1)", label), 60.0)
 
 
 needs_namespaces = pytest.mark.skipif(bool(code.missing()), reason="the kernel makes no namespaces here")
@@ -190,7 +191,15 @@ for pid in {*range(1, 1 << 16)} - {os.getpid()}:
     ],
 )
 def test_code_is_run_against_its_tests(text: str, label: Any, expected: float) -> None:
-    assert code.reward(response(text, label)) == expected
+    assert code.reward(response(text, label), 60.0) == expected
+
+
+@needs_namespaces
+def test_a_program_that_is_slow_in_many_cases_is_wrong_and_not_late() -> None:
+    program = "```python\nimport time; time.sleep(0.6); print(1)\n```"
+    started = time.monotonic()
+    assert code.reward(response(program, [{"input": "", "output": "1"}] * 60), 3.0) == 0.0
+    assert time.monotonic() - started < 12
 
 
 @needs_namespaces
@@ -212,7 +221,7 @@ os._exit(0)
     assert "sys.stdin.buffer.read" in out
     assert "the mark" not in out
     assert "the test" not in out
-    assert code.reward(response(program, "assert 1 == 2")) == 0.0
+    assert code.reward(response(program, "assert 1 == 2"), 60.0) == 0.0
 
 
 @needs_namespaces
@@ -256,7 +265,7 @@ def config(**fields: str) -> Any:
     return resolve(None, {f"rollout.{name}": value for name, value in fields.items()}, {}).config.rollout
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"ifbench", "code"}))
+@pytest.mark.parametrize("name", sorted(set(get_args(RewardName)) - {"ifbench", "code"}))
 def test_every_built_in_reward_is_found_by_its_name(name: str, tmp_path: Path) -> None:
     assert find(config(rm_type=name, rm_url="http://127.0.0.1:1"), tmp_path).load().name == f"reward rollout.rewards.{name}:reward"
 

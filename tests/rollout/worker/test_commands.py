@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollout.engines.engine import claim
-from rollout.worker.commands import Commands
+from rollout.worker.worker import Commands
 from slimebus.bus.messages import Command, CommandReply
 
 

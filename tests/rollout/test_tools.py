@@ -15,7 +15,7 @@ from rollout.tools import McpAgent
 from slimebus.bus.errors import HookError
 
 END = 0
-SERVER = Path(__file__).parents[2] / "fixtures" / "mcp_server.py"
+SERVER = Path(__file__).parents[1] / "fixtures" / "mcp_server.py"
 
 
 class Policy:

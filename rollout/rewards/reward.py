@@ -1,13 +1,30 @@
-"""The call that any reward goes through: each response gets a number, or the error that kept it from getting one."""
+"""The reward that a config asks for, and the call that any reward goes through: each response gets a number, or what kept it from one."""
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from rollout.rewards.pool import RewardPool
-from rollout.rewards.registry import IN_WORKER
 from rollout.rewards.wire import RewardSpec
 from rollout.samples.plugins import PluginError
 from rollout.samples.response import Response
+from slimebus.bus.errors import UsageError
+from slimebus.config.schema import EvalDataset, RolloutConfig
+
+
+def find(r: RolloutConfig, base: Path, dataset: EvalDataset | None = None) -> RewardSpec:
+    """The reward of a config, or of an evaluation that has its own: a hook, or a built-in one by name. Raises UsageError or HookError."""
+    own = dataset if dataset is not None and (dataset.rm_type or dataset.custom_rm_path) else r
+    spec = RewardSpec(own.custom_rm_path or own.rm_type, str(base), r.reward_key, r.rm_url, r.reward_timeout_s)
+    if "url" in spec.options and not r.rm_url:
+        raise UsageError(f"rollout.rm_type: {spec.path} asks a server; give its address as rollout.rm_url")
+    if (missing := spec.fact("missing")) and (problem := missing()):
+        raise UsageError(f"rollout.rm_type: {spec.path} {problem}")
+    signature = spec.load().signature()
+    named = list(signature.parameters) if signature is not None else []
+    return msgspec.structs.replace(spec, is_group=named[:1] == ["responses"])
 
 
 class Reward:
@@ -15,7 +32,7 @@ class Reward:
 
     def __init__(self, spec: RewardSpec) -> None:
         self.spec, self._plugin = spec, spec.load()
-        self.name, self.pool = self._plugin.name, None if spec.path in IN_WORKER else RewardPool(spec, self._plugin)
+        self.name, self.pool = self._plugin.name, None if spec.fact("IN_WORKER") else RewardPool(spec, self._plugin)
 
     async def score(self, responses: Sequence[Response]) -> list[PluginError | None]:
         """Set the reward of each response that has none yet; for each, the error that kept it from getting one.

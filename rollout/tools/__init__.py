@@ -1,5 +1,0 @@
-"""Tools of MCP servers for the policy (docs/agents.md)."""
-
-from rollout.tools.mcp_agent import McpAgent
-
-__all__ = ["McpAgent"]
