@@ -85,6 +85,8 @@ class SeededRun:
         publish(self.trainer, step + 1)
         metrics = {"reward": 0.25 * (step + 1), "wait_s": 1.0, "train_s": 3.0, "publish_s": 0.0, "save_s": 0.0}
         metrics |= {"weights_version": float(step), "weights_copy_s": 0.25, "weights_encode_s": 0.5}
+        metrics |= {"loss": -0.5, "grad_norm": 2.0, "entropy": 1.25, "approx_kl": 0.01, "pg_clipfrac": 0.1, "lr": 1e-6}
+        metrics |= {"lag/all/ess_sequence": 0.75, "lag/all/ess_token": 0.9}
         metrics |= {f"lag/{lag}/tokens": count for lag, count in LAG_TOKENS[step].items()} if step < len(LAG_TOKENS) else {}
         self.trainer.call(Commit(step=step, checkpoint=0, metrics=metrics))
 
@@ -133,6 +135,36 @@ def test_each_panel_shows_the_true_figures(run: SeededRun) -> None:
     page.wait_for("document.querySelector('#config-table').innerText.includes('hostile.jsonl')")
     assert "very-secret" not in page.text("#config-table")
     assert page.errors == []
+
+
+def test_what_an_optimizer_step_reports_has_charts_over_whole_steps(run: SeededRun) -> None:
+    page = run.browser
+    shown = {"loss": [-0.5], "grad": [2.0], "entropy": [1.25], "kl": [None, 0.01], "clip": [0.1], "ess": [0.9, 0.75], "lr": [1e-6]}
+    for name, values in shown.items():
+        page.js(f"document.querySelector('#chart-{name}').scrollIntoView()")
+        page.wait_for(f"charts['chart-{name}'].plot")
+        assert page.js(f"charts['chart-{name}'].plot.data.slice(1).map((column) => column.at(-1))") == values, name
+    assert page.js("charts['chart-loss'].plot.axes[0].incrs().every(Number.isInteger)")
+    page.wait_for("document.querySelector('#chart-loss .u-legend').innerText.includes('-0.5')")  # without the mouse
+    assert "1e-6" in page.text("#chart-lr .u-legend").replace("\u2212", "-")
+
+
+def test_tokens_sampled_are_those_of_the_chart_and_not_the_last_reports(run: SeededRun) -> None:
+    page = run.browser
+    for seen in (0, 0, 99_000):  # workers report in bursts
+        page.js(f"state.status.workers.forEach((row) => row[row.length - 1] = {seen}); showTiles()")
+        assert page.js("[...document.querySelectorAll('.tile')].find((tile) => tile.innerText.includes('sampled')).innerText").startswith(
+            page.js("short(recent(state.records.rollout_tokens_per_s))")
+        )
+
+
+def test_a_setting_that_was_changed_has_its_value_of_now(run: SeededRun) -> None:
+    page = run.browser
+    page.wait_for("state.status.settings && document.querySelector('#config-table').innerText.includes('max_staleness')")
+    page.js("state.status.settings.max_staleness = 3; showConfig()")
+    rows = page.js("Object.fromEntries([...document.querySelectorAll('#config-table tr')].map((row) => row.innerText.split('\t')))")
+    assert rows["broker.max_staleness"] == "3 (at the start 4)"
+    assert rows["rollout.rollout_batch_size"] == str(GROUPS)
 
 
 def test_hostile_text_is_shown_as_text(run: SeededRun) -> None:
@@ -200,6 +232,9 @@ def test_the_page_outlives_a_killed_broker(run: SeededRun) -> None:
     url, asked = page_url(run.broker.run_dir), page.js("window.loaded = 1")
     run.broker.kill()
     page.wait_for("!document.querySelector('#problem').hidden")
+    assert (page.text("#state"), page.text("#eta")) == ("no answer", "")
+    assert "running" not in page.js("document.querySelector('#state').className")
+    assert page.text("#waiting") == "not known: the broker does not answer"
     run.broker.start()
     page.wait_for("document.querySelector('#problem').hidden && state.status.step === 3")
     assert page_url(run.broker.run_dir) == url
@@ -214,3 +249,15 @@ def test_a_killed_worker_is_lost_within_its_deadline(run: SeededRun) -> None:
     page.wait_for("[...document.querySelectorAll('tr.lost')].some((row) => row.innerText.startsWith('w2'))", 2 * LOST_S)
     assert page.js("document.querySelector('#worker-table tbody tr').innerText").startswith("w2")  # what is lost comes first
     assert "1 · 1" in page.text("#tiles")
+
+
+def test_an_open_page_shows_how_the_run_ended(run: SeededRun) -> None:
+    page = run.browser
+    row = {"evaluation": "k", "dataset": "held", "version": 4, "step": 4, "mean_reward": 0.986, "low": 0.9, "high": 1.0, "done": True}
+    with (run.broker.run_dir / "metrics" / "broker.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    run.broker.process.terminate()
+    page.wait_for("state.records.evaluations.some((row) => row.mean_reward === 0.986)")
+    page.js("state.status.state = 'finished'; showStatus(); showLost()")
+    assert (page.text("#state"), page.text("#problem")) == ("finished", "the run is over")
+    assert page.js("document.querySelector('#problem').className") == "over"
