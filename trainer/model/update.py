@@ -126,7 +126,7 @@ class TokenValues:
 def choose_samples(part: Batch, objective: Objective) -> tuple[np.ndarray, dict[str, float]]:
     """Indices of the samples that have a gradient, and counts for the metrics.
 
-    Groups whose advantages are all 0 have none, unless a KL or entropy term or the algorithm gives them one.
+    Groups with advantages of 0 have none, unless a KL or entropy term or the algorithm gives them one.
     """
     trained, has_signal = part.sample_sums(np.ones(part.num_tokens)), part.has_signal
     kept = (trained > 0) & (objective.trains_without_advantage | has_signal[part.group_of])
