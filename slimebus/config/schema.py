@@ -437,7 +437,7 @@ class RunConfig(Section, frozen=True):
     name: str = "run"
     """[name] Of the run, in logs and plots."""
     run_dir: str = ""
-    """[path] Where everything the run makes is kept; empty: runs/NAME."""
+    """[path] Where everything the run makes is kept; in a file relative to the run.yaml. Empty: runs/NAME in the current directory."""
     seed: Natural = 0
     """[number] Of data order, sampling and initialisation."""
     broker: BrokerConfig = BrokerConfig()
