@@ -30,7 +30,7 @@ from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.field_rules import evaluation_problems
 from slimebus.config.file_checks import label_problems
 from slimebus.config.load import raise_all
-from slimebus.config.saved import save_config
+from slimebus.config.saved import note_changes, save_config
 from slimebus.process.loop_watch import LoopWatch
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring
@@ -46,19 +46,20 @@ MAX_PUSHED = 1_000_000
 """Most pushed prompts that wait to be sampled; a client that pushes more has to wait."""
 
 
-def run_broker(resolved: Resolved, *, debug: bool) -> None:
+def run_broker(resolved: Resolved, *, debug: bool, accepts_changes: bool) -> None:
     """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("broker", debug=debug, run_dir=resolved.run_dir)
     faulthandler.enable()  # a store file that is cut short meanwhile ends the process where LMDB reads it: the log has to say so
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    note_changes(resolved, is_confirmed=accepts_changes)
     broker = build(resolved)
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
         page = _page(resolved, broker.endpoint)
         if page is not None:
             stack.callback(page.stop)
+        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
         _settle_memory()
         log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
         turns = LoopWatch("the broker's loop", lambda: broker.num_turns, on_signal=stop.set, leave_blocked_s=LEAVE_BLOCKED_S)

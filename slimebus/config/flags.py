@@ -226,6 +226,12 @@ def take_over_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def accept_changes_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--accept-changes of a command that starts a run's broker."""
+    help_ = "Go on with a run whose reward, generation, chat template or initial model changed since it was last started."
+    return click.option("--accept-changes", is_flag=True, help=help_)(function)
+
+
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RUN.yaml argument of a command."""
     return click.argument("run_yaml", type=click.Path(path_type=Path), required=False)(function)
