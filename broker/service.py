@@ -122,16 +122,16 @@ class Broker:
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s), collect_s))
         now = self.broker_clock.advance()
         effects: list[Effect] = []
-        self._all_heard = len(requests) < self.server.burst
+        self._all_heard = self.server.is_drained
         if self.keys is not None:
             requests = self.keys.tell(requests)
             effects += self._apply_key_changes(self.keys, now)
         if requests or self._store_problem != before:
             effects += self._apply(requests, now)
         deadline = self.machine.next_deadline()
-        is_due = not requests or (deadline is not None and deadline <= now)
-        if is_due and self.broker_clock.may_check_deadlines(all_heard=self._all_heard):
-            effects += self.machine.tick(now)
+        heard_until = self.broker_clock.heard_until(all_heard=self._all_heard)
+        if not requests or (deadline is not None and deadline <= heard_until):
+            effects += self.machine.tick(now, heard_until)
         try:
             self._perform(effects)
         except StoreRefusal:
@@ -256,10 +256,10 @@ class Broker:
         self._store_problem = text
 
     def _commit(self, writes: Sequence[Write]) -> None:
-        """Have these written, however long that takes: nothing of them is said, and nothing else decided, until they are.
+        """Have these written, however long that takes: none of them is answered, and nothing else decided, until they are.
 
         Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreRefusal, and
-        StoreError when the broker is told to stop before.
+        StoreError when the broker has to stop before.
         """
         began, logged_at, last_code = self.clock.monotonic(), float("-inf"), ""
         while True:
@@ -277,7 +277,7 @@ class Broker:
             log.warning("the broker's store is written again after %.1f s; nothing was lost", self.clock.monotonic() - began)
 
     def _refuse_all(self, problem: StoreError, *, until: float) -> None:
-        """Answer the status, and with `problem` all else. Raises it when the broker is told to stop."""
+        """Answer the status, and with `problem` all else. Raises it when the broker has to stop."""
         self.machine.state.store_problem = problem.text
         while (left_s := until - self.clock.monotonic()) > 0:
             if self._stop.is_set():

@@ -12,7 +12,7 @@ from broker.state.clients import RECONNECT_S, SILENT_BEATS
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.records import Client
-from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNCHECKED_S
+from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNREAD_S
 from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ class Invariants:
         needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
         needed |= {("recalled lease", lease) for lease, group in state.groups.by_lease.items() if group.lease.is_recalled}
         overdue_s = self.world.broker.broker_clock.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
-        require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
+        require(overdue_s <= LONGEST_TURN_S + MAX_UNREAD_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
         needed |= {(table.name, key) for table in _parked(state) for key in table}
         needed |= {("client", name) for name in state.clients}
         timers -= {("unserved evaluation", key) for key, one in state.evaluations.items() if not one.is_done}
