@@ -21,7 +21,7 @@ from broker.hints import HintPublisher
 from broker.keyring_watcher import KeyringWatcher, security
 from broker.machine import Machine
 from broker.source import FileRows
-from broker.state.effects import Address, Effect, Event, Lives, Note, Notify, Record, Reply, RowTable, Write
+from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, RowTable, StepHistory, Write
 from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
@@ -55,14 +55,14 @@ class Broker:
     """A bound broker with its state read back. `endpoint` and `hints.endpoint` are the addresses it got.
 
     eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
-    limits: of the ROUTER. Raises UsageError for an address in use or a store of another run.
+    limits: of the ROUTER. validates: as of Machine. Raises UsageError for an address in use or a store of another run.
     """
 
     def __init__(
         self, rules: Rules, source: PromptSource, store: Store, *, run: str, bind: str = "tcp://127.0.0.1:0",
         hints_bind: str = "tcp://127.0.0.1:0", eval_rows: Mapping[str, FileRows] | None = None, clock: Clock = time,
         metrics_path: Path | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, limits: Limits | None = None,
-        keyring: Keyring | None = None, buffer_filter: BufferFilter | None = None,
+        keyring: Keyring | None = None, buffer_filter: BufferFilter | None = None, validates: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.clock, self.frames = store, clock, ReplyFrames(store, eval_rows or {})
         self.broker_clock = SuspendTolerantClock(self.clock)
@@ -84,7 +84,8 @@ class Broker:
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
             opened.callback(self.hints.close)
             first_id = int(self.clock.time() * 1000)  # above all given so far, also where the folder lost its last writes, or all
-            how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "buffer_filter": buffer_filter}
+            how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "validates": validates}
+            how["buffer_filter"] = buffer_filter
             self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
             self.machine = self._restored()
             self._opened = opened.pop_all()
@@ -124,7 +125,7 @@ class Broker:
         effects: list[Effect] = []
         self._all_heard = len(requests) < self.server.burst
         if self.keys is not None:
-            requests = self.keys.tell(requests)
+            requests = self.keys.answer_keys(requests)
             effects += self._apply_key_changes(self.keys, now)
         if requests or self._store_problem != before:
             effects += self._apply(requests, now)
@@ -210,19 +211,19 @@ class Broker:
             log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
         elif isinstance(effect, Record):
             self.metrics.add({"time": self.clock.time(), **effect.row})
-        elif isinstance(effect, Lives):
-            self._add_lives(effect)
+        elif isinstance(effect, StepHistory):
+            self._add_history(effect)
 
-    def _add_lives(self, lives: Lives) -> None:
+    def _add_history(self, history: StepHistory) -> None:
         """Record how the groups of a step came to be trained, by the wall clock."""
-        shift = self.clock.time() - self.broker_clock.advance()  # read together: lives.now was before the commit
-        first = min((at for _, life in lives.groups.values() for _, at in life), default=lives.now)
-        about = {"step": lives.step, "shift": shift, "train_s": lives.train_s, "after_s": lives.after_s, "lives": lives.groups}
-        self.spans.record("step", first + shift, lives.now - first, about)
+        shift = self.clock.time() - self.broker_clock.advance()  # read together: history.now was before the commit
+        first = min((at for _, life in history.groups.values() for _, at in life), default=history.now)
+        about = {"step": history.step, "shift": shift, "train_s": history.train_s, "after_s": history.after_s, "lives": history.groups}
+        self.spans.record("step", first + shift, history.now - first, about)
 
     def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
-            bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
+            bulk = [frame for part in reply.bulk for frame in self.frames.frames_for(part, writes)]
             if isinstance(reply.message, HeartbeatReply):
                 reply.message.time = self.clock.time()
         except SlimebusError as bad:

@@ -31,7 +31,7 @@ from slimebus.config.saved import without_secrets
 T = TypeVar("T")
 log = logging.getLogger("slimebus.page")
 
-LOOK_S, HISTORY_S = 1.0, 2.0
+POLL_S, HISTORY_S = 1.0, 2.0
 TIMES_ANSWER = 50.0
 """The broker is asked again after so many times as long as it took to answer: looking costs it a fiftieth of its time at most."""
 ALIVE_S = 10.0
@@ -74,23 +74,23 @@ class Page:
             if self._viewers and time.monotonic() - shown_at >= HISTORY_S:
                 await self._show_records()
                 shown_at = time.monotonic()
-            await asyncio.sleep(0.0 if is_more else LOOK_S)
+            await asyncio.sleep(0.0 if is_more else POLL_S)
 
     async def _show_records(self) -> None:
         if self._shown != self.history.serial:
             self._shown = self.history.serial
-            self._send("history", await self._read(self.history.shown))
+            self._send("history", await self._read(self.history.charts))
 
     async def _follow_status(self) -> None:
         while True:
             await self._wanted.wait()
-            await self.look()
+            await self.poll()
             self._send("status", self.live.summary() | await self._read(lambda: self.history.remarks(self.live.status)))
-            await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
+            await asyncio.sleep(max(POLL_S, TIMES_ANSWER * self.live.took_s))
             if not self._viewers:
                 self._wanted.clear()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Ask the broker now."""
         async with self._one_asks:
             await asyncio.to_thread(self.live.poll)
@@ -143,16 +143,16 @@ class Page:
         """A list of groups."""
         wanted, text = request.query.getall("state", []), request.query.get("text", "")
         if samples.DUMPED in wanted:
-            return await self._answer(lambda: samples.dumped(self.resolved.run_dir, text))
+            return await self._answer(lambda: samples.list_dumped(self.resolved.run_dir, text))
         states = [state for state in wanted if state in STATES]
-        return await self._answer(lambda: self._of_store(lambda store: samples.listed(store, states, text)))
+        return await self._answer(lambda: self._of_store(lambda store: samples.list_groups(store, states, text)))
 
     async def group(self, request: web.Request) -> web.Response:
         """One group with its samples."""
         name = request.query.get("id", "")
         if request.query.get("state") == samples.DUMPED:
-            return await self._answer(lambda: samples.whole_dumped(self.resolved.run_dir, name, self.decode()))
-        return await self._answer(lambda: self._of_store(lambda store: samples.whole(store, store.group(name), self.decode())))
+            return await self._answer(lambda: samples.dumped_detail(self.resolved.run_dir, name, self.decode()))
+        return await self._answer(lambda: self._of_store(lambda store: samples.group_detail(store, store.group(name), self.decode())))
 
     def _of_store(self, ask: Callable[[StoreSnapshot], T]) -> T:
         durability = self.resolved.config.broker.durability
@@ -184,7 +184,7 @@ class Page:
         """Everything for Prometheus, as of now; with `per=process` each worker's values."""
         from broker.page import metrics  # whoever only looks at the page starts without it
 
-        await self.look()
+        await self.poll()
         status, each = self.live.status if not self.live.problem else {}, request.query.get("per") == "process"
         text = metrics.exposition(status, self.history, is_per_process=each)
         return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -53,7 +53,7 @@ def why_waiting(state: State, waiting: Waiting[Lease]) -> str:
 
 def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
     """Why this worker may not start a training group now; empty when it may."""
-    rules, num_held = state.rules, state.num_held
+    rules, num_in_flight = state.rules, state.num_in_flight
     if state.meta.finishing:
         return "the run is finished" if state.is_finishing else "the run had finished; waiting for a trainer to go on"
     if state.store_problem:
@@ -65,8 +65,8 @@ def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
     step = step_of_next(state)
     if rules.num_steps is not None and step >= rules.num_steps:
         return f"every group of the run's {rules.num_steps} steps is leased, ready or trained"
-    if num_held >= (most := capacity(state)):
-        return f"the buffer holds {num_held} of {most} groups; waiting for the trainer to commit a step"
+    if num_in_flight >= (most := capacity(state)):
+        return f"the buffer holds {num_in_flight} of {most} groups; waiting for the trainer to commit a step"
     version = state.version_of(step)
     if needs_weights and version > client.serving + rules.max_staleness:
         what = f"a group started now would train in step {step} (version {version})"

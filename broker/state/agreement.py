@@ -25,7 +25,7 @@ def check_settings(state: State, name: str, hello: m.Hello) -> None:
     if said.get("name", ours.get("name")) != ours.get("name"):
         text = f"{name[:64]!r} is of run {said['name']}, this broker serves run {ours['name']}"
         raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
-    steps, counted = (_whole(settings.get("rollout.num_rollout", "")) for settings in (said, ours))
+    steps, counted = (_integer(settings.get("rollout.num_rollout", "")) for settings in (said, ours))
     if hello.role == "trainer" and steps is not None and counted is not None and steps > counted:
         text = f"rollout.num_rollout: trainer {name[:64]!r} has {steps}, the broker {counted}"
         raise ConfigError(f"{text}: steps beyond it would never get a batch; start both with the same value")
@@ -54,5 +54,5 @@ def _other_models(state: State, client: Client) -> Iterator[str]:
             yield f"{MODEL}: {what} (hash {theirs}); samples mean something else to each, give both the same model directory"
 
 
-def _whole(text: str) -> int | None:
+def _integer(text: str) -> int | None:
     return int(text) if text.isdigit() else None

@@ -19,7 +19,7 @@ ESS = "lag/all/ess_sequence"
 NAME = "autopilot"
 
 
-def look(state: State) -> None:
+def adjust_bound(state: State) -> None:
     """After a step: change the bound by one where the steps since the last change say so. Off without a target."""
     rules, last = state.rules, max((change.step for change in state.changes.values()), default=0)
     rows: list[dict[str, Any]] = [row["metrics"] for row in state.recent if row["step"] >= last and ESS in row["metrics"]][-WINDOW:]

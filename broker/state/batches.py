@@ -146,8 +146,8 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     _warn_of_kept(state)
     state.recent.append(row)
     state.record(row)
-    state.record_lives(record.step, groups, metrics)
-    autopilot.look(state)
+    state.record_history(record.step, groups, metrics)
+    autopilot.adjust_bound(state)
 
 
 def _warn_of_kept(state: State) -> None:
@@ -156,7 +156,10 @@ def _warn_of_kept(state: State) -> None:
     if len(kept) >= WARN_KEPT_STEPS and len(kept).bit_count() == 1:
         size = sum(record.size_bytes for record in kept) / 2**30
         text = f"the samples of {len(kept)} trained steps ({size:.2f} GiB) are kept, for the oldest checkpoint kept would train step"
-        state.note(f"{text} {state.meta.floor} next; save more often (trainer.save_interval), or keep fewer checkpoints", is_warning=True)
+        state.note(
+            f"{text} {state.meta.oldest_kept_step} next; save more often (trainer.save_interval), or keep fewer checkpoints",
+            is_warning=True,
+        )
 
 
 def step_row(state: State, record: StepRecord, groups: list[Group], lags: list[int]) -> dict[str, object]:
@@ -197,4 +200,4 @@ def free(state: State, checkpoint: int) -> None:
             state.changed("groups", group.id)
             prompts.free(state, group.id)
         state.changed("steps", step)
-    state.meta.floor = max(state.meta.floor, checkpoint)
+    state.meta.oldest_kept_step = max(state.meta.oldest_kept_step, checkpoint)

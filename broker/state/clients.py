@@ -86,7 +86,7 @@ def sender_of(state: State, event: Event) -> Client:
 
 def touch(state: State, client: Client, peer: bytes = b"") -> None:
     """A sign of life, heard from `peer`."""
-    if not state.finish_is_confirmed and (client.name, client.instance) in state.members_before:
+    if not state.finish_is_confirmed and (client.name, client.instance) in state.members_at_restart:
         state.finish_is_confirmed = True
     client.heard_at, client.is_gone, client.peer = state.now, False, peer
     state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
@@ -248,7 +248,7 @@ def fence_older_trainers(state: State, newest: Client) -> None:
 def _answer_fenced(state: State, client: Client) -> None:
     """Answer the batch requests of a fenced client that wait."""
     fenced = error_reply(Fenced(f"a newer process has taken the place of {client.name!r}; stop this one"))
-    for step in state.waiting_batches.of(client.name):
+    for step in state.waiting_batches.asked_by(client.name):
         state.answer(state.waiting_batches, step, fenced)
 
 
@@ -279,10 +279,10 @@ def leave(state: State, client: Client, reason: str, *, cause: str = "worker lef
 
 
 def _end_waits(state: State, client: Client) -> None:
-    for key in state.waiting_leases.of(client.name):
+    for key in state.waiting_leases.asked_by(client.name):
         state.waiting_leases.take(key)
     state.waiting_reads.take(client.name)
-    for step in state.waiting_batches.of(client.name):
+    for step in state.waiting_batches.asked_by(client.name):
         state.waiting_batches.take(step)
 
 

@@ -43,7 +43,7 @@ def lease(state: State, event: Event, ask: Lease) -> None:
     if granted := state.groups.leased_at(*key):
         _answer(state, event.to, granted)
         return
-    if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.of(event.sender)) >= rules.max_parked_per_client):
+    if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.asked_by(event.sender)) >= rules.max_parked_per_client):
         deal(state)  # those before it in the same burst may have their groups now
         state.check_may_wait(waiting, event.sender)
     waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))
@@ -286,8 +286,8 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     partials.used(state, group)
     transitions.apply_transition(state, group, "put")
     group.losses = 0
-    state.groups.arrive(group, state.meta.next_arrival)
-    state.meta.next_arrival += 1
+    state.groups.index_for_consumers(group, state.meta.next_read_position)
+    state.meta.next_read_position += 1
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:

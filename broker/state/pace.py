@@ -11,18 +11,18 @@ RECENT = 64
 class Pace:
     """Times in seconds of the machine's clock, of the last steps and groups.
 
-    intervals: between commits. group_seconds: from lease to put. since: when the run last
-    moved; mark: what it looked like then; num_tokens: what workers reported when it was last asked. trainer: the last that joined.
+    intervals: between commits. group_seconds: from lease to put. last_progress_at: when the run last
+    moved; progress_key: what it looked like then; num_tokens: what workers reported when it was last asked. trainer: the last that joined.
     assigned_at: when the next step's batch was chosen.
     """
 
     def __init__(self) -> None:
         self.intervals: deque[float] = deque(maxlen=RECENT)
         self.group_seconds: deque[float] = deque(maxlen=RECENT)
-        self.since = 0.0
+        self.last_progress_at = 0.0
         self.num_tokens = 0.0
         self.stalled_at: float | None = None
-        self.mark: tuple[Any, ...] = ()
+        self.progress_key: tuple[Any, ...] = ()
         self.next_step, self.lineage = 0, ""
         self.has_stepped = False
         self.num_joined = 0

@@ -36,13 +36,13 @@ class Change(Keyed):
 
 
 class Meta(msgspec.Struct, kw_only=True):
-    """The counters that must survive. next_step: the first step not committed; floor: the first whose samples are kept.
+    """The counters that must survive. next_step: the first step not committed; oldest_kept_step: the first whose samples are kept.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
     finished_num_steps: of the rules when the trainer finished; a run that is started again with more is not finished.
     trainer: name and instance that resumed last, the only one that trains; lineages: the last ones begun;
-    forks: the step at which each of them left what the broker held of the one before.
+    fork_steps: the step at which each of them left what the broker held of the one before.
     num_freed_once: freed groups whose prompts only the store had. last_reject: (epoch, request) of the trainer.
     settings: those in force; overrides: name -> [what the config said, what was set].
     """
@@ -62,10 +62,10 @@ class Meta(msgspec.Struct, kw_only=True):
     pace_step: int = 0
     pace_version: int = 0
     next_step: int = 0
-    floor: int = 0
+    oldest_kept_step: int = 0
     next_lease: int = 1
     next_epoch: int = 1
-    next_arrival: int = 1
+    next_read_position: int = 1
     next_ended: int = 1
     step_seconds: list[float] = []
     next_evaluation: int = 1
@@ -73,7 +73,7 @@ class Meta(msgspec.Struct, kw_only=True):
     finished_num_steps: int = 0
     trainer: tuple[str, str] = ("", "")
     lineages: list[str] = []
-    forks: list[int] = []
+    fork_steps: list[int] = []
     moves: dict[str, int] = {}
     lags: dict[int, int] = {}
     waste: dict[str, list[int]] = {}

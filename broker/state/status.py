@@ -22,7 +22,7 @@ def status(state: State) -> dict[str, Any]:
         "lineage": meta.lineage,
         "version": meta.version,
         "step": meta.next_step,
-        "oldest_checkpoint": meta.floor,
+        "oldest_checkpoint": meta.oldest_kept_step,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
         "settings": settings.described(state.rules),
@@ -135,6 +135,6 @@ def _bounds(state: State) -> dict[str, dict[str, Any]]:
         "max_clients": (rules.max_clients, len(state.clients)),
         "max_parked": (rules.max_parked, len(state.waiting_leases)),
         "max_parked_per_client": (rules.max_parked_per_client, None),
-        "buffer_capacity": (rules.capacity, state.num_held),
+        "buffer_capacity": (rules.capacity, state.num_in_flight),
     }
     return {name: {"limit": limit, "used": now, "hits": state.bound_hits[name]} for name, (limit, now) in used.items()}

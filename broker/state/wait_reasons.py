@@ -102,7 +102,7 @@ def _no_leases(state: State) -> Cause:
         return Cause("broker", ["source"], why_none)
     refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
     first, why = next(iter(refusals.items()))
-    if state.num_held >= admission.capacity(state):
+    if state.num_in_flight >= admission.capacity(state):
         return Cause("broker", ["buffer"], why)
     if state.meta.filtered_in_a_row >= state.rules.max_filtered:
         return Cause("broker", ["filter"], admission.all_filtered(state))
