@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.source.plugins import call_plugin
+from broker.source.hook import call_plugin
 from broker.state.groups import Group
 from broker.state.records import BatchWanted, BufferFilter
 from slimebus.bus.errors import HookError

@@ -12,12 +12,12 @@ import msgspec
 from broker.state import (
     batches,
     clients,
-    commands,
     consumers,
     damage,
     edits,
     ending,
     evaluation,
+    heartbeats,
     leases,
     pushes,
     settings,
@@ -198,7 +198,7 @@ class Machine:
 
 HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Hello: clients.hello,
-    m.Heartbeat: clients.heartbeat,
+    m.Heartbeat: heartbeats.heartbeat,
     m.Goodbye: clients.goodbye,
     m.Lease: leases.lease,
     m.Put: leases.put,
@@ -218,7 +218,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Push: pushes.push,
     m.Edit: edits.edit,
     m.Import: edits.import_group,
-    m.Command: commands.command,
+    m.Command: heartbeats.command,
     m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
 }
 """What answers each request; slimebus/security/roles.py says who may send it."""

@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +25,6 @@ from broker.state.effects import Address, Effect, Event, Note, Notify, Record, R
 from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
-from broker.status_askers import StatusAskers
 from broker.store import Damaged, Store, StoreError, StoreRefusal
 from broker.store.interface import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
@@ -48,6 +47,9 @@ RETRY_S = 1.0
 """Between two attempts to write what the store could not take."""
 LOG_INTERVAL_S = 60.0
 """How often the log repeats that the store still cannot be written."""
+TIMES_COST, MAX_PAUSE_S = 20, 0.5
+"""After a status come so many times the seconds that it took, at most MAX_PAUSE_S, before the next one: it costs a twentieth."""
+ONE_AT_A_TIME = "the status that this connection asked for before is on its way: one at a time"
 RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
 
 
@@ -310,3 +312,34 @@ def event_of(request: Request) -> Event:
     header, message, bulk = request.header, request.message, request.bulk
     to = Address(request.peer, header.id)
     return Event(to=to, sender=header.sender, epoch=header.epoch, run=header.run, message=message, bulk=bulk, key=request.key)
+
+
+class StatusAskers:
+    """The requests that wait for the next document. Used by one thread. document: makes it."""
+
+    def __init__(self, server: Server, clock: Clock, document: Callable[[], dict[str, Any]]) -> None:
+        self._server, self._clock, self._document = server, clock, document
+        self._waiting: dict[bytes, int] = {}
+        self._next_at = float("-inf")
+
+    def add(self, to: Address) -> None:
+        """Answer this request with the next document; a peer that has another one unanswered, or unread, is refused."""
+        if self._server.has_unread(to.peer) or self._waiting.setdefault(to.peer, to.request) != to.request:
+            self._server.answer(to.peer, to.request, Error(code="busy", text=ONE_AT_A_TIME, retryable=True), is_excess=True)
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until somebody is to be answered."""
+        return max(0.0, self._next_at - self._clock.monotonic()) if self._waiting else float("inf")
+
+    def answer(self, *, is_last: bool = False) -> None:
+        """Answer all who wait, where the time has come, or `is_last`."""
+        started = self._clock.monotonic()
+        if not self._waiting or (started < self._next_at and not is_last):
+            return
+        frame = msgspec.json.encode(self._document())
+        waiting, self._waiting = self._waiting, {}
+        for peer, request in waiting.items():
+            self._server.answer(peer, request, StatusReply(), [frame])
+        ended = self._clock.monotonic()
+        self._next_at = ended + min(MAX_PAUSE_S, TIMES_COST * (ended - started))

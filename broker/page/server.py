@@ -9,7 +9,7 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -19,14 +19,17 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 from aiohttp import web
 
+from broker.inspect.changes import BufferEditor
 from broker.inspect.reader import STATES, StoreSnapshot, open_snapshot
 from broker.inspect.show import text_of
 from broker.page import samples
 from broker.page.history import History
-from broker.page.live import Live
 from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import EditReply
+from slimebus.client.connect import visit
 from slimebus.config import Resolved
 from slimebus.config.saved import without_secrets
+from slimebus.view.run_status import RunStatus
 
 T = TypeVar("T")
 log = logging.getLogger("slimebus.page")
@@ -38,6 +41,10 @@ ALIVE_S = 10.0
 MAX_BODY_BYTES = 1 << 20
 MAX_PATH = 200
 """Characters; the disk refuses longer names."""
+ANSWER_S, EDIT_S = 5.0, 30.0
+LEFT_OUT = ("clients", "steps", "parked", "evaluations", "skipped_prompts")
+"""Of the status: in the records, or shown otherwise."""
+OF_CLIENT, OF_METRICS = ("name", "role", "state", "version", "leases", "silent_s"), ("sync_s", "tokens")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -47,6 +54,36 @@ HEADERS = {
 }
 STATIC = Path(str(files("broker.page"))) / "static"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class Live(RunStatus):
+    """The newest status, for one thread that asks. took_s: how long the broker took to answer."""
+
+    def __init__(self, resolved: Resolved, broker: str | None) -> None:
+        super().__init__(resolved, broker, what="page", timeout_s=ANSWER_S)
+        self.took_s = 0.0
+
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Ask; without a broker that answers the status stays."""
+        started = time.monotonic()
+        super().poll(patience_s)
+        self.took_s = time.monotonic() - started
+
+    def replay(self, groups: Sequence[str]) -> EditReply:
+        """Have dead or dropped groups tried again. Raises SlimebusError, as where no key of a client is at hand."""
+        with visit(self.resolved, self.broker, what="page", patience_s=0.0) as client:
+            return BufferEditor(client, EDIT_S).edit_all("replay", groups, "asked for on the page")
+
+    def summary(self) -> dict[str, Any]:
+        """The status as the page takes it: without the records, and one short row for each process."""
+        clients = self.status.get("clients", [])
+        rows = [[*(c[name] for name in OF_CLIENT), *(c["metrics"].get(name) for name in OF_METRICS)] for c in clients]
+        found = {name: value for name, value in self.status.items() if name not in LEFT_OUT}
+        return found | {"problem": self._reason(), "worker_columns": OF_CLIENT + OF_METRICS, "workers": rows}
+
+    def _reason(self) -> str:
+        """Why the status is not of now; empty when it is."""
+        return "" if self.problem is None else "the run is over" if self.is_over else self.problem.text
 
 
 class Page:

@@ -8,9 +8,8 @@ import msgspec
 
 from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, StepHistory, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
-from broker.state.pace import Pace
 from broker.state.prompt_source import GroupResult, PromptSource, StatefulSource
-from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, PushRecord, StepRecord
+from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, Pace, PushRecord, StepRecord
 from broker.state.rules import Rules
 from broker.state.timers import Key, Timers
 from broker.state.waiting import WaitingRequests

@@ -6,8 +6,7 @@ from broker.state import consumers, evaluation, prompts, settings, wait_reasons,
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import blocked, is_present, is_starting
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
-from broker.state.pace import quantile
-from broker.state.records import Client
+from broker.state.records import Client, quantile
 
 MAX_CHANGES = 32
 MAX_ROWS, MAX_CLIENTS = 256, 1024

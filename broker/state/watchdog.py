@@ -17,7 +17,7 @@ import msgspec
 from broker.state import choice, ending, wait_reasons
 from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent, still_here
-from broker.state.pace import quantile
+from broker.state.records import quantile
 from broker.state.wait_reasons import Cause
 from slimebus.bus.messages import NO_VERSION
 
