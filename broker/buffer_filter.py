@@ -41,7 +41,7 @@ def load_plugin(path: str, base: Path) -> Plugin:
 
 
 def buffer_filter(plugin: Plugin, path: str = "") -> BufferFilter:
-    """What the state machine asks: it raises HookError for a plug-in that fails, or whose answer is not the batch wanted."""
+    """What the state machine asks: it raises HookError for a plug-in that fails, or gives another batch than the one wanted."""
 
     def choose(groups: Sequence[Group], wanted: BatchWanted) -> list[Group]:
         offered = [describe(group, wanted.version) for group in groups]

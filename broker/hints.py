@@ -21,7 +21,7 @@ MAX_SUBSCRIPTION_BYTES = 4096
 
 
 class HintPublisher:
-    """Publishes hints at `endpoint`, beside a server whose keys it shares. Raises UsageError for an address that cannot be bound.
+    """Publishes hints at `endpoint`, beside a server, with its keys. Raises UsageError for an address that cannot be bound.
 
     earlier: where the broker before this one published; taken again when `address` leaves the port open and it is free, so that its
     subscribers need not look for another. last: the hint that a new subscriber hears again.
@@ -55,7 +55,7 @@ class HintPublisher:
         self._open(self.endpoint, patience_s=REBIND_S)
 
     def publish(self, hint: Hint) -> None:
-        """Send a hint to whoever is subscribed."""
+        """Send a hint to all subscribers."""
         self.last = hint
         try:
             self._socket.send(envelope.encode(hint, id=0, run=self._server.run, sender="broker"), zmq.NOBLOCK)

@@ -120,7 +120,7 @@ class Machine:
     # --- events ---
 
     def holders(self, events: Iterable[Event]) -> set[bytes]:
-        """The peers in whose place the hellos of a burst ask to be."""
+        """The peers that the hellos of a burst ask to replace."""
         asked = [(event.sender, event.message) for event in events if isinstance(event.message, m.Hello)]
         return {holder.peer for name, hello in asked for holder in clients.holders(self.state, name, hello) if holder.peer}
 
@@ -130,7 +130,7 @@ class Machine:
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
         Waiting requests are answered once a burst, after its last request. `store_problem`: why the store takes no
-        samples now; empty when it does. `lost_peers`: of the `holders`, those whose connection is gone.
+        samples now; empty when it does. `lost_peers`: of the `holders`, those without a connection.
         """
         self.state.now, self.state.store_problem, self.state.lost_peers = now, store_problem, lost_peers
         for event in events:
@@ -161,7 +161,7 @@ class Machine:
         return self._drain_effects()
 
     def _drain_effects(self) -> list[Effect]:
-        """Answer whoever waited for what just happened; all effects of it."""
+        """Answer the requests that waited for what just happened; all effects of it."""
         state = self.state
         batches.assign(state)
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
@@ -232,7 +232,7 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "read": consumers.answer_timed_out,
     "evaluate": evaluation.answer_timed_out,
     "client": clients.on_silence,
-    "source": lambda state, _: None,  # its rest is over: whoever waits is dealt to when the burst is settled
+    "source": lambda state, _: None,  # its rest is over: requests that wait are dealt to when the burst is settled
     "finish": lambda state, _: ending.confirm_finish(state),
     "unserved evaluation": ending.end_unserved,
     "watchdog": lambda state, _: watchdog.check(state),

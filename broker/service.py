@@ -228,6 +228,7 @@ class Broker:
             bulk = [frame for part in reply.bulk for frame in self.frames.frames_for(part, writes)]
             if isinstance(reply.message, HeartbeatReply):
                 reply.message.time = self.clock.time()
+                reply.message.keys = self.keys.keyring.generation if self.keys else 0
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slimebus.bus.errors import UsageError
+from slimebus.bus.errors import SlimebusError, UsageError
 from slimebus.config import Resolved
 from slimebus.config.flags import OF_RUN, ConfigCommand, ExternalOptions, config_argument, from_context, take_over_option
 
@@ -52,6 +52,17 @@ def node_of(ctx: click.Context) -> "NodeOptions":
     from trainer.launch.plan import NodeOptions
 
     return NodeOptions(**{name: ctx.params[name] for name in ("nnodes", "node_rank", "master_addr", "master_port")})
+
+
+def resolved_on_node(ctx: click.Context, run_yaml: Path | None) -> Resolved:
+    """The config. Where it does not load the other nodes are told, and the error is raised."""
+    try:
+        return from_context(ctx, run_yaml)
+    except SlimebusError as bad:
+        from trainer.process import tell_other_nodes
+
+        tell_other_nodes(node_of(ctx), bad.text)
+        raise
 
 
 def algorithm_problems(resolved: Resolved) -> list[str]:
@@ -97,7 +108,7 @@ def trainer(
     what srun or torchrun have set. It resumes from the newest checkpoint under the run directory. Any field of megatron-core's configs
     is accepted as a flag (--help-megatron), and so are the settings of algorithms and corrections (docs/algorithms.md).
     """
-    resolved = from_context(ctx, run_yaml)
+    resolved = resolved_on_node(ctx, run_yaml)
     profile = steps_of(profile_steps) if profile_steps else None
     from trainer.process import Debugging, launch, run_trainer
 
@@ -130,7 +141,7 @@ def steps_of(text: str) -> range:
 @click.pass_context
 def export(ctx: click.Context, run_yaml: Path | None, out: Path, step: int | None, force: bool, **node: object) -> None:
     """Write the newest checkpoint, or that of --step, as a Hugging Face directory: safetensors, config and tokenizer."""
-    resolved = from_context(ctx, run_yaml)
+    resolved = resolved_on_node(ctx, run_yaml)
     from trainer.process import check_export, export_checkpoint, launch
 
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", str(ctx.params["node_rank"] or 0))) == "0"

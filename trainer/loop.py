@@ -51,7 +51,8 @@ def train(
     with stop.deferred():
         for step in range(start.step, config.rollout.num_rollout):
             with spans("wait", step=step) as wait:
-                batch, plan = next_batch(source, step, policy.learning_rates(config.rollout.num_steps_per_rollout), stop)
+                rates, num_passes = policy.learning_rates(config.rollout.num_updates_per_rollout), config.rollout.num_passes_per_rollout
+                batch, plan = next_batch(source, step, rates, stop, num_passes)
             if plan.stops:
                 checkpoints.save_and_stop(policy, step, version)
                 return
@@ -80,10 +81,12 @@ def train(
     publication.finish()
 
 
-def next_batch(source: BatchSource | None, step: int, schedule: Sequence[float], stop: StopRequest) -> tuple[StepBatch | None, StepPlan]:
+def next_batch(
+    source: BatchSource | None, step: int, schedule: Sequence[float], stop: StopRequest, num_passes: int = 1
+) -> tuple[StepBatch | None, StepPlan]:
     """Rank 0's batch of `step`, None elsewhere, and on every rank how it is trained; however long samples take to come.
 
-    schedule: the learning rates of as many optimizer steps as there are at most.
+    schedule: the learning rates of as many optimizer steps as there are at most, over all passes.
     """
     while True:
         batch, until = None, time.monotonic() + BROADCAST_INTERVAL_S
@@ -93,7 +96,7 @@ def next_batch(source: BatchSource | None, step: int, schedule: Sequence[float],
                 batch = source.take(step, LOOK_S)
         except EndOfBatches:
             has_ended = True
-        mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(schedule) if batch else NOT_YET
+        mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(schedule, num_passes) if batch else NOT_YET
         plan = parallel.share(mine if source else None, StepPlan)
         if source and batch and not plan.stops:
             source.record(batch)

@@ -24,6 +24,7 @@ from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, s
 from trainer.compat.cpu_compat import import_megatron
 from trainer.launch.launcher import Launcher
 from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
+from trainer.launch.rendezvous import tell_others
 from trainer.model.determinism import make_deterministic
 from trainer.session.broker_session import BrokerSession
 from trainer.session.replay import NoPublication, ReplaySource, ReplayStart
@@ -46,11 +47,18 @@ def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_r
         return raise_all(problems)
     logs.set_up("trainer", debug=debug, run_dir=resolved.run_dir)
     log.info("%s: starting %d of %d ranks", plan.found, plan.ranks_here, plan.world_size)
-    launcher = Launcher(plan, arguments, max_restarts)
-    if problems:
-        launcher.run("; ".join(problems))
+    if problems and plan.nnodes > 1:
+        tell_others(plan, "; ".join(problems))
     raise_all(problems)
-    sys.exit(launcher.run(settings=shared_settings(resolved.config, resolved.base, resolved.model_dir)))
+    sys.exit(Launcher(plan, arguments, max_restarts).run())
+
+
+def tell_other_nodes(node: NodeOptions, problem: str) -> None:
+    """The launchers of the other nodes hear that the config of this one does not load; they would wait for it."""
+    plan = make_plan(node, 1, os.environ, is_nproc_given=False)
+    if plan.nnodes > 1 and not plan.is_rank:
+        logs.set_up("trainer")
+        tell_others(plan, problem)
 
 
 def start_problems(resolved: Resolved, world_size: int) -> Iterator[str]:
@@ -82,7 +90,7 @@ class Debugging(NamedTuple):
 def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, take_over: bool, debug: bool) -> None:
     """Train until the last step. Raises SlimebusError."""
     logs.set_up("trainer", debug=debug, run_dir=resolved.run_dir)
-    stop = StopRequest()
+    stop = StopRequest(resolved.config.trainer.stop_grace_s)
     if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED not in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)()
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))

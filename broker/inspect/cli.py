@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STATES = ("queued", "leased", "ready", "assigned", "committed", "dropped", "dead")
 HEADER = ("group", "state", "failed", "worker", "samples", "tokens", "versions", "reason")
 STATE = click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="[choice] Groups in this state; may be repeated.")
-REASON = click.option("--reason", "containing", default="", help="[text] Groups whose last reason contains this.")
+REASON = click.option("--reason", "containing", default="", help="[text] Groups with this text in their last reason.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -88,7 +88,7 @@ def export(run: Target, out: Path, states: tuple[str, ...], containing: str) -> 
     """Write groups with their prompts and samples to a folder: the GROUPs given, those in a state, or all.
 
     groups.jsonl has one group a line, safetensors files have the arrays, named GROUP/SAMPLE/FIELD; `import` takes them in again. Groups
-    whose records are damaged are left out and named; the exit code is then 1.
+    with damaged records are left out and named; the exit code is then 1.
     """
     from broker.inspect.export import export_groups
 
@@ -198,7 +198,7 @@ def _edit(
         able = {"replay": ("dead", "dropped"), "drop": ("queued", "leased", "ready", "dead")}[action]
         with _snapshot(run) as snapshot:
             for name in run.names:
-                snapshot.group(name)  # a wrong name is told with the nearest ones before anything changes
+                snapshot.group(name)  # a wrong name is reported with the nearest ones before anything changes
             wanted += [group.id for group in _chosen(snapshot, (), states or able, containing)] if chooses else []
     with open_editor(run.resolved, run.file, broker, timeout_s) as editor:
         reply = editor.edit_all(action, wanted, why)
@@ -226,7 +226,7 @@ def _snapshot(run: Target) -> Any:
 def _chosen(
     snapshot: "StoreSnapshot", names: tuple[str, ...], states: tuple[str, ...], containing: str, *, every: bool = False
 ) -> "Iterator[Group]":
-    """The groups named, or those in these states whose reason contains a text. every: leave out those of evaluations."""
+    """The groups named, or those in these states with a text in their reason. every: leave out those of evaluations."""
     if names:
         yield from (snapshot.group(name) for name in names)
         return

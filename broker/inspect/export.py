@@ -20,7 +20,7 @@ SHARD_BYTES = 256 * 1024 * 1024
 
 
 class Exported(msgspec.Struct):
-    """What an export wrote, and the groups whose damaged records it left out, by id."""
+    """What an export wrote, and the groups that it left out for damaged records, by id."""
 
     groups: int = 0
     samples: int = 0

@@ -74,6 +74,6 @@ def _as_it_ran(run: Target) -> Resolved:
 def give_way() -> None:
     """Let the run's other processes go first, of one user and of one session alike: Linux shares cores by sessions before niceness."""
     os.nice(NICENESS)
-    if os.getsid(0) == os.getpid():  # a group of its own; otherwise it would be that of whoever started this
+    if os.getsid(0) == os.getpid():  # a group of its own; otherwise it would be that of the process that started this
         with contextlib.suppress(OSError):  # not every kernel groups by session
             Path("/proc/self/autogroup").write_text(str(NICENESS))

@@ -127,7 +127,7 @@ class History:
         self._add_pull(worker, int(row.get("step", -1)), row)
 
     def add_pulls(self, clients: list[dict[str, Any]]) -> None:
-        """How long workers took to serve their versions, by their heartbeats, of those whose records are on another machine."""
+        """How long workers took to serve their versions, by their heartbeats, of those with records on another machine."""
         for client in clients:
             if client["name"] not in self.workers:
                 self._add_pull(client["name"], client["version"], client["metrics"])

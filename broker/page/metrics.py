@@ -20,7 +20,7 @@ from slimebus.telemetry.metrics import grouped
 
 CONTENT_TYPE = str(CONTENT_TYPE_LATEST)
 BY_NAME = {"groups": "phase", "moves": "move", "counted": "what", "waste": "reason", "bounds": "bound", "histogram": "lag"}
-"""Section of the status whose names are a label, and that label."""
+"""Section of the status with names that become a label, and that label."""
 BY_LAG = re.compile(r"lag/([^/]+)/(.+)")
 QUANTILES = (0.0, 0.5, 0.9, 1.0)
 LEFT = ("gone", "fenced")

@@ -38,7 +38,7 @@ class PageProcess:
 def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
     """A socket bound at HOST:PORT, and the address for a browser. Raises UsageError when it cannot be bound.
 
-    last: the address of an earlier process, whose port is taken again where the port is free to choose, and whose token stays valid.
+    last: the address of an earlier process: its port is taken again where the port is free to choose, and its token stays valid.
     """
     wanted, before = urlsplit(f"//{address}"), urlsplit(last)
     host, ports = wanted.hostname or "", [wanted.port] if wanted.port else [before.port or 0, 0]

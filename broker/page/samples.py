@@ -16,7 +16,7 @@ from slimebus.bus.samples import Sample, decode_group
 from slimebus.client.exported_groups import GROUPS_FILE, SAMPLES_FOLDER, ExportedGroup, numbered_rows, step_folders
 
 DUMPED = "dumped"
-"""In place of a state: of groups that the trainer kept, whatever became of them in the store."""
+"""In place of a state: of groups that the trainer kept, in any state in the store."""
 
 MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS = 200, 32, 4000
 """Of one answer: groups listed, samples of a group, tokens of a sample; what is beyond is only counted."""
@@ -25,7 +25,7 @@ MAX_PIECE = 8
 
 
 def list_groups(snapshot: StoreSnapshot, states: Iterable[str], containing: str) -> list[dict[str, Any]]:
-    """The groups of these states whose id or reason contains a text: of the newest steps first, at most MAX_GROUPS."""
+    """The groups of these states with a text in their id or reason: of the newest steps first, at most MAX_GROUPS."""
     found = (group for group in snapshot.groups(states) if containing in group.reason or containing in group.id)
     newest = heapq.nlargest(MAX_GROUPS, found, key=lambda group: (group.step, group.kind == "train", group.position))
     return [{"group": group.id} | summary_of(group) for group in newest]
@@ -40,7 +40,7 @@ def group_detail(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -
 
 
 def list_dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
-    """The groups whose samples the trainer kept (trainer.dump_samples), as `list_groups`: the newest step first."""
+    """The groups with samples that the trainer kept (trainer.dump_samples), as `list_groups`: the newest step first."""
     found = (about for _, about, group in _kept(run_dir) if containing in group.group)
     return list(itertools.islice(found, MAX_GROUPS))
 
@@ -54,7 +54,7 @@ def dumped_detail(run_dir: Path, name: str, decode: Decode | None) -> dict[str, 
 
 
 def _kept(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any], ExportedGroup]]:
-    """The folder of each kept group, what is said of it, and the group; damaged lines are left out and counted."""
+    """The folder of each kept group, its record, and the group; damaged lines are left out and counted."""
     for step, place in reversed(step_folders(run_dir / SAMPLES_FOLDER).items()):
         rows = list[ExportedGroup | DataError]()
         with contextlib.suppress(UsageError):  # a step that cannot be read hides no other

@@ -219,7 +219,7 @@ class Page:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Everything for Prometheus, as of now; with `per=process` each worker's values."""
-        from broker.page import metrics  # whoever only looks at the page starts without it
+        from broker.page import metrics  # a page without a scraper starts without it
 
         await self.poll()
         status, each = self.live.status if not self.live.problem else {}, request.query.get("per") == "process"

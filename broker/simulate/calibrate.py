@@ -81,7 +81,7 @@ def measured(run_dir: Path) -> tuple[float, float]:
 
 
 def _fitted(rough: Workload, measured: float) -> Workload:
-    """The workload whose workers make so many tokens a busy second, with the tails of their batches and what shares their cores."""
+    """The workload with so many tokens a busy second of its workers, with the tails of their batches and what shares their cores."""
     found = rough
     for _ in range(FITS):
         made = simulate(msgspec.structs.replace(found, steps=min(found.steps, FITTED_STEPS))).worker_tokens_per_s

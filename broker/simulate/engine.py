@@ -8,7 +8,7 @@ from broker.simulate.workload import Workload
 
 
 class SimulatedGroup:
-    """A leased group in the making. tokens, runs (version -> tokens) and oldest (version -> samples whose oldest token it made) are of the
+    """A leased group in the making. tokens, runs (version -> tokens) and oldest (version -> samples with it as their oldest) are of the
     samples done so far under this lease; before: tokens of earlier leases; left: what its samples still need, None before they begin.
     """
 

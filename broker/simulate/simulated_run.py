@@ -202,7 +202,7 @@ class SimulatedRun:
         self.timeline.after_work(self.workload.train_seconds(tokens + before) + self.workload.publish_s, self._trained)
 
     def _count(self, busy: int) -> None:
-        """Count the time of workers until now, of which so many more are busy from now on; share the cores anew."""
+        """Count the time of workers until now; so many more of them are busy from now on; share the cores anew."""
         self.busy_s += self._num_busy * (self.timeline.now - self._counted_at)
         self._counted_at = self.timeline.now
         self._num_busy += busy

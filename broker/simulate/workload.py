@@ -115,7 +115,7 @@ class Workload(Checked, frozen=True):
             raise ConfigError(f"life_s is {self.life_s:g}: too many failures to simulate; take a longer life, or fewer steps")
 
     def rules(self) -> Rules:
-        """What the broker is told; its waits and deadlines never run out, as the simulation has its own clients."""
+        """The broker's rules; its waits and deadlines never run out, as the simulation has its own clients."""
         return Rules(
             batch_size=self.batch,
             samples_per_prompt=self.samples,

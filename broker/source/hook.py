@@ -1,4 +1,4 @@
-"""A user's stateful source: what it gives, what it is told and what it must remember, as the state machine wants it.
+"""A user's stateful source: what it gives, what it hears and what it must remember, as the state machine wants it.
 
     take -> save -> (the prompt and the state in one transaction)
     feedback* -> save -> (what happened and the state in one transaction)
@@ -207,7 +207,7 @@ def load_source(path: str, *, base: Path, seed: int, rows: FileRows | None) -> H
 
 
 def call_plugin(name: str, plugin: Callable[..., Any], *given: Any) -> Any:
-    """What the plug-in returns. Raises HookError with its name for whatever it raises, SystemExit too."""
+    """What the plug-in returns. Raises HookError with its name for anything it raises, SystemExit too."""
     started = time.monotonic()
     try:
         answer = plugin(*given)

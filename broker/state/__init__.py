@@ -1,6 +1,6 @@
 """The broker's decisions: (events, now) -> effects. No socket, disk, clock or random source in here.
 
-broker_state.py  the state that the functions share   wait_reasons.py who waits for whom
+broker_state.py  the state that the functions share   wait_reasons.py what each process waits for
 rules.py       the constants of a run                  records.py       what is stored of it
 effects.py     what goes in and what comes out         transitions.py  what becomes of a group
 groups.py      the groups in play, found in many ways  clients.py       who takes part; epochs and fencing

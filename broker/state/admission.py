@@ -1,6 +1,6 @@
 """When a worker may start a group: paced so that what it makes is still fresh when its turn comes.
 
-Of the groups leased and ready, the next one would be trained `(leased + ready) // B` steps after the first step whose batch is
+Of the groups leased and ready, the next one would be trained `(leased + ready) // B` steps after the first step with a batch that is
 not chosen yet. It is admitted while the version trained then is at most `max_staleness` ahead of what the worker serves:
 with N groups admitted so far and B groups a step this is `version(N // B) <= serving + max_staleness`.
 

@@ -14,7 +14,7 @@ from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Commit, Error, Fetch, FetchReply, Message, Ok
 
 WARN_KEPT_STEPS = 128
-"""Trained steps whose samples are kept, from which on a warning is due at each doubling."""
+"""Trained steps with kept samples from which on a warning is due at each doubling."""
 MAX_LAG = 1024
 """The last bar of the histogram of staleness: so many versions, or more."""
 
@@ -68,7 +68,7 @@ def _reply(state: State, step: int) -> BatchReply:
 
 
 def answer_timed_out(state: State, step: int) -> None:
-    """Answer a waiting batch request whose wait ran out: nothing, and who waits for whom."""
+    """Answer a batch request that waited to its end: nothing, and what it waited for."""
     if step in state.waiting_batches:
         reason = wait_reasons.reason_for(state, step)
         state.answer(state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=reason))
@@ -151,7 +151,7 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
 
 
 def _warn_of_kept(state: State) -> None:
-    """Say so each time that the trained steps whose samples are kept have doubled: only a checkpoint frees them."""
+    """Say so each time that the trained steps with kept samples have doubled: only a checkpoint frees them."""
     kept = [record for record in state.steps.values() if record.is_committed]
     if len(kept) >= WARN_KEPT_STEPS and len(kept).bit_count() == 1:
         size = sum(record.size_bytes for record in kept) / 2**30

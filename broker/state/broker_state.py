@@ -20,7 +20,7 @@ from slimebus.bus.messages import NO_VERSION, Batch, Evaluate, Hint, Lease, Mess
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
 MAX_ENDED_REASON_CHARS = 512
-"""Of a dead or dropped group, on disk: whoever lists them wants the whole message."""
+"""Of a dead or dropped group, on disk: a list of them shows the whole message."""
 RECENT_STEPS = 64
 RECENT_LEASES = 4096
 MAX_ENDED = 16_384
@@ -76,9 +76,10 @@ class State:
         self.bound_hits: Counter[str] = Counter()
         self.max_message_bytes, self.hints_address, self.store_problem = 0, "", ""
         self.lost_peers: Collection[bytes] = ()
-        """Of the processes whose place a hello of this burst asks for, those whose connection is gone."""
+        """Of the processes that a hello of this burst asks to replace, those without a connection."""
         self._saved_meta = b""
         self._effects: list[Effect] = []
+        self._has_news = False
         self._changed: dict[tuple[Table, str | int], None] = {}
 
     def restore(self, records: Mapping[str, Sequence[Any]]) -> None:
@@ -107,7 +108,7 @@ class State:
             self.reply(found.to, message, bulk)
 
     def note(self, text: str, *, is_warning: bool = False) -> None:
-        """Say something in the log: one line, whatever a peer put into it."""
+        """Write one line to the log, also where a peer sent line breaks."""
         self._effects.append(Note(one_line(text), is_warning))
 
     def record(self, row: dict[str, Any]) -> None:
@@ -115,8 +116,8 @@ class State:
         self._effects.append(Record(row))
 
     def notify(self) -> None:
-        """Hint at the newest version, whether the run is over, and at recalled leases."""
-        self._effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
+        """Hint at the newest version, whether the run is over, and at recalled leases: once a flush, for every process hears each hint."""
+        self._has_news = True
 
     def save(self, table: Table, key: str, value: Any) -> None:
         """Write opaque bytes or frames."""
@@ -143,7 +144,9 @@ class State:
             record = self.find_ended(str(key)) if table == "ended" else self._kept[table].get(key)
             writes.append(Write(table, str(key), None if record is None else _encode(record)))
         effects = writes + self._effects
-        self._effects, self._changed = [], {}
+        if self._has_news:
+            effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
+        self._effects, self._changed, self._has_news = [], {}, False
         return effects
 
     # --- counting ---
@@ -362,7 +365,7 @@ class State:
 
     @property
     def next_unassigned(self) -> int:
-        """The first step whose groups are not chosen yet."""
+        """The first step without chosen groups."""
         step = self.meta.next_step
         while step in self.steps and not self.steps[step].is_committed:
             step += 1
@@ -387,7 +390,7 @@ class State:
     @property
     def is_finishing(self) -> bool:
         """True once the trainer has finished. A broker that was restarted believes it when a worker or trainer from before speaks, or when
-        all of them stay silent and no trainer joins: nobody of a run that goes on is told to leave before its trainer has joined."""
+        all of them stay silent and no trainer joins: no process of a run that goes on may leave before its trainer has joined."""
         return self.meta.finishing and self.finish_is_confirmed
 
 

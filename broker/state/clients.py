@@ -9,7 +9,7 @@ trainer, the run, unless it says `take_over`. A holder lives while its connectio
 
 A hello alone fences nobody, for it may have been on its way while its process ended: a process takes the place of an older one of its
 name with its first request under its own epoch, which only a living one can know. The older one's requests are then `fenced`; so are
-those of every older trainer, whatever its name, once a newer one resumes.
+those of every older trainer, of any name, once a newer one resumes.
 """
 
 from collections.abc import Collection, Iterator
@@ -240,7 +240,7 @@ def _drop_late(state: State, holder: Client) -> None:
 
 
 def fence_older_trainers(state: State, newest: Client) -> None:
-    """A trainer resumes: every trainer that joined before it is told to stop, also one that has said hello and nothing else."""
+    """A trainer resumes: every trainer that joined before it has to stop, also one that has said hello and nothing else."""
     for client in [c for known in state.clients.values() for c in (known, *known.successors)]:
         if client.role == "trainer" and client.epoch < newest.epoch and not client.is_fenced:
             client.is_fenced = True
@@ -354,7 +354,7 @@ def is_starting(client: Client) -> bool:
 
 
 def still_here(state: State) -> list[Client]:
-    """Of a finished run, those whose leaving its broker waits for: workers and trainers, and consumers that may not know of the end."""
+    """Of a finished run, those that the broker waits for: workers and trainers, and consumers that may not know of the end."""
     everyone = state.clients.values()
     return [c for c in everyone if is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.knows_end))]
 

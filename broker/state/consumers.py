@@ -3,7 +3,7 @@
     put accepted -> position 1, 2, 3, ...        read(after=p): the next groups behind p; p and all before it are acknowledged
 
 A consumer takes nothing from the trainer and is waited for only where `required_fields` says so. What it reads may be gone when it
-comes to it (trained and freed, requeued, dropped): such positions are skipped, and it is told how many. A group that is sampled again has
+comes to it (trained and freed, requeued, dropped): such positions are skipped and counted in the reply. A group that is sampled again has
 a new attempt and a new position.
 """
 
@@ -90,7 +90,7 @@ def _acknowledge(state: State, consumer: Consumer, ask: Read) -> None:
 
 
 def serve(state: State) -> None:
-    """Answer whoever waits for what just arrived."""
+    """Answer the reads that wait for what just arrived."""
     if state.waiting_reads and state.served_changes != state.groups.readable_changes:
         state.served_changes = state.groups.readable_changes
         for name in list(state.waiting_reads):
@@ -167,7 +167,7 @@ def payload_of(group: Group, only: tuple[str, ...] | None = None) -> StoredPaylo
 
 
 def answer_timed_out(state: State, name: str) -> None:
-    """Answer a waiting read whose wait ran out."""
+    """Answer a read that waited to its end."""
     if name in state.waiting_reads:
         position, reason = state.consumers[name].position, why_waiting(state, name)
         _answer(state, name, ReadReply(position=position, reason=reason, finished=state.is_finished))

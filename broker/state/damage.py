@@ -1,4 +1,4 @@
-"""What becomes of a group whose stored record is damaged, or that the trainer rejects: tried again from its prompt, never handed out.
+"""What becomes of a group with a damaged record, or that the trainer rejects: tried again from its prompt, never handed out.
 
 A step that lost a group is chosen anew: its other groups, and those of the steps chosen after it, are ready again.
 """

@@ -13,7 +13,7 @@ ValueTable = Literal["prompts", "payloads", "partials", "fields"]
 """Read record by record, each when it is asked for."""
 Table = Literal[RowTable, ValueTable]
 """meta: one record of counters. groups: every group in play. ended: dropped and dead groups. prompts, payloads and partials: opaque,
-by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step whose samples
+by group; fields: late ones, by group and name. clients: epochs. consumers: cursors. steps: the groups of each step with samples that
 are kept. evaluations: targets and results. pushes, changes: keys of accepted pushes and of changed settings. source: the state of a
 stateful source."""
 

@@ -1,4 +1,4 @@
-"""How a run ends: its trainer has finished, the last evaluations are made, then everyone is told to leave.
+"""How a run ends: its trainer has finished, the last evaluations are made, then every process has to leave.
 
 An evaluation that nobody can make holds the end for `client_timeout_s` and is then ended with what it has: when no worker takes part, or
 when none that does serves its version and no trainer is there to pull it from. A restarted broker gives it that time anew.
@@ -28,7 +28,7 @@ def finish(state: State, event: Event, ask: Finish) -> None:
 
 
 def is_over(state: State) -> bool:
-    """True once the run is finished, and everyone whom its broker waits for has left."""
+    """True once the run is finished, and every process that its broker waits for has left."""
     return state.is_finished and not still_here(state)
 
 

@@ -75,7 +75,7 @@ NO_LEASE, NO_PARTIAL = LeaseRecord(), Partial()
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One prompt on its way. `position` orders prompts, the number of the lease orders batches (first in, first out).
 
-    lease: the present one, or the last; its number names the attempt. put_lease: the last whose samples were accepted. failures:
+    lease: the present one, or the last; its number names the attempt. put_lease: the last with accepted samples. failures:
     attempts that failed; losses: workers lost with it since the last put; times_stale: how often it was too stale
     (broker/state/transitions.py says what they lead to).
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,

@@ -66,7 +66,7 @@ def _confirm(state: State, leases: WorkerLeases, named: Iterable[int]) -> None:
 
 
 def _compare(state: State, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
-    """Take a client's own list: what it lacks ends unless a later heartbeat names it; it is told what it holds no more."""
+    """Take a client's own list: what it lacks ends unless a later heartbeat names it; the answer lists what it holds no more."""
     named = set(listed)
     _confirm(state, leases, leases.unconfirmed & named)
     for lease in leases.groups.keys() - leases.unconfirmed - named:
@@ -88,7 +88,7 @@ def command(state: State, event: Event, ask: m.Command) -> None:
         if len(worker.commands) >= MAX_COMMANDS:
             raise state.busy("commands", f"{worker.name} has {MAX_COMMANDS} commands to do")
         worker.commands = {**worker.commands, ask.key: ask}
-        state.note(f"{worker.name} is told to {ask.action} {ask.url}".rstrip())
+        state.note(f"{worker.name} has to {ask.action} {ask.url}".rstrip())
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 
 

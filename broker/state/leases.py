@@ -28,7 +28,7 @@ EVAL_SHARE = 0.5
 REPLY_BYTES = 48 * 1024
 """Of the groups that a lease reply names: it has one header."""
 MEAN_OVER = 256
-"""Groups whose mean size says how many fill a batch of tokens."""
+"""Groups in the mean size that says how many fill a batch of tokens."""
 
 Refused = dict[Kind, bool]
 """May requests of a kind start no training group now?"""
@@ -53,7 +53,7 @@ def lease(state: State, event: Event, ask: Lease) -> None:
 
 
 def answer_timed_out(state: State, key: tuple[str, int]) -> None:
-    """Answer a lease request whose wait ran out: nothing, and why."""
+    """Answer a lease request that waited to its end: nothing, and why."""
     if (waiting := state.waiting_leases.take(key)) is not None:
         state.reply(waiting.to, LeaseReply(reason=admission.why_waiting(state, waiting), finished=state.is_finished))
 
@@ -146,7 +146,7 @@ def _is_turn_of(state: State, evaluated: Group) -> bool:
     """Evaluation must not starve the trainer, nor training the evaluation.
 
     It goes first before anything is trained; later it may hold EVAL_SHARE samples for each one being made for training, and
-    whatever workers could not use for training.
+    what workers could not use for training.
     """
     num_samples = state.groups.count(LEASED, EVAL) * num_samples_of(state, evaluated)
     return state.meta.next_step == 0 or num_samples < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt
@@ -251,7 +251,7 @@ def _why_lost(group: Group | None, worker: str, done: Put) -> str:
 
 
 def checked(state: State, event: Event, group: Group | None) -> CheckedGroup:
-    """The samples of a put or a partial; group: whose lease they are made for. Raises BadSamples."""
+    """The samples of a put or a partial; group: they are made for its lease. Raises BadSamples."""
     num_samples, newest = (None, None) if group is None else (num_samples_of(state, group), state.meta.version)
     return check_group(event.bulk, num_samples=num_samples, newest=newest, max_bytes=state.max_message_bytes)
 

@@ -1,4 +1,4 @@
-"""Partial groups: what a worker had made of a group when it left, was out of time or was asked for it, kept for whoever samples it next.
+"""Partial groups: what a worker had made of a group when it left, was out of time or was asked for it, kept for its next worker.
 
 A partial is a group's samples, some finished and some cut off, in the frames of a put. It lives beside the prompt from the
 give-back until samples of the group are accepted, the group ends, or it can no longer be trained: then its tokens are wasted.

@@ -109,7 +109,7 @@ def why_none(state: State) -> str:
 
 
 def comes_once(group_id: str) -> bool:
-    """True for a prompt whose record is only in the store."""
+    """True for a prompt with a record in the store alone."""
     return group_id.partition("/")[0] in FIRST_POSITION
 
 

@@ -37,14 +37,14 @@ class Change(Keyed):
 
 
 class Meta(msgspec.Struct, kw_only=True):
-    """The counters that must survive. next_step: the first step not committed; oldest_kept_step: the first whose samples are kept.
+    """The counters that must survive. next_step: the first step not committed; oldest_kept_step: the first with kept samples.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
     finished_num_steps: of the rules when the trainer finished; a run that is started again with more is not finished.
     trainer: name and instance that resumed last, the only one that trains; lineages: the last ones begun;
     fork_steps: the step at which each of them left what the broker held of the one before.
-    num_freed_once: freed groups whose prompts only the store had. last_reject: (epoch, request) of the trainer.
+    num_freed_once: freed groups with prompts that only the store had. last_reject: (epoch, request) of the trainer.
     settings: those in force; overrides: name -> [what the config said, what was set].
     """
 
@@ -98,7 +98,7 @@ class Client(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
     previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. host, pid: where it says
-    it is. peer: the socket identity it was last heard from, empty until it is heard. told_in: the first of its requests whose answer said
+    it is. peer: the socket identity it was last heard from, empty until it is heard. told_in: its first request with an answer that said
     that the run is finished. knows_end: it has asked for more since.
     newcomers: instances that were told to wait for its place, and when they first asked.
     """

@@ -51,7 +51,7 @@ class Rules(Checked, frozen=True):
     tokens that a continued sample had before its lease, so that a partial never grows too stale.
     fill_first: the first batch waits until all groups are ready that the bound allows before it.
     target_ess, staleness_range: max_staleness is changed within this range (autopilot.py); a target of 0: it is not.
-    needs_spread: a group whose rewards are all equal is dropped; max_filtered of them in a row end the run.
+    needs_spread: a group with equal rewards is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
     max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.
     agreed: settings that every process of the run must have (broker/state/agreement.py).

@@ -134,7 +134,7 @@ def with_values(rules: Rules, wanted: dict[str, Scalar]) -> Rules:
 
 
 def put_in_force(state: State, rules: Rules) -> None:
-    """Obey other rules from the first step on whose groups are not chosen yet."""
+    """Obey other rules from the first step without chosen groups on."""
     step = state.next_unassigned
     if rules.publish_interval != state.rules.publish_interval:
         state.meta.pace_version, state.meta.pace_step = state.version_of(step), step

@@ -1,6 +1,6 @@
 """The hard bound: no group is handed out that is staler than `max_staleness`, and what happens to those that grew too old.
 
-A group made by version w is fresh enough up to the last step whose version is at most w + max_staleness: its deadline.
+A group made by version w is fresh enough up to the last step with a version of at most w + max_staleness: its deadline.
 """
 
 import msgspec

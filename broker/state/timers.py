@@ -5,7 +5,7 @@ import math
 from collections.abc import Hashable, Iterator, Set
 
 Key = tuple[str, Hashable]
-"""What falls due, and of whom."""
+"""What falls due, and its subject."""
 SLACK = 1024
 """Forgotten deadlines that may lie about in the heap, beside as many as are alive."""
 
@@ -20,7 +20,7 @@ class Timers:
         self._serial = 0
 
     def set(self, key: Key, deadline: float) -> None:
-        """Have `key` fall due at `deadline`, whatever was set before."""
+        """Have `key` fall due at `deadline`, in place of what was set before."""
         self._deadline[key] = deadline
         if deadline < self._queued.get(key, math.inf):
             self._serial += 1
@@ -41,7 +41,7 @@ class Timers:
         return math.inf
 
     def due(self, now: float) -> Iterator[Key]:
-        """The keys whose deadline has come; each is forgotten as it is given."""
+        """The keys that are due; each is forgotten as it is given."""
         while self._heap and self._heap[0][0] <= now:
             queued, _, key = heapq.heappop(self._heap)
             if self._queued.get(key) == queued:

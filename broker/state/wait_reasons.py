@@ -1,4 +1,4 @@
-"""Who waits for whom, in one line each."""
+"""What each process waits for, in one line each."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 def reason_for(state: State, step: int) -> str:
-    """Who waits for whom, in one line."""
+    """What each process waits for, in one line."""
     if step > state.next_unassigned:
         return f"the trainer waits for batch {step}, but step {state.next_unassigned} has not been asked for"
     return batch_cause(state, step).reason
@@ -57,7 +57,7 @@ def _holders(state: State, leased: Iterable[Group]) -> tuple[list[str], list[str
 
 
 def end_cause(state: State) -> Cause:
-    """Whom a run waits for whose trainer has finished: who makes the first of its last evaluations, then who has not left."""
+    """What a run waits for after its trainer has finished: workers of its last evaluations, then processes that have not left."""
     running = evaluation.running(state)
     if not running:
         staying = still_here(state)

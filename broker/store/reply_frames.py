@@ -2,7 +2,7 @@
 
     table | tokens | loss_mask | rollout_logprobs | fields of the put ... | late fields ...
 
-The table's `fields` describe the frames behind it, as in a put; whatever else it says stays as it is.
+The table's `fields` describe the frames behind it, as in a put; all else that it says stays as it is.
 """
 
 from collections.abc import Mapping, Sequence

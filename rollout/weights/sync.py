@@ -17,8 +17,9 @@ from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.transport.client import Client
+from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.client.pull_keyring import PullKeyring
-from slimebus.config.schema import WeightsConfig
+from slimebus.config.schema import RunConfig, WeightsConfig
 from slimebus.security.exposure import advertised
 from slimebus.security.key_file import KeyPair
 from slimebus.telemetry.spans import Spans
@@ -29,17 +30,18 @@ from slimebus.weights.pull.connection import with_key
 from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import RelayPayloads, WeightServer
-from slimebus.weights.tensors import Weights
+from slimebus.weights.tensors import Weights, hash_bytes
 
 
 class WeightRelay:
     """A weight server beside the puller. address: where others reach it."""
 
-    def __init__(self, client: Client, config: WeightsConfig) -> None:
+    def __init__(self, client: Client, config: RunConfig) -> None:
         """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
-        keyring = PullKeyring.of(client)
+        keyring = PullKeyring.for_client(client)
         self.payloads = RelayPayloads()
-        self.server = WeightServer(self.payloads, config.fanout_bind, keyring=keyring)
+        limits = Limits(max_connections=connections_of(config.broker.max_clients))
+        self.server = WeightServer(self.payloads, config.weights.fanout_bind, keyring=keyring, limits=limits)
         self.address = with_key(advertised(self.server.endpoint, "", client.address), keyring.pair.public if keyring else "")
 
     def close(self) -> None:
@@ -75,7 +77,9 @@ class WeightSync:
         self._digests: dict[tuple[str, int], str] = {}
         self._news, self._announced = asyncio.Event(), asyncio.Event()
         self._weights: Weights | None = None
-        self._pulled_s: dict[str, float] = {}
+        self._held: SharedVersion | None = None  # the same, as engines load it
+        self._is_suspect = False  # an engine failed to load it: its memory may be damaged
+        self._received_s: dict[str, float] = {}
         self._puller: PullLoop | None = None
         self._publishers: tuple[str, ...] = ()
         self._is_closed = False
@@ -131,6 +135,36 @@ class WeightSync:
 
     async def _sync(self, lineage: str, version: int, publishers: tuple[str, ...]) -> None:
         start = time.monotonic()
+        shared = await asyncio.to_thread(self._find_held, lineage, version) or await self._receive(lineage, version, publishers)
+        self.serving = ("", NO_VERSION)  # until each engine has said what it serves
+        try:
+            with self.spans("load", version=shared.version) as load:
+                await self.engines.update_weights(shared)
+        except WeightsError:
+            self._is_suspect = True
+            raise
+        self.serving = (shared.lineage, shared.version)  # at once: from here on `invalidate` says that they were lost
+        self._is_suspect, self._served = False, (shared,)
+        await asyncio.to_thread(self._folder.retain, shared)  # a large version is unmapped page by page
+        if (self._target[0], self._target[2]) == (lineage, publishers) and shared.version > self._target[1]:
+            self._target = (lineage, shared.version, publishers)
+        self.last_sync_s = time.monotonic() - start
+        self.stage_s = {**self._received_s, "load": load.seconds}
+        log.debug("serving version %d of %s after %.0f ms", shared.version, shared.lineage, 1000 * self.last_sync_s)
+        self.on_change()
+
+    def _find_held(self, lineage: str, version: int) -> SharedVersion | None:
+        """The version if it is here already and hashes to what was pulled: its engines may have ended after its publishers left."""
+        weights, shared = self._weights, self._held
+        if weights is None or shared is None or (shared.lineage, shared.version) != (lineage, version):
+            return None
+        if any(hash_bytes(weights.tensors[name].buffer) != known for name, known in weights.hashes.items()):
+            return None
+        self._received_s = {}
+        return shared
+
+    async def _receive(self, lineage: str, version: int, publishers: tuple[str, ...]) -> SharedVersion:
+        """Pull the version, or a newer one, compare it with what was announced, and hold it in shared memory."""
         with self.spans("pull", version=version) as pull:
             weights = await asyncio.to_thread(self._pull, lineage, publishers)
             pull.about["version"] = weights.version
@@ -138,22 +172,9 @@ class WeightSync:
             raise SlimebusError(f"pulled version {weights.version} of lineage {weights.lineage!r}, announced was {version} of {lineage!r}")
         await self._check_digest(weights)
         with self.spans("share", version=weights.version) as share:
-            weights, shared = await asyncio.to_thread(self._share, weights)
-        self.serving = ("", NO_VERSION)  # until each engine has said what it serves
-        try:
-            with self.spans("load", version=weights.version) as load:
-                await self.engines.update_weights(shared)
-        except WeightsError:
-            self._weights = None  # should its memory be damaged: what the next pull takes of it is hashed again
-            raise
-        self.serving = (weights.lineage, weights.version)  # at once: from here on `invalidate` says that they were lost
-        await asyncio.to_thread(self._retain, weights, shared)
-        if (self._target[0], self._target[2]) == (lineage, publishers) and weights.version > self._target[1]:
-            self._target = (lineage, weights.version, publishers)
-        self.last_sync_s = time.monotonic() - start
-        self.stage_s = {**self._pulled_s, "share": share.seconds, "load": load.seconds}
-        log.debug("serving version %d of %s after %.0f ms", weights.version, weights.lineage, 1000 * self.last_sync_s)
-        self.on_change()
+            shared = await asyncio.to_thread(self._share, weights)
+        self._received_s["share"] = share.seconds
+        return shared
 
     async def _check_digest(self, weights: Weights) -> None:
         """Raises WeightsError unless this is what the trainer announced. A version that is pulled before its announcement waits for it."""
@@ -182,9 +203,10 @@ class WeightSync:
         puller = self._puller
         if puller is None:
             raise SlimebusError("the pull was cancelled", retryable=True)
-        weights = puller.pull(self._weights, deadline_s=self.pull_timeout_s)
+        have = None if self._is_suspect else self._weights  # what is taken of a suspect version is hashed again
+        weights = puller.pull(have, deadline_s=self.pull_timeout_s)
         self.pulled_bytes, self.neighbour_bytes = puller.counts["received_bytes"], puller.counts["neighbour_bytes"]
-        self._pulled_s = dict(puller.stages.seconds)
+        self._received_s = dict(puller.stages.seconds)
         return weights
 
     def _make_puller(self, lineage: str, publishers: tuple[str, ...]) -> PullLoop:
@@ -203,17 +225,13 @@ class WeightSync:
         if puller is not None:
             puller.close()
 
-    def _share(self, weights: Weights) -> tuple[Weights, SharedVersion]:
+    def _share(self, weights: Weights) -> SharedVersion:
         """The version in shared memory; beside it only the one that engines serve stays there."""
-        weights = self._folder.hold(weights)
-        shared = self._folder.make_version(weights, self.model_dir)
+        self._weights = self._folder.place_in_memory(weights)
+        self._held = shared = self._folder.make_version(self._weights, self.model_dir)
         self._folder.retain(*self._served, shared)
-        return weights, shared
-
-    def _retain(self, weights: Weights, shared: SharedVersion) -> None:
-        """Only this version from now on; in a thread, for a large one is unmapped page by page."""
-        self._weights, self._served = weights, (shared,)
-        self._folder.retain(shared)
+        self._is_suspect = False
+        return shared
 
     def close(self) -> None:
         """Close the connections and free the shared memory. A pull that is just beginning in its thread ends too."""

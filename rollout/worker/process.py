@@ -31,7 +31,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, take
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.
         welcome = connect.join(client, "rollout", resolved.config.broker.connect_timeout_s, take_over=take_over)
-        connect.say_starting(client, welcome, "loads its tokenizer")
+        connect.report_starting(client, welcome, "loads its tokenizer")
         data = resolved.config.data
         kwargs = data.apply_chat_template_kwargs
         tokenizer = Tokenizer(resolved.model_dir, apply_chat_template=data.apply_chat_template, template_kwargs=kwargs)

@@ -107,7 +107,7 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         w = self.config.weights
         credentials = self.client.credentials
-        self.relay = WeightRelay(self.client, w) if w.fanout_bind else None
+        self.relay = WeightRelay(self.client, self.config) if w.fanout_bind else None
         return WeightSync(
             self.pool,
             self.resolved.model_dir,

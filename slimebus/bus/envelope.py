@@ -86,7 +86,7 @@ def decode_header(frame: Any) -> Header:
 
 
 def check_version(header: Header) -> None:
-    """Raise ProtocolError `protocol_version` for a message whose body cannot be read here."""
+    """Raise ProtocolError `protocol_version` for a message with a body that cannot be read here."""
     if header.v != PROTOCOL_VERSION and not protocol.is_spoken(header.v, header.type):
         raise protocol.unreadable(header.v)
 

@@ -43,7 +43,7 @@ Start = Annotated[int, Meta(ge=0, le=1 << 31)]
 Id = Annotated[int, Meta(ge=0, le=LEASE_SUM_MODULUS - 1)]
 """A lease, an epoch or a generation of keys."""
 Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
-"""Seconds; whoever wants to wait longer asks again."""
+"""Seconds; to wait longer, ask again."""
 Lineage = Annotated[str, Meta(max_length=128)]
 Digest = Annotated[str, Meta(max_length=128)]
 Publishers = Annotated[list[str], Meta(max_length=1024)]
@@ -75,7 +75,7 @@ class Hello(Message):
     `instance` is a random id of this process: the same instance saying hello again (after a reconnect) keeps its epoch,
     another instance of the same name gets a new epoch, and fences the older one with its first request under it.
     `protocol` and `oldest` are the newest and the oldest protocol version that the client speaks, `release` is its software's.
-    Their defaults are version 1 whatever this release speaks, so that what is left out never changes its meaning.
+    Their defaults are version 1 in every release, so that what is left out never changes its meaning.
     `settings` are those on which the processes of a run must agree: dotted name -> value as JSON.
     `take_over`: replace a living process of this name and role. `host`, `pid`: where this process is, for messages.
     """
@@ -147,7 +147,7 @@ class CommandReply(Message):
 
 
 class Heartbeat(Message):
-    """I am alive, and work on `num_leases` leases whose ids sum up to `lease_sum` modulo 2^63; where the broker agrees they live on.
+    """I am alive, and work on `num_leases` leases with ids that sum up to `lease_sum` modulo 2^63; where the broker agrees they live on.
 
     leases: all of them, after a reply that asked for the list; None: not listed. `serving` is the verified version (NO_VERSION: none).
     `outcomes`: of commands, by key. blocked_s: for how long one call has blocked the event loop of this process, `blocked_at` FILE:LINE;
@@ -173,8 +173,8 @@ class HeartbeatReply(Message):
     list_leases: the broker counts other leases; the next heartbeat, at once, lists them all. Of listed leases: `lost` are held no more,
     `surplus` neither, as their groups can be in no step any more. `recalled`: of all leases, those to be given back now, as a partial
     where that can be; the broker takes them back itself after its lease time. `hints`: as in the welcome; a restarted broker may have
-    another address. `commands`: those whose outcome no heartbeat has told. `time`: the broker's clock when it answered, seconds since the
-    epoch; 0: not said.
+    another address. `commands`: those without a reported outcome. `time`: the broker's clock when it answered, seconds since the
+    epoch; 0: not said. `keys`: the generation of the allow-list, as in the answer to `keys`; 0: no keys.
     """
 
     lineage: Lineage = ""
@@ -189,10 +189,11 @@ class HeartbeatReply(Message):
     hints: str = ""
     commands: list[Command] = []
     time: float = 0.0
+    keys: Id = 0
 
 
 class Goodbye(Message):
-    """I leave in good order; whatever I still lease is queued again at once."""
+    """I leave in good order; what I still lease is queued again at once."""
 
 
 class Hint(Message):
@@ -323,7 +324,7 @@ class GiveBack(Message):
 
 
 class Resume(Message):
-    """The trainer's timeline: it will train `step` next, in a new `lineage` whose first publish is `version`.
+    """The trainer's timeline: it will train `step` next, in a new `lineage` with `version` as its first publish.
 
     Batches of later steps are ready again; samples made by versions that this timeline never had are queued as prompts. A step
     before the oldest checkpoint kept is refused, but for 0, which begins the run anew. parent: the lineage that saved the checkpoint;
@@ -372,7 +373,7 @@ class BatchGroup(Message, array_like=True):
 
 
 class BatchReply(Message):
-    """Empty `groups`: not ready within the wait, and `reason` says who waits for whom. `version` is the one being trained.
+    """Empty `groups`: not ready within the wait, and `reason` says what it waits for. `version` is the one being trained.
 
     next_version: what the step after this one trains; publish it before the commit when it is above `version`.
     max_staleness: the bound that these groups were chosen under; None is unbounded.
@@ -501,7 +502,7 @@ class StatusReply(Message):
 
 
 class Keys(Message):
-    """Ask for the allow-list: whose keys may pull weights. `have`: the generation that the asker knows; it is not sent again."""
+    """Ask for the allow-list: the keys that may pull weights. `have`: the generation that the asker knows; it is not sent again."""
 
     have: Id = 0
 

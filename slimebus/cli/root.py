@@ -26,7 +26,7 @@ COMMANDS = {
     "sample": ("rollout.local_cli:sample", "Rollout alone: the samples of the first prompts, as a folder."),
     "set": ("slimebus.cli.commands.set:set_", "Change settings of a run while it goes on."),
     "simulate": ("broker.simulate.cli:simulate", "Predict throughput, idle time and staleness of a run."),
-    "status": ("slimebus.cli.commands.status:status", "Show the step, the reward, every worker and who waits for whom."),
+    "status": ("slimebus.cli.commands.status:status", "Show the step, the reward, every worker and what it waits for."),
     "sweep": ("slimebus.cli.commands.sweep:sweep", "Run the trials of a sweep.yaml, then compare them."),
     "trace": ("slimebus.cli.commands.trace:trace", "Write what trainer and workers did as a timeline."),
     "trainer": ("trainer.cli:trainer", "Run the trainer of a run."),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("slimebus")
 
 ANSWER_S = 5.0
-CONNECT_S, LOOK_AGAIN_S = 1.0, 0.2
+CONNECT_S, LISTEN_POLL_S = 1.0, 0.2
 RESTART_S = 3.0
 """A broker that is started again listens within this."""
 NAME_IN_DOUBT = "name_in_doubt"
@@ -82,7 +82,7 @@ def check_listening(address: str, wait_s: float) -> None:
         if time.monotonic() > until:
             waited = f" (waited {wait_s:g} s)" if wait_s else ""
             raise Unreachable(f"no broker listens at {address}{waited}; has its run ended, or is the address another?")
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(LISTEN_POLL_S)
 
 
 @contextlib.contextmanager
@@ -138,12 +138,12 @@ def join(client: "Client", role: str, timeout_s: float, *, take_over: bool = Fal
         return welcome
 
 
-def say_lost(problem: SlimebusError) -> None:
+def log_refusal(problem: SlimebusError) -> None:
     """Log why the broker refuses this process from now on."""
     log.error("%s", problem.text)
 
 
-def say_starting(client: "Client", welcome: Welcome, what: str, on_lost: Callable[[SlimebusError], None] = say_lost) -> None:
+def report_starting(client: "Client", welcome: Welcome, what: str, on_lost: Callable[[SlimebusError], None] = log_refusal) -> None:
     """Until `keep_alive` is called again, tell the broker that this process lives and what it does; a model may take minutes to load."""
     beat = Heartbeat(state=f"starting: {what}")
     client.keep_alive(welcome.heartbeat_s, lambda: beat, lambda reply: None, on_lost)

@@ -182,4 +182,4 @@ class Consumer:
     def _on_beat(self, reply: HeartbeatReply) -> None:
         if reply.finished and not self.is_finished:
             self._finished.set()
-            self.client.hurry(LAST_ANSWER_S)
+            self.client.shorten_deadlines(LAST_ANSWER_S)

@@ -2,7 +2,7 @@
 
 step_00000041/             in place of the files, one folder of them for each step: of trained samples (trainer/watch/sample_dump.py)
 groups.jsonl               one group a line: what became of it, its prompt, and the headers and fields of its samples
-arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups whose line names this file; bfloat16 as its 16 bits (uint16)
+arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups with this file in their line; bfloat16 as its 16 bits (uint16)
 """
 
 import re

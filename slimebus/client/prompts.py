@@ -36,7 +36,7 @@ class Pushed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptClient:
-    """A client that pushes prompts to the broker at an address. Each prompt is taken once, whatever is lost or restarted meanwhile.
+    """A client that pushes prompts to the broker at an address. Each prompt is taken once, also after lost messages and restarts.
 
     timeout_s: how long one batch may take, the time included in which the broker has no room.
     keys: folder of keys with one of role client, or one key file. run: the name of the run that is meant; empty: whichever is there.
@@ -59,7 +59,7 @@ class PromptClient:
         """
         key = key or secrets.token_hex(8)
         batches = batches_of(_record(number, prompt) for number, prompt in enumerate(prompts))
-        return in_all([self.push_batch(batch, key=f"{key}/{number}", front=front) for number, batch in enumerate(batches)])
+        return sum_pushes([self.push_batch(batch, key=f"{key}/{number}", front=front) for number, batch in enumerate(batches)])
 
     def push_batch(self, records: list[bytes], *, key: str, front: bool = False) -> Pushed:
         """One push of at most 4096 records, sent until it is answered."""
@@ -94,7 +94,7 @@ class PromptClient:
         self.close()
 
 
-def in_all(parts: Sequence[Pushed]) -> Pushed:
+def sum_pushes(parts: Sequence[Pushed]) -> Pushed:
     """Several pushes as one."""
     return Pushed(
         accepted=sum(part.accepted for part in parts),

@@ -13,7 +13,7 @@ ASK_EVERY_S = 2.0
 
 
 class PullKeyring:
-    """The keyring of a weight server: its own pair is the client's, whom it lets in is what the broker says."""
+    """The keyring of a weight server: its own pair is the client's, the keys it accepts are the broker's list."""
 
     def __init__(self, client: Client) -> None:
         """Asks the broker, and waits for the answer. Raises SlimebusError."""
@@ -24,17 +24,20 @@ class PullKeyring:
         self._take_over(client.call(Keys(), timeout_s=60.0))
 
     @classmethod
-    def of(cls, client: Client) -> "PullKeyring | None":
+    def for_client(cls, client: Client) -> "PullKeyring | None":
         """None without keys, and then everyone may pull."""
         return cls(client) if client.credentials is not None else None
 
     def refresh(self) -> None:
-        """Ask now and then whether the list changed, and take it over when the answer comes. Does not wait."""
-        if time.monotonic() >= self._ask_at:
-            self._ask_at = time.monotonic() + ASK_EVERY_S
-            self._client.submit(Keys(have=self.generation)).add_done_callback(self._learnt)
+        """Ask for the list when a heartbeat's answer tells of another, without heartbeats now and then, and take it over when it comes.
 
-    def _learnt(self, future: "Future[Reply]") -> None:
+        Does not wait.
+        """
+        if self._client.keys_generation != self.generation and time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + ASK_EVERY_S
+            self._client.submit(Keys(have=self.generation)).add_done_callback(self._on_reply)
+
+    def _on_reply(self, future: "Future[Reply]") -> None:
         if not future.cancelled() and future.exception() is None:
             self._take_over(future.result())
 

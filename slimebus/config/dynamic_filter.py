@@ -1,4 +1,4 @@
-"""The built-in dynamic sampling filter, by the name that slime's users know: groups whose rewards are all equal are dropped."""
+"""The built-in dynamic sampling filter, by the name that slime's users know: groups with equal rewards are dropped."""
 
 REWARD_SPREAD = "check_reward_nonzero_std"
 

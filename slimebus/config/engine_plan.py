@@ -1,4 +1,4 @@
-"""Which engines a worker starts: of which model, with which arguments, on which GPUs (engine.num_engines, engine.sglang_config)."""
+"""Which engines a worker starts: model, arguments and GPUs of each (engine.num_engines, engine.sglang_config)."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ REPLICAS = ("dp_size", "data_parallel_size", "dp")
 
 
 class EngineSpec(NamedTuple):
-    """One engine. model: its name, empty for the policy's of a config without engine.sglang_config; gpus: none: whatever is visible.
+    """One engine. model: its name, empty for the policy's of a config without engine.sglang_config; gpus: none: all that are visible.
 
     suffix: of its log file. The defaults are those of an engine that is not started here.
     """
@@ -63,7 +63,7 @@ def engine_specs(config: "RunConfig", model_dir: Path, base: Path) -> list[Engin
         wanted = list(_wanted(_read(base / config.engine.sglang_config), model_dir, base))
     num_wanted = sum(group.num_gpus for _, group, _ in wanted)
     if gpus and len(gpus) < num_wanted:
-        raise ConfigError(f"engine.gpus: {len(gpus)} GPUs for a worker whose engines need {num_wanted}; give more, or start fewer workers")
+        raise ConfigError(f"engine.gpus: {len(gpus)} GPUs for a worker, its engines need {num_wanted}; give more, or start fewer workers")
     if not gpus and len(wanted) > 1:
         gpus = list(range(num_wanted))
     taken = iter(gpus)

@@ -37,7 +37,7 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _run(config: RunConfig) -> Iterator[str]:
-    o, updates, eta = config.optimizer, config.rollout.num_rollout * config.rollout.num_steps_per_rollout, config.broker.max_staleness
+    o, updates, eta = config.optimizer, config.rollout.num_rollout * config.rollout.num_updates_per_rollout, config.broker.max_staleness
     last = o.lr_decay_iters or updates
     if not NAME.fullmatch(config.name):
         yield f"name: {config.name[:80]!r}; expected 1 to 64 letters, digits, dots, dashes and underscores: it names the run's folder"

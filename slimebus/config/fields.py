@@ -34,7 +34,7 @@ def docstrings(module: ModuleType = schema) -> dict[tuple[str, str], str]:
 
 
 def fields_of(cls: type[msgspec.Struct], prefix: str = "") -> list[FieldDoc]:
-    """The documented plain fields of a section, or of any struct whose fields have docstrings."""
+    """The documented plain fields of a section, or of any struct with docstrings for its fields."""
     docs = []
     for field in msgspec.structs.fields(cls):
         doc = docstrings(sys.modules[cls.__module__]).get((cls.__name__, field.name), "")

@@ -19,7 +19,7 @@ META = "slimebus.flags"
 SIMILAR = 0.8
 """Of two names, by difflib: below it nothing is suggested."""
 MISSPELLED = 0.9
-"""Of a name and one of slimebus's options: from here on it is taken for that one misspelled, and not for an option of Megatron's, of which
+"""Of a name and one of slimebus's options: from here on it is taken for that one misspelled, and not for an option of Megatron's; of those
 none is so near (0.875 at most).
 """
 LONGEST_WAIT_S = 86_400
@@ -55,7 +55,7 @@ class ConfigCommand(click.Command):
     fields: Collection[str] | None = None
     """The config fields that are flags; None: all."""
     prefixes: Mapping[str, str] = {"sglang-": "sglang", "router-": "router", "megatron-": "megatron", "algorithm-": "algorithm.settings"}
-    """What the flags of a section begin with whose keys belong to another project."""
+    """What flags begin with in a section with keys of another project."""
 
     def __init__(
         self, name: str | None, *, external: Callable[[], ExternalOptions | None] = lambda: None,
@@ -152,7 +152,7 @@ def is_run_file(word: str) -> bool:
 
 
 def trainer_command() -> ConfigCommand | None:
-    """The trainer's command, whose flags and checks others share; None where no trainer is installed."""
+    """The trainer's command, with flags and checks that others share; None where no trainer is installed."""
     from slimebus.cli.root import root
 
     command = root.get_command(click.Context(root), "trainer")
@@ -224,6 +224,12 @@ def take_over_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--take-over", is_flag=True, help="Replace a living process of this name; without it, one is left in place.")(
         function
     )
+
+
+def accept_changes_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--accept-changes of a command that starts a run's broker."""
+    help_ = "Go on with a run whose reward, generation, chat template or initial model changed since it was last started."
+    return click.option("--accept-changes", is_flag=True, help=help_)(function)
 
 
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:

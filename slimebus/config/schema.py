@@ -59,7 +59,7 @@ class BrokerConfig(Section, frozen=True):
     on_stale: Literal["requeue", "drop"] = "requeue"
     """[choice] What happens to a finished group that became too stale: sample its prompt again, or drop it."""
     lease_s: Seconds = 60.0
-    """[seconds] A worker that is silent this long loses its groups, which are queued again; one whose loop is blocked this long ends."""
+    """[seconds] A worker that is silent this long loses its groups, which are queued again; one that is blocked this long ends."""
     heartbeat_s: Seconds = 2.0
     """[seconds] How often each process says that it is alive."""
     max_attempts: Positive = 3
@@ -98,7 +98,7 @@ class DataConfig(Section, frozen=True):
     (in quotes, as YAML reads brackets), `path*2` gives the file a weight: files then take turns in these shares; without weights they
     follow one another."""
     source_path: str = ""
-    """[hook] A stateful source that gives the prompts, and is told what became of each group; prompt_data is handed to it."""
+    """[hook] A stateful source that gives the prompts, and hears what became of each group; prompt_data is handed to it."""
     input_key: str = "prompt"
     """[name] The key of a line that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
@@ -142,6 +142,8 @@ class RolloutConfig(Section, frozen=True):
     """[samples] Samples of each prompt: the size of a group."""
     num_steps_per_rollout: Positive = 1
     """[optimizer steps] Parts that a batch is trained in, one optimizer step each."""
+    num_passes_per_rollout: Positive = 1
+    """[passes] How often a batch is gone through, num_steps_per_rollout optimizer steps each time; 1: each sample is trained once."""
     rollout_temperature: NonNegative = 1.0
     """[ratio] Sampling temperature; 0 is greedy."""
     rollout_top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -177,13 +179,13 @@ class RolloutConfig(Section, frozen=True):
     prompts where data.prompt_data is empty, and `environment` names them there and in eval.datasets."""
     dynamic_sampling_filter_path: str = ""
     """[hook] Keeps or drops a finished group; a dropped one is counted and replaced by another prompt. `check_reward_nonzero_std`
-    is built in: it drops groups whose rewards are all equal."""
+    is built in: it drops groups with equal rewards."""
     hooks_path: str = ""
     """[hook] A class with any of after_generate, is_trained, on_group, log and evaluate (docs/hooks.md)."""
     dynamic_sampling_limit: Positive = 1024
     """[groups] When so many in a row were dropped by the filter and none was kept, the run stops with an error that says so."""
     over_sampling_batch_size: Natural = 0
-    """[groups] Prompts started for each training step, at least rollout_batch_size, of which the first ones done are trained. The others
+    """[groups] Prompts started for each training step, at least rollout_batch_size; the first ones done are trained. The others
     are trained in the next step while they are fresh enough, else they follow on_stale; 0: as many as are trained."""
     reward_timeout_s: Seconds = 60.0
     """[seconds] A reward that takes longer marks its sample failed."""
@@ -191,12 +193,17 @@ class RolloutConfig(Section, frozen=True):
     """[switch] Tokens of a continued sample that were made before its present lease are context, and not trained. With
     over_sampling_batch_size, groups in flight that a batch leaves behind too old for the next are then recalled and continued."""
     generate_timeout_s: Seconds = 600.0
-    """[seconds] A group whose sampling takes longer, rewards aside, is given back with what there is of it, and continued; it is a failed
+    """[seconds] A group that takes longer to sample, rewards aside, is given back with what there is of it, and continued; it is a failed
     attempt where nothing was made, or a hook makes it."""
     drain_timeout_s: Seconds = 2.0
-    """[seconds] How long a worker that is told to stop may take to hand over the samples it has begun."""
+    """[seconds] How long a worker that has to stop may take to hand over the samples it has begun."""
     max_running_groups: Processes = 64
     """[groups] Most groups of n_samples_per_prompt samples that a worker samples at once, while at most as many wait for their rewards."""
+
+    @property
+    def num_updates_per_rollout(self) -> int:
+        """Optimizer steps on a batch, over all passes."""
+        return self.num_steps_per_rollout * self.num_passes_per_rollout
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -396,6 +403,9 @@ class TrainerConfig(Section, frozen=True):
     """[checkpoints] Older ones are deleted."""
     save_hf: str = ""
     """[path] Write the final model here in Hugging Face layout; relative to run_dir."""
+    stop_grace_s: Seconds = 25.0
+    """[seconds] After SIGTERM or Ctrl-C: how long the trainer may take to finish its step and save, less than what then sends SIGKILL
+    allows (Slurm: 30 s unless its KillWait says otherwise). Steps that it does not save are trained again."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """[choice] When the loss or gradient of an optimizer step is not finite: skip that step and count it (8 in a row end the run), or
     stop the run at once. It is never applied."""
@@ -418,7 +428,7 @@ class SecurityConfig(Section, frozen=True):
     """[path] Folder of keys made by `slimebus keys init`, or one key file where the folder has several of a role; in a file relative to
     the run.yaml. Empty: no keys, and nothing listens beyond this machine."""
     insecure: bool = False
-    """[switch] Listen beyond this machine without keys: whoever reaches the ports can read everything and take part."""
+    """[switch] Listen beyond this machine without keys: everyone who reaches the ports can read everything and take part."""
 
 
 class RunConfig(Section, frozen=True):
@@ -427,7 +437,7 @@ class RunConfig(Section, frozen=True):
     name: str = "run"
     """[name] Of the run, in logs and plots."""
     run_dir: str = ""
-    """[path] Where everything the run makes is kept; empty: runs/NAME."""
+    """[path] Where everything the run makes is kept; in a file relative to the run.yaml. Empty: runs/NAME in the current directory."""
     seed: Natural = 0
     """[number] Of data order, sampling and initialisation."""
     broker: BrokerConfig = BrokerConfig()
@@ -452,7 +462,7 @@ class RunConfig(Section, frozen=True):
 
 SECTIONS: dict[str, type[Section]] = {f.name: type(f.default) for f in msgspec.structs.fields(RunConfig) if isinstance(f.default, Section)}
 OPEN_MAPS = ("megatron", "sglang", "router", "algorithm.settings")
-"""Maps whose keys belong to another project, or to plug-ins."""
+"""Maps with keys of another project, or of plug-ins."""
 
 
 @functools.cache

@@ -93,7 +93,7 @@ def _broken(path: str, where: str, bad: BaseException) -> HookError:
 
 
 def text_of(value: object) -> str:
-    """What an exception says, or how any other value prints; short, and whatever it does when it is asked."""
+    """What an exception says, or how any other value prints; short, also when asking for it raises."""
     try:
         text = str(value) if isinstance(value, BaseException) else repr(value)
     except BaseException:  # noqa: BLE001  the plug-in's own class says it

@@ -26,7 +26,7 @@ STOP_S, LOOK_S = 3.0, 0.2
 REAP_S = 30.0
 """A killed process first gives its memory back: on a busy machine more than 2 s for 4 GB."""
 PORTS = range(20_000, 32_768)
-"""Below those that Linux gives to whoever asks for any port (ip_local_port_range): one found free stays so until it is bound."""
+"""Below those that Linux gives to a process that asks for any port (ip_local_port_range): one found free stays so until it is bound."""
 
 
 class ChildProcess:
@@ -144,7 +144,7 @@ class ProcessGroup:
 
 
 def end_with_parent(number: int, parent: int = 0) -> Callable[[], None]:
-    """A function: the process that calls it gets signal `number` when its parent ends, whatever ends that (Linux; else nothing).
+    """A function: the process that calls it gets signal `number` when its parent ends in any way (Linux; else nothing).
 
     parent: who that is; where it has ended already the caller ends at once.
     """

@@ -31,15 +31,15 @@ MAX_LOOK_S = 2 * LOOK_S
 """What counts of the time between two looks: a thread that looks later was stopped itself (a suspended machine, a held interpreter)."""
 WARN_S = 5.0
 LEAVE_BLOCKED_S = 5.0
-"""A loop that is blocked so long while its process is told to leave leaves no other way."""
+"""A process that has to leave is ended when its loop is blocked so long."""
 
 
 class LoopWatch:
-    """One a process. what: the loop, for people. It only warns, until `limit_s` is set or the process is told to leave.
+    """One a process. what: the loop, for people. It only warns, until `limit_s` is set or the process has to leave.
 
     progress: gives something else each time that the loop gets on. who: what it is calling, where that is known. on_signal: what a SIGTERM
     or the first SIGINT asks for. on_end: the last thing that is done, with why, and whether the loop is blocked. All but `progress` are
-    called from this thread alone. grace_s, leave_blocked_s: what a process has that is told to leave, and one that is blocked then.
+    called from this thread alone. grace_s, leave_blocked_s: what a process that has to leave gets, and one that is blocked then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs a command and ends all of it when this process is told to end, or when the process that asked for it ends.
+"""Runs a command and ends all of it when this process gets a signal to end, or when the process that asked for it ends.
 
     python process_guard.py PARENT_PID command...
 

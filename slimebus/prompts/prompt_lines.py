@@ -1,4 +1,4 @@
-"""Prompts as a file of JSON lines, whatever they are kept in: jsonl as it is; .gz, parquet and the tasks of an environment written anew."""
+"""Prompts of any file format as a file of JSON lines: jsonl as it is; .gz, parquet and the tasks of an environment written anew."""
 
 import gzip
 import tempfile

@@ -25,7 +25,7 @@ PLAIN: list[tuple[str, Any] | tuple[str, Any, Any]] = [
     ("label", Scalar, None),
     ("metadata", dict[str, Scalar] | None, None),
 ]
-"""The fields of a line whose values surely make a record."""
+"""The fields of a line with values that surely make a record."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ LOCAL_TRANSPORTS = ("ipc", "inproc")
 ADDRESS = re.compile(r"tcp://([^/\s:]+|\[[^\]\s]+\]):(?P<port>\d{1,5})|(ipc|inproc)://\S+")
 ANYWHERE = ("0.0.0.0", "*", "[::]")
 OPEN = (
-    "whoever reaches it could read samples and weights or take the trainer's place. Make keys with `slimebus keys init keys` and give them "
+    "anyone could read samples and weights or take the trainer's place. Make keys with `slimebus keys init keys` and give them "
     "with --keys keys (docs/security.md), or bind 127.0.0.1, or choose --insecure on a network where you trust everyone"
 )
 OUTSIDE, OUTSIDE_V6 = "tcp://198.51.100.1:9", "tcp://[2001:db8::1]:9"
@@ -50,9 +50,9 @@ def reachable(announced: str, known: str = "tcp://127.0.0.1:0") -> str:
 
 
 def advertised(endpoint: str, host: str, broker: str = "") -> str:
-    """The address others are told: the bound one, with `host` instead of its own where given.
+    """The address for others: the bound one, with `host` instead of its own where given.
 
-    What is bound on every interface is told by this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
+    One bound on every interface becomes this machine's address on the way to the broker, tcp://HOST:PORT, where that is given;
     on the way out, where the broker is on this machine, which tells nothing of how others see it.
     """
     if not host and broker and any(f"//{name}:" in endpoint for name in ANYWHERE):

@@ -31,7 +31,7 @@ class KeyPair(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class KeyFile(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What stands in a key file. `broker`: public keys of which the broker has one; `next`: the broker's pair after a rotation."""
+    """What stands in a key file. `broker`: public keys, one of them the broker's; `next`: the broker's pair after a rotation."""
 
     name: str
     role: str

@@ -41,7 +41,7 @@ def init(folder: Path) -> None:
 
 
 def add(folder: Path, name: str, role: str, *, client: str = "", public: str = "") -> Path | None:
-    """Let a new key in, and return its file; None when only a `public` key was given, whose secret is elsewhere."""
+    """Let a new key in, and return its file; None when only a `public` key was given, with its secret elsewhere."""
     allowed = read_allow_list(folder / ALLOWED)
     _check_new(folder, allowed, name, role, public)
     allowed.clients[name] = Entry(role=role, public=public, client=client)

@@ -1,4 +1,4 @@
-"""The keys of a process that serves: its own pair, and whom it lets in. Lists change while it runs.
+"""The keys of a process that serves: its own pair, and the keys it accepts. Lists change while it runs.
 
 KEYS/broker.key, KEYS/allowed.json --read again when they change--> FolderKeyring     (broker)
 the broker's answer to `keys`      --------------------------------> PullKeyring      (a weight server)
@@ -37,7 +37,7 @@ class Keyring(Protocol):
 
 
 class FolderKeyring:
-    """The keys of a folder, read again when its files change. A file that does not parse changes nothing, and is said loudly."""
+    """The keys of a folder, read again when its files change. A file that does not parse changes nothing, and is logged as an error."""
 
     def __init__(self, folder: Path, wall: Callable[[], float] = time.time) -> None:
         """Raises UsageError when the folder has no broker's key or no allow-list."""
@@ -57,7 +57,7 @@ class FolderKeyring:
         return [_stamp(self.folder / name) for name in (BROKER_KEY, ALLOWED)]
 
     def refresh(self) -> None:
-        """Take up changed files, and let keys whose time is over go."""
+        """Take up changed files, and drop keys after their time."""
         stamps = self._stamp()
         if stamps != self._stamps:
             self._stamps = stamps

@@ -44,7 +44,7 @@ class Plan(Section, frozen=True):
     seeds: list[Natural] = msgspec.field(default_factory=lambda: [0])
     """[list] One trial of every combination for each."""
     axis: str = ""
-    """[name] The axis whose smallest value is asked for; empty: broker.max_staleness where it is one, else the last axis."""
+    """[name] The axis to find the smallest value of; empty: broker.max_staleness where it is one, else the last axis."""
     score: str = ""
     """[name] The evaluation that trials are compared by; empty: heldout, or the first one."""
     workers: Processes = 1

@@ -76,7 +76,7 @@ def of_sweep(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[RunResult]:
 
 
 def of_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[RunResult]:
-    """Of runs that exist; of a sweep's folder, of all its trials, whose conditions they keep. Others are told apart by their settings.
+    """Of runs that exist; of a sweep's folder, of all its trials, which keep their conditions. Others are told apart by their settings.
 
     axis: the setting that is compared, max_staleness by default. Raises DataError for a folder without records of a run.
     """

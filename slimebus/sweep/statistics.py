@@ -1,4 +1,4 @@
-"""How sure a comparison is. Seeds are the sample: whatever is said of a condition rests on how its seeds differ. Needs scipy."""
+"""How sure a comparison is. Seeds are the sample: each claim on a condition rests on how its seeds differ. Needs scipy."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import msgspec
 from slimebus.sweep.results import ETA, RunResult, number
 
 MIN_SEEDS = 3
-"""Below it nothing is said about which condition learns better."""
+"""Below it there is no claim on which condition learns better."""
 SIGNIFICANT, POWER = 0.05, 0.8
 NEAR_FASTEST = 0.01
 

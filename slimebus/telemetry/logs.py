@@ -21,7 +21,7 @@ KEPT_BYTES, KEPT_CHARS = 1 << 20, 4000
 def set_up(role: str, *, debug: bool = False, run_dir: Path | None = None) -> None:
     """Send logs of this process to stderr; third parties only from WARNING up. Lines of one kind are throttled, except with debug.
 
-    run_dir: warnings and errors are also kept there, for whoever looks at the run (RUN_DIR/logs/warnings-ROLE.jsonl).
+    run_dir: warnings and errors are also kept there, for commands that look at the run (RUN_DIR/logs/warnings-ROLE.jsonl).
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s: %(message)s", datefmt="%H:%M:%S"))
@@ -46,7 +46,7 @@ class KeptWarnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by logging."""
-        if record.name != RECORDS_LOG:  # what the file itself has to say, of a full disk, is said under its lock
+        if record.name != RECORDS_LOG:  # what the file itself has to say, of a full disk, is logged under its lock
             text, about = record.getMessage()[:KEPT_CHARS], {"role": self.role, "pid": os.getpid(), "level": record.levelname}
             self._rows.add({"time": round(record.created, 3), **about, "text": text})
 

@@ -19,7 +19,7 @@ MAX_BYTES = 32 << 20
 
 
 NUM_CLOCKS = 8
-"""Answers of the broker of which the quickest tells its clock best (RFC 5905, section 10)."""
+"""Answers of the broker; the quickest of them tells its clock best (RFC 5905, section 10)."""
 PHASES = {"queued": "queue", "leased": "lease"}
 """What a span of a phase is called, where not like it."""
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -40,7 +40,7 @@ class Spans:
     not disturbed when that clock is set. A span costs some 50 us, with counts_cpu 140.
     run: the run's name, for OpenTelemetry, which gets them too where the environment names a collector (slimebus/telemetry/otel.py).
     counts_cpu: each span also has the CPU seconds of its thread and, on Linux, `queued_s`, those in which it could have run but others
-    had the CPU; what is left it waited for something. For a process whose spans do not await.
+    had the CPU; what is left it waited for something. For a process with spans that do not await.
     """
 
     def __init__(self, directory: Path | None = None, process: str = "", *, run: str = "", counts_cpu: bool = False) -> None:

@@ -61,7 +61,7 @@ def shares_of(status: dict[str, Any], **of_records: Any) -> RunShares:
 def advice(run: RunShares) -> list[str]:
     """Three plain sentences; two where too few steps were trained to say who waits, and none before anything was."""
     if run.lags and run.steps < MIN_STEPS:
-        return [f"Fewer than {MIN_STEPS} steps are trained, too few to say who waits for whom.", _on_waste(run)]
+        return [f"Fewer than {MIN_STEPS} steps are trained, too few to say what each process waits for.", _on_waste(run)]
     return [_on_waiting(run), _on_staleness(run), _on_waste(run)] if run.lags else []
 
 

@@ -73,7 +73,7 @@ def rows_of(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 def main_dataset(names: Iterable[str]) -> str:
-    """The evaluation whose mean reward stands for the run: `heldout`, else the first; empty without any."""
+    """The evaluation with the mean reward that stands for the run: `heldout`, else the first; empty without any."""
     known = list(names)
     return "heldout" if "heldout" in known else next(iter(known), "")
 

@@ -226,7 +226,7 @@ def _stalled(status: Status) -> str:
 
 
 def _waits(status: Status) -> list[str]:
-    """A few of the sentences on who waits for whom."""
+    """A few of the sentences on what each process waits for."""
     hidden = len(status["waiting"]) - MAX_WAITS
     return [*status["waiting"][:MAX_WAITS], *([f"({hidden} more wait)"] if hidden > 0 else [])] or ["nobody"]
 

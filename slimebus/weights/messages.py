@@ -30,7 +30,7 @@ Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """Of a tensor; it names files, so nothing else passes."""
 Size = Annotated[int, Meta(ge=0)]
 ServerAddress = Annotated[str, Meta(max_length=512, pattern=r"^(tcp://.*)?\Z")]
-"""Of a worker that passes payloads on: it is told to others. Empty: none."""
+"""Of a worker that passes payloads on: others hear it. Empty: none."""
 
 
 class VersionGone(WeightsError):
@@ -148,7 +148,7 @@ class Manifest(msgspec.Struct, omit_defaults=True, dict=True):
 
 
 def decode_manifest(data: Any, source: object) -> Manifest:
-    """A manifest of which every field has been checked, and its digest. Raises WeightsError that names its source."""
+    """A manifest with all fields checked, and its digest. Raises WeightsError that names its source."""
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
         if not NO_BASE <= manifest.base <= manifest.version:

@@ -31,7 +31,7 @@ SAFETENSORS_CODES = {
 """What safetensors calls it: BF16, F8_E4M3, F32, U8, I64, BOOL."""
 SAFETENSORS_DTYPES = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
 STEPPED_DTYPES = frozenset({"bfloat16", "float16"})
-"""The dtypes whose changes travel as steps; all others travel whole."""
+"""The dtypes with changes that travel as steps; all others travel whole."""
 
 
 class Tensor(NamedTuple):

@@ -28,14 +28,13 @@ import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from slimebus.weights.codec.rounding import host_bytes
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
 from slimebus.process.launch import free_port
-from slimebus.weights.tensors import Tensor, as_tensor
+from slimebus.weights.tensors import Tensor, as_tensor, host_bytes
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
@@ -48,7 +47,7 @@ from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
 from trainer.checkpoint.save import BackgroundSave  # noqa: E402
 from trainer.critic.critic import Critic  # noqa: E402
 from trainer.mismatch import engine_mismatch  # noqa: E402
-from trainer.model import parallel  # noqa: E402
+from trainer.model import hf_export, parallel  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 from trainer.objective.aggregation import AGGREGATIONS  # noqa: E402
 from trainer.objective.build_objective import build_objective  # noqa: E402
@@ -59,6 +58,7 @@ from trainer.objective.row import Row  # noqa: E402
 from trainer.publish.snapshot import HostSnapshot  # noqa: E402
 
 NONE = torch.empty(0)
+hf_export.PART_BYTES = 1  # of a model so small one rank would publish all
 
 
 def groups(seed: int) -> list[Group]:

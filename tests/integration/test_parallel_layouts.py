@@ -87,10 +87,10 @@ def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
 def test_layout_trains_as_one_rank_does(name: str, trained: Callable[[str], dict]):
-    num_ranks, layout = LAYOUTS[name]
+    num_ranks, _ = LAYOUTS[name]
     one_rank, got = trained("one"), trained(name)
     assert got["exported"] == one_rank["exported"]
-    assert_owned_once(got, ranks=num_ranks, stages=layout.get("pipeline_model_parallel_size", 1))
+    assert_owned_once(got, ranks=num_ranks)
     assert got["logprobs"] == pytest.approx(one_rank["logprobs"], rel=1e-5)
     for mine, reference in zip(got["metrics"], one_rank["metrics"], strict=True):
         for metric in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_mismatch_mean", "logprob_mismatch_max", "tis"):
@@ -136,7 +136,7 @@ def test_a_critic_learns_as_on_one_rank_and_goes_on_in_another_layout(
 
 
 def test_experts_are_owned_by_the_ranks_that_train_them(ranks: Ranks, tmp_path: Path):
-    """Two ranks with half of the experts each train as one does, and each owns its half; rank 0 owns the rest."""
+    """Two ranks with half of the experts each train as one does, and each owns its half."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -163,8 +163,8 @@ def test_experts_are_owned_by_the_ranks_that_train_them(ranks: Ranks, tmp_path: 
     for mine, reference in zip(two["metrics"], one["metrics"], strict=True):
         for metric in ("loss", "grad_norm", "entropy"):
             assert mine[metric] == pytest.approx(reference[metric], rel=1e-4, abs=1e-6), metric
-    assert_owned_once(two, ranks=2, stages=2)
-    assert {name.split(".experts.")[1][0] for name in two["owned"][1]} == {"2", "3"}
+    assert_owned_once(two, ranks=2)
+    assert {name.split(".experts.")[1][0] for name in two["owned"][1] if ".experts." in name} == {"2", "3"}
     wide = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "megatron": {"expert_model_parallel_size": 2}}
     both = ranks.run(tmp_path / "model", tmp_path / "both.json", 2, wide)
     assert both["exported"] == one["exported"]
@@ -247,11 +247,11 @@ def assert_equal_weights(got: dict, reference: dict, within: float = 1e-4) -> No
     assert max(far.values()) < within, far
 
 
-def assert_owned_once(got: dict, *, ranks: int, stages: int) -> None:
-    """Every tensor, whole and bit for bit, on one rank, and no rank with all of them where `stages` ranks share the model."""
+def assert_owned_once(got: dict, *, ranks: int) -> None:
+    """Every tensor, whole and bit for bit, on one rank, and each rank has some."""
     assert len(got["owned"]) == ranks
     assert got["owners"] == [rank for rank, owned in enumerate(got["owned"]) if owned]
-    assert len(got["owners"]) == stages
+    assert len(got["owners"]) == ranks
     assert sum(map(len, got["owned"])) == len(got["exported"])
     assert {name: digest for owned in got["owned"] for name, digest in owned.items()} == got["exported"]
 

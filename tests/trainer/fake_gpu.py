@@ -182,6 +182,7 @@ def ranks(model_dir: str, size: int = 64) -> dict[str, Any]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = gpt.build_model(config, model_dir)
             hf_export.parallel = types.SimpleNamespace(gather=lambda held, form: [held])
+            hf_export.PART_BYTES = 1
             export = hf_export.HfExport(model)
             held.append({name: tensor.shape for name, tensor in export.owned.items()})
             sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in model.gpt.parameters()))

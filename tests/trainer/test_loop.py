@@ -24,7 +24,7 @@ class Session:
         self.looks += 1
         return self if self.looks >= self.ready_at else None
 
-    def plan(self, schedule: list[float]) -> StepPlan:
+    def plan(self, schedule: list[float], num_passes: int) -> StepPlan:
         return StepPlan(len(schedule), tuple(schedule), publishes=True)
 
     def record(self, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""The settings that all ranks of a trainer must share: each node and each rank tells its own, and a difference is refused.
+"""The settings that all ranks of a trainer must share: each tells its own, and a difference is refused, whatever started them.
 
 What a run was last trained with is in RUN_DIR/trainer-settings.json: a resumed trainer logs what has changed since.
 """
@@ -6,27 +6,27 @@ What a run was last trained with is in RUN_DIR/trainer-settings.json: a resumed 
 import contextlib
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from slimebus.atomic_file import replacing
+from slimebus.bus.errors import ConfigError
 from slimebus.config import RunConfig
-from slimebus.config.agreement import folder_hash, shortened
+from slimebus.config.agreement import OF_SAMPLING, OF_TRAINER, folder_hash, hook_text, shortened
 
 log = logging.getLogger("trainer")
 
 FILE = "trainer-settings.json"
 SECTIONS = ("algorithm", "optimizer", "trainer", "megatron")
-MAY_DIFFER = ("trainer.nproc_per_node", "trainer.train_threads", "trainer.save_hf", "trainer.tensorboard", "trainer.dump_samples")
-"""Of these sections: each node's own. Launchers compare the number of ranks themselves."""
+MAY_DIFFER = {f"trainer.{name}" for name in ("nproc_per_node", "train_threads", "save_hf", "tensorboard", "dump_samples", "stop_grace_s")}
+"""Of these sections: each node's own. Launchers compare the number of ranks."""
 ALSO = (
     *("name", "seed", "model.family", "weights.update_weights_interval", "broker.required_fields"),
-    *(f"rollout.{name}" for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")),
-    *(f"rollout.rollout_{name}" for name in ("temperature", "top_p", "top_k", "max_response_len")),
+    *(f"rollout.{name}" for name in OF_TRAINER),
+    *(f"rollout.rollout_{name}" for name in OF_SAMPLING),
 )
 UNSET = "unset"
 
@@ -39,10 +39,10 @@ def shared_settings(config: RunConfig, base: Path | None = None, model_dir: Path
     found = {name: operator.attrgetter(name)(config) for name in ALSO}
     for section in SECTIONS:
         found |= dict(_leaves(section, tree[section]))
-    found["algorithm.advantage_estimator"] = _plugin(config.algorithm.advantage_estimator, base)
-    found["algorithm.corrections"] = [_plugin(name, base) for name in config.algorithm.corrections]
+    found["algorithm.advantage_estimator"] = hook_text(config.algorithm.advantage_estimator, base)
+    found["algorithm.corrections"] = [hook_text(name, base) for name in config.algorithm.corrections]
     said = {name: shortened(_text(value)) for name, value in found.items()}
-    return {name: said[name] for name in sorted(said.keys() - set(MAY_DIFFER))} | {
+    return {name: said[name] for name in sorted(said.keys() - MAY_DIFFER)} | {
         "model.hf_checkpoint": f"hash {folder_hash(model_dir)}" if model_dir else UNSET
     }
 
@@ -63,32 +63,19 @@ def _text(value: object) -> str:
     return msgspec.json.encode(value, order="sorted").decode()
 
 
-def _plugin(name: str, base: Path | None) -> str:
-    """A name as it is; of `path/own.py:Class` the file's name and a hash of its bytes."""
-    path, colon, what = name.rpartition(":")
-    file = (base or Path()) / path
-    if not colon or not path.endswith(".py") or not file.is_file():
-        return name
-    return f"{file.name}:{what} (hash {xxhash.xxh3_64_hexdigest(file.read_bytes())[:8]})"
-
-
-def disagreements(said: Sequence[Mapping[str, str]], what: str) -> list[str]:
-    """A sentence for each setting in which some differ from the first; what: `node` or `rank`."""
+def check_agreement(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise ConfigError with a clause for each setting in which some ranks differ from the first."""
     names = dict.fromkeys(name for one in said for name in one)
-    return [text for name in names for text in _disagreements(name, [one.get(name, UNSET) for one in said], what)]
+    if differing := [text for name in names for text in _disagreements(name, [one.get(name, UNSET) for one in said])]:
+        raise ConfigError(f"{'; '.join(differing)}; start every rank with the same settings")
 
 
-def _disagreements(name: str, values: Sequence[str], what: str) -> Iterable[str]:
+def _disagreements(name: str, values: Sequence[str]) -> Iterator[str]:
     for value in dict.fromkeys(values):
         having = [i for i, other in enumerate(values) if other == value]
         if value != values[0]:
             others = f" (and {len(having) - 1} more)" if len(having) > 1 else ""
-            yield f"{what} {having[0]}{others} has {name} {value}, {what} 0 {values[0]}"
-
-
-def refusal(differing: Sequence[str], what: str) -> str:
-    """The error of all of them."""
-    return f"{'; '.join(differing)}; start every {what} with the same settings"
+            yield f"rank {having[0]}{others} has {name} {value}, rank 0 {values[0]}"
 
 
 def note_settings(run_dir: Path, settings: Mapping[str, str], *, is_resumed: bool) -> None:

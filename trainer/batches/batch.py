@@ -110,9 +110,16 @@ class Batch:
         columns = {name: column.select(samples, tokens, groups) for name, column in self.columns.items()}
         return Batch(np.cumsum(lengths), group_of, columns)
 
-    def cut_groups(self, parts: int) -> list[range]:
-        """Its groups in so many parts of almost equal numbers."""
-        return [range(self.num_groups * i // parts, self.num_groups * (i + 1) // parts) for i in range(parts)]
+    def cut_groups(self, parts: int) -> list[np.ndarray]:
+        """Its samples (indices) in so many parts of almost equal numbers of groups."""
+        return np.split(
+            np.arange(self.num_samples), np.searchsorted(self.group_of, [self.num_groups * i // parts for i in range(1, parts)])
+        )
+
+    @property
+    def has_signal(self) -> np.ndarray:
+        """Which groups have a trained token whose advantage is not 0, [G] bool."""
+        return np.bincount(self.group_of, weights=self.sample_sums(self["advantages"] != 0)) > 0
 
     def to_tokens(self, values: np.ndarray) -> np.ndarray:
         """[N, ...] from [S, ...]: each of a sample's tokens gets what the sample has."""

@@ -16,9 +16,9 @@ from trainer.objective.row import Row
 class Vcpo(Correction):
     """min(w, vcpo_clip) with w = p_new / p_rollout of the whole sample (product), and lr * sqrt(min(1, ESS / (B vcpo_base_ess))).
 
-    ESS = (sum w)^2 / sum w^2 over the B samples of the optimizer step on all ranks, w not truncated. No ratio, no clip. w varies more the
-    longer the samples are: on long ones ESS / B is near 1 / B whatever the drift. The paper's baseline (OPOB), which
-    weighs rewards by w^2 |grad log p|^2 of each sample, is not here: it takes a backward pass and a norm over all ranks for each sample.
+    ESS = (sum w)^2 / sum w^2 over the B samples of the optimizer step on all ranks whose group has a signal, w not truncated. No ratio, no
+    clip. w varies more the longer the samples are: on long ones ESS / B is near 1 / B whatever the drift. The paper's baseline (OPOB),
+    which weighs rewards by w^2 |grad log p|^2 of each sample, is not here: it takes a backward pass and a norm over all ranks for each.
     """
 
     needs_rollout_as_old = True
@@ -34,8 +34,8 @@ class Vcpo(Correction):
     settings: Settings
 
     def learning_rate_factor(self, part: Batch) -> float:
-        has_tokens = part.sample_sums(np.ones(part.num_tokens)) > 0
-        share = effective_share(log_ratios(part, "new_logprobs", "sequence")[has_tokens])
+        counted = (part.sample_sums(np.ones(part.num_tokens)) > 0) & part.has_signal[part.group_of]
+        share = effective_share(log_ratios(part, "new_logprobs", "sequence")[counted])
         return float(np.sqrt(min(share / self.settings.vcpo_base_ess, 1.0)))
 
     def weight(self, row: Row) -> TokenWeight:

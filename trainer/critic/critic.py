@@ -39,13 +39,15 @@ class Critic(Learner):
         return np.split(self._forward(batch), batch.ends[:-1])
 
     def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
-        """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps; metrics on every rank (docs/critic.md).
+        """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps a pass; metrics on every rank
+        (docs/critic.md).
 
         Raises SlimebusError `nonfinite`, as the policy.
         """
         batch = self._shared(groups, None)
         batch = batch.with_columns(self._of_rank_0(lambda: {"returns": Column(self._returns(batch))}))
-        made = [self._train_part(of_groups(batch, part)) for part in batch.cut_groups(num_steps)]
+        parts = batch.cut_groups(num_steps) * self.config.rollout.num_passes_per_rollout
+        made = [self._train_part(batch.select(part)) for part in parts]
         gather_weights(self.model)
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | measures(batch)
 
@@ -87,11 +89,6 @@ def check_config(config: RunConfig) -> None:
             f"algorithm.kl_coef: {a.kl_coef:g} puts a KL in the rewards, which the critic has no reference and no old policy for; use "
             "kl_loss_coef, or let a consumer put reference_logprobs (broker.required_fields) and set use_rollout_logprobs"
         )
-
-
-def of_groups(batch: Batch, groups: range) -> Batch:
-    """The samples of these groups."""
-    return batch.select(np.flatnonzero((batch.group_of >= groups.start) & (batch.group_of < groups.stop)))
 
 
 def measures(batch: Batch) -> dict[str, float]:

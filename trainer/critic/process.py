@@ -18,7 +18,7 @@ log = logging.getLogger("critic")
 def run_critic(resolved: Resolved, broker: str | None, *, take_over: bool, debug: bool) -> None:
     """Give values and learn until the run is over. Raises SlimebusError."""
     logs.set_up("critic", debug=debug, run_dir=resolved.run_dir)
-    stop = StopRequest()
+    stop = StopRequest(resolved.config.trainer.stop_grace_s)
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
     session, model_dir = None, str(resolved.model_dir)
     try:

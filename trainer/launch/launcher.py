@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import IO, NamedTuple
 
@@ -103,18 +103,15 @@ class Launcher:
         self.ranks: Ranks | None = None
         self.is_stopping = False
 
-    def run(self, problem: str = "", settings: Mapping[str, str] | None = None) -> int:
+    def run(self) -> int:
         """Start the ranks once all nodes are there, and again when some failed, max_restarts times at most.
 
-        problem: what is wrong on this node; then nothing is started anywhere. settings: what all nodes must share. Raises SlimebusError
-        when the nodes do not come together.
+        Raises SlimebusError when the nodes do not come together.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
-        self.peers = rendezvous(self.plan, problem, settings) if self.plan.nnodes > 1 else []
+        self.peers = rendezvous(self.plan) if self.plan.nnodes > 1 else []
         try:
-            if problem:
-                return EXIT_USAGE
             return self._follow(self.peers[0]) if self.plan.node_rank else self._lead()
         finally:
             if self.ranks is not None:

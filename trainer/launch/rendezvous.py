@@ -1,7 +1,6 @@
 """How the launchers of a trainer's nodes act as one: they start their ranks together, and end them together.
 
-    node k -> node 0    {"node": k, "ranks": 4, "nnodes": 2, "settings": {...}}   once, when it is there; {"problem": "..."} when its
-                                                                  check failed
+    node k -> node 0    {"node": k, "ranks": 4, "nnodes": 2}      once, when it is there; with "problem" it cannot start
     node 0 -> all       {"start": PORT}                           start your ranks; rank 0's store listens at PORT
     node k -> node 0    {"ended": CODE, "failure": "..."}         its ranks have ended: code 0, or that of the first that failed, and
                                                                   which one that was; once for each "start"
@@ -18,11 +17,10 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from slimebus.bus.errors import SlimebusError, UsageError
-from trainer.arguments.rank_settings import disagreements, refusal
 from trainer.launch.plan import Plan
 
 log = logging.getLogger("trainer")
@@ -31,7 +29,7 @@ RENDEZVOUS_S = 600.0
 """How long nodes wait for one another: as a cluster's nodes may start minutes apart."""
 RETRY_S = 0.5
 TELL_S = 60.0
-"""How long a node 0 that cannot start is there to say so: the nodes of one job come together."""
+"""How long a node that cannot start waits to say so: the nodes of one job come together."""
 GONE = {"gone": True}
 
 
@@ -73,32 +71,26 @@ class NodeConnection:
         self.connection.close()
 
 
-def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None = None) -> list[NodeConnection]:
-    """Node 0: a connection from each other node, in order. Another node: the one to node 0. With `problem` this node only says so.
-    settings: what all nodes must share (trainer/arguments/rank_settings.py).
+def rendezvous(plan: Plan) -> list[NodeConnection]:
+    """Node 0: a connection from each other node, in order. Another node: the one to node 0.
 
     Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem. Node 0
-    tells the others what it raises, or its problem.
+    tells the others what it raises.
     """
     deadline = time.monotonic() + RENDEZVOUS_S
     if plan.node_rank:
         peer = _connect(plan, deadline)
-        peer.send(**({"problem": problem, "node": plan.node_rank} if problem else {**_hello(plan), "settings": dict(settings or {})}))
+        peer.send(**_hello(plan))
         return [peer]
-    if problem:
-        _tell(plan, problem)
-        return []
     log.info("node 0 of %d: waiting for the others at port %d", plan.nnodes, plan.master_port)
     with socket.create_server(("", plan.master_port)) as server:
         peers: list[NodeConnection] = []
-        said: dict[int, Mapping[str, str]] = {0: settings or {}}
         try:
-            while len(said) < plan.nnodes:
+            while len(peers) < plan.nnodes - 1:
                 server.settimeout(max(0.1, deadline - time.monotonic()))
-                peers.append(_accept(plan, server, said))
-                said[peers[-1].node] = _checked(plan, peers[-1], said)
-            if differing := disagreements([said[node] for node in sorted(said)], "node"):
-                raise UsageError(refusal(differing, "node"))
+                found = {0, *(peer.node for peer in peers)}
+                peers.append(_accept(plan, server, found))
+                _check(plan, peers[-1], found)
         except BaseException as bad:
             for peer in peers:
                 _refuse(peer, bad)
@@ -106,10 +98,14 @@ def rendezvous(plan: Plan, problem: str = "", settings: Mapping[str, str] | None
     return sorted(peers, key=lambda peer: peer.node)
 
 
-def _tell(plan: Plan, problem: str) -> None:
-    """Node 0, whose check has failed, says so to the other nodes, which wait for it; whoever comes after TELL_S waits in vain."""
+def tell_others(plan: Plan, problem: str) -> None:
+    """Tell the other nodes, which would wait for this one, why it cannot start: node 0 all that come within TELL_S, another node 0."""
     log.error("%s; the other nodes are told, for %.0f s at most", problem, TELL_S)
     deadline = time.monotonic() + TELL_S
+    if plan.node_rank:
+        with contextlib.suppress(SlimebusError), contextlib.closing(_connect(plan, deadline)) as peer:
+            peer.send(problem=problem, node=plan.node_rank)
+        return
     with socket.create_server(("", plan.master_port)) as server, contextlib.suppress(TimeoutError):
         for _ in range(plan.nnodes - 1):
             server.settimeout(max(0.1, deadline - time.monotonic()))
@@ -136,10 +132,9 @@ def _accept(plan: Plan, server: socket.socket, found: Collection[int]) -> NodeCo
         raise SlimebusError(f"{late}; was it started, with this node as --master-addr?") from None
 
 
-def _checked(plan: Plan, peer: NodeConnection, found: Collection[int]) -> Mapping[str, str]:
-    """The settings of the node that has come, which must fit. Raises UsageError."""
-    said = dict(peer.receive_one(RENDEZVOUS_S))
-    settings: Mapping[str, str] = said.pop("settings", {})
+def _check(plan: Plan, peer: NodeConnection, found: Collection[int]) -> None:
+    """Raise UsageError unless the node that has come fits."""
+    said = peer.receive_one(RENDEZVOUS_S)
     peer.node = int(said.get("node", -1))
     if "problem" in said:
         raise UsageError(f"node {peer.node} ({peer.address}): {said['problem']}")
@@ -147,7 +142,6 @@ def _checked(plan: Plan, peer: NodeConnection, found: Collection[int]) -> Mappin
         twice = f"node {peer.node} is there twice" if peer.node in found else f"it says {said}, node 0 {_hello(plan)}"
         remedy = "give every node the same --nnodes and --nproc-per-node, and a --node-rank of its own"
         raise UsageError(f"a node at {peer.address} does not fit: {twice}; {remedy}")
-    return settings
 
 
 def _connect(plan: Plan, deadline: float) -> NodeConnection:

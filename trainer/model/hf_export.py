@@ -1,13 +1,13 @@
 """The weights as Hugging Face names them: each tensor whole on the one rank that owns it, or all of them gathered to rank 0.
 
-    parameter of this rank --(merge over its tensor-parallel group)--> Hugging Face tensors --> owned, or sent to rank 0
+    parameter, in parts on a tensor-parallel group --(gathered on one of them)--> Hugging Face tensors --> owned, or sent to rank 0
 
-An owner is the first tensor-parallel and data-parallel rank of a pipeline stage, and of each expert-parallel part for its experts.
+The ranks that hold copies or parts of a parameter share the work: those of a pipeline stage, and of its experts those with these experts.
+Each owns about as many bytes, and a small model has fewer owners.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.hf_load import EXPERT_MARK, expert_names, tensor_group
 
+PART_BYTES = 1 << 30
+"""Of weights as published, that an owner has at least where there are several: less is not worth another server and its connections."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -29,7 +32,9 @@ class Parameter:
     live: torch.Tensor
     """This rank's part."""
     group: Any
-    """The ranks that hold the parts of one copy of it; the first of them gets the whole."""
+    """The ranks that hold the parts of one copy of it."""
+    owner: int
+    """The global rank, of this group, that gets the whole."""
 
 
 class HfExport:
@@ -41,46 +46,63 @@ class HfExport:
     def __init__(self, model: Model) -> None:
         self.hf = model.hf
         live = model.gpt.state_dict(keep_vars=True)  # with buffers that are saved: the router's correction bias
-        self.parameters = [part for name, whole in expert_names(model.gpt).items() if (part := exported(whole, live[name]))]
-        rank = dist.get_rank()
-        mine = [HfTensor(name, tuple(whole.shape), str(whole.dtype)[len("torch.") :], rank) for name, whole in self.held_tensors()]
+        whole_names = expert_names(model.gpt)
+        dense = [(whole, live[name]) for name, whole in whole_names.items() if EXPERT_MARK not in whole]
+        experts = [(whole, live[name]) for name, whole in whole_names.items() if EXPERT_MARK in whole]
+        ps = parallel_state
+        replica, num_replicas = (
+            ps.get_data_parallel_rank(with_context_parallel=True),
+            ps.get_data_parallel_world_size(with_context_parallel=True),
+        )
+        parameters = self._dealt(dense, replica, num_replicas)
+        parameters += self._dealt(experts, ps.get_expert_data_parallel_rank(), ps.get_expert_data_parallel_world_size())
+        mine = [found for parameter in parameters if parameter.owner == dist.get_rank() for found in self._forms(parameter)]
         self.owned: dict[str, HfTensor] = {}
-        for found in chain.from_iterable(parallel.gather(mine, list[HfTensor])):
-            self.owned.setdefault(found.name, found)
+        for of_rank in parallel.gather(mine, list[HfTensor]):
+            for found in of_rank:
+                self.owned.setdefault(found.name, found)
         self.owners = sorted({0, *(found.rank for found in self.owned.values())})
+        self.parameters = [one for one in parameters if self.owned[self.hf.rule(one.name).names[0]].rank == one.owner]
 
-    def held_tensors(self, first: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank has whole after merging over tensor-parallel groups, by Hugging Face name.
+    def _dealt(self, held: Sequence[tuple[str, Any]], replica: int, num_replicas: int) -> list[Parameter]:
+        """Of the parameters of which all `num_replicas` groups hold a copy, those that this rank's group exports, each with its owner."""
+        if not held:
+            return []
+        group = tensor_group(held[0][0])
+        sizes = [live.numel() * (1 if self.hf.rule(name).dim is None else group.size()) for name, live in held]
+        loads = [0] * min(num_replicas * group.size(), max(1, 2 * sum(sizes) // PART_BYTES))
+        mine = []
+        for (name, live), size in zip(held, sizes, strict=True):
+            place = loads.index(min(loads))  # the same on all of them
+            loads[place] += size
+            if place // group.size() == replica:
+                mine.append(Parameter(name, live, group, dist.get_global_rank(group, place % group.size())))
+        return mine
 
-        first: only the groups whose first rank is this one.
-        """
-        seen = set()
-        for parameter in self.parameters:
-            if first is not None and dist.get_global_rank(parameter.group, 0) != first:
-                continue
-            whole = self.hf.merge(parameter.name, self.parts(parameter))
-            for name, tensor in zip(self.hf.rule(parameter.name).names, whole, strict=True):
-                if name not in seen and parameter.group.rank() == 0:
-                    seen.add(name)
-                    yield name, tensor
+    def _forms(self, parameter: Parameter) -> Iterator[HfTensor]:
+        """Of the tensors of a parameter that this rank owns."""
+        live, count = parameter.live, 1 if self.hf.rule(parameter.name).dim is None else parameter.group.size()
+        whole = self.hf.merge(parameter.name, [torch.empty(live.shape, device="meta")] * count)
+        for name, tensor in zip(self.hf.rule(parameter.name).names, whole, strict=True):
+            yield HfTensor(name, tuple(tensor.shape), str(live.dtype).removeprefix("torch."), parameter.owner)
 
-    def parts(self, parameter: Parameter) -> list[torch.Tensor]:
-        """What each rank of its group has of the parameter."""
-        mine, count = parameter.live.data, parameter.group.size()
-        if self.hf.rule(parameter.name).dim is None or count == 1:
-            return [mine]
-        parts = [torch.empty_like(mine) for _ in range(count)]
-        dist.all_gather(parts, mine.contiguous(), group=parameter.group)
+    def _parts(self, parameter: Parameter) -> list[torch.Tensor]:
+        """On its owner: what each rank of its group has of the parameter; nothing elsewhere."""
+        mine, group, is_owner = parameter.live.data, parameter.group, parameter.owner == dist.get_rank()
+        if self.hf.rule(parameter.name).dim is None or group.size() == 1:
+            return [mine] if is_owner else []
+        parts = [torch.empty_like(mine) for _ in range(group.size())] if is_owner else []
+        dist.gather(mine.contiguous(), parts or None, parameter.owner, group=group)
         return parts
 
-    def owned_tensors(self, first: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of what this rank owns, nothing on most ranks; every rank must run it to its end. first: as in `held_tensors`.
+    def owned_tensors(self, owner: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of what this rank owns, nothing on some; every rank must run it to its end. owner: of this rank's alone.
 
         Tensors may be views of the live weights: use or copy them before the next step.
         """
-        for name, tensor in self.held_tensors(first):
-            if self.owned[name].rank == dist.get_rank():
-                yield name, tensor
+        for parameter in self.parameters:
+            if owner in (None, parameter.owner) and (parts := self._parts(parameter)):
+                yield from zip(self.hf.rule(parameter.name).names, self.hf.merge(parameter.name, parts), strict=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of the whole model on rank 0 and nothing elsewhere; every rank must run it to its end. As `owned_tensors`.
@@ -98,18 +120,12 @@ class HfExport:
                         dist.send(tensor.contiguous(), 0)
 
     def received(self, owner: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank 0: what `owner` sends."""
+        """On rank 0: what `owner` sends, and of what both hold parts first the part here."""
+        helped = {self.hf.rule(one.name).names[0]: one for one in self.parameters if one.owner == owner}
         for found in self.owned.values():
             if found.rank == owner:
+                if found.name in helped:
+                    self._parts(helped[found.name])
                 tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype), device=parallel.device())
                 dist.recv(tensor, owner)
                 yield found.name, tensor
-
-
-def exported(name: str, live: Any) -> Parameter | None:
-    """How this rank takes part in exporting a parameter of it; None where another data-parallel rank does."""
-    if EXPERT_MARK in name:
-        replica = parallel_state.get_expert_data_parallel_rank()
-    else:
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return Parameter(name, live, tensor_group(name)) if replica == 0 else None

@@ -65,7 +65,7 @@ class Learner:
 
     def learning_rates(self, num_steps: int) -> list[float]:
         """Of the next optimizer steps, by the schedule."""
-        last = self.config.rollout.num_rollout * self.config.rollout.num_steps_per_rollout
+        last = self.config.rollout.num_rollout * self.config.rollout.num_updates_per_rollout
         return [learning_rate(self.config.optimizer, self.num_updates + i, num_updates=last) for i in range(num_steps)]
 
     def _gradient(self, part: Batch, loss_of_rows: Callable[[int, int], Any]) -> dict[str, float]:

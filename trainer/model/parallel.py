@@ -19,7 +19,7 @@ from slimebus.config import RunConfig
 from slimebus.config.schema import TrainerConfig
 from trainer.arguments.checks import check_layout
 from trainer.arguments.megatron_options import expert_ranks
-from trainer.arguments.rank_settings import disagreements, refusal
+from trainer.arguments.rank_settings import check_agreement
 from trainer.compat.gloo_device import shared_gloo_device
 
 # a rank that has died is noticed after this long
@@ -51,7 +51,11 @@ def start(config: RunConfig, settings: Mapping[str, str]) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        _check_agreement(settings)
+        try:
+            check_agreement(gather(dict(settings), dict[str, str]))
+        except ConfigError:
+            dist.destroy_process_group()
+            raise
         parallel_state.initialize_model_parallel(
             sizes.tensor_model_parallel_size,
             sizes.pipeline_model_parallel_size,
@@ -73,13 +77,6 @@ def _store(world_size: int) -> dist.Store | None:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
-
-
-def _check_agreement(settings: Mapping[str, str]) -> None:
-    """Whoever started the ranks: torchrun and Slurm compare nothing."""
-    if differing := disagreements(gather(dict(settings), dict[str, str]) if has_others() else [], "rank"):
-        dist.destroy_process_group()
-        raise ConfigError(refusal(differing, "rank"))
 
 
 def stop() -> None:

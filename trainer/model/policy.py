@@ -16,6 +16,7 @@ from trainer.model.hf_export import HfExport
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference
+from trainer.objective.lag_metrics import thinned
 from trainer.objective.objective import Objective
 
 
@@ -32,31 +33,32 @@ class Policy(Learner):
     def train(
         self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None, learning_rates: Sequence[float] = ()
     ) -> dict[str, float]:
-        """Train on a batch of groups, in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on every rank
-        (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch. learning_rates: of
-        each optimizer step; none: those of the schedule.
+        """Train on a batch of groups, in each pass in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on
+        every rank (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch. learning_rates: of each
+        optimizer step of all passes; none: those of the schedule.
 
             share the batch -> forward passes, each a column -> advantages -> for each part: prepare, packed rows, loss, optimizer step
 
         Each group then knows whether it had a gradient. Raises SlimebusError `nonfinite` when the loss or gradient is not finite and
         `on_nonfinite` says stop, or too often.
         """
-        batch = self._add_logprob_columns(self._shared(groups, version), num_steps)
+        num_passes = self.config.rollout.num_passes_per_rollout
+        batch = self._add_logprob_columns(self._shared(groups, version), num_steps * num_passes)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
-        rates = learning_rates or self.learning_rates(num_steps)
-        for groups_of_step, lr in zip(batch.cut_groups(num_steps), rates, strict=True):
-            samples, counts = update.choose_samples(batch, groups_of_step, self.objective)
-            metrics, logprobs = self._train_part(batch.select(samples), lr, is_first=not made)
-            trained.append(samples)
-            made.append(counts | metrics)
-            new_logprobs.append(logprobs)
-        kept = np.concatenate(trained)
+        rates = learning_rates or self.learning_rates(num_steps * num_passes)
+        for i, (samples, lr) in enumerate(zip(batch.cut_groups(num_steps) * num_passes, rates, strict=True)):
+            metrics, kept, logprobs = self._train_part(batch.select(samples), lr, is_first=i == 0)
+            if i < num_steps:
+                trained.append(samples[kept])
+                new_logprobs.append(logprobs)
+            made.append(metrics if i < num_steps else {name: metrics[name] for name in metrics.keys() - update.OF_THE_BATCH})
+        with_gradient = np.concatenate(trained)
         for i, group in enumerate(groups or ()):
-            group.has_gradient = bool(np.isin(i, batch.group_of[kept]))
+            group.has_gradient = bool(np.isin(i, batch.group_of[with_gradient]))
         gather_weights(self.model)
-        seen = batch.select(kept).with_columns({"new_logprobs": np.concatenate(new_logprobs)})
-        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | self.objective.lag_metrics(seen)
+        lag = self.objective.lag_metrics(thinned(batch, with_gradient, np.concatenate(new_logprobs)))
+        return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | lag
 
     def refresh_reference(self, num_steps: int) -> None:
         """Make the model as it is now the reference, if one is held and so many steps of the run are a multiple of its interval."""
@@ -77,16 +79,20 @@ class Policy(Learner):
             columns |= dict.fromkeys(wanted, self._forward(batch))
         return batch.with_columns(columns)
 
-    def _train_part(self, part: Batch, lr: float, *, is_first: bool) -> tuple[dict[str, float], np.ndarray]:
-        """One optimizer step on all of `part`, or none where nothing in it has a gradient; metrics, and new_logprobs of its tokens, [N]."""
+    def _train_part(self, part: Batch, lr: float, *, is_first: bool) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+        """One optimizer step on `part`, or none where nothing in it has a gradient; metrics, the samples that have one (indices), and
+        new_logprobs of all their tokens. What each token weighs, and all that `prepare` chooses, is of the whole part: samples that are
+        left out of the forward pass, as they have no gradient, count in it.
+        """
+        samples, counts = update.choose_samples(part, self.objective)
         metrics, logprobs = {"lr": lr} | update.NO_STEP, np.zeros(0, np.float32)
-        if part.num_samples:
+        if len(samples):
             if not is_first and self.objective.needs_pass("current_logprobs"):
                 part = part.with_columns({"current_logprobs": self._forward(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
-            metrics, logprobs = self._step(part, lr)
+            metrics, logprobs = self._step(part.select(samples), lr)
         self._count_update(metrics)
-        return metrics, logprobs
+        return counts | metrics, samples, logprobs
 
     def _step(self, part: Batch, lr: float) -> tuple[dict[str, float], np.ndarray]:
         """One optimizer step at this learning rate times the plug-ins' factors; metrics and new_logprobs, 0 where the mask is 0."""

@@ -28,7 +28,9 @@ log = logging.getLogger("trainer")
 
 NO_STEP = {"loss": 0.0, "grad_norm": 0.0, "updated": 0.0, "nonfinite": 0.0}
 """The metrics of an optimizer step on nothing."""
-COUNTED = ("samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups", "updated", "nonfinite")
+OF_THE_BATCH = {"samples", "tokens", "zero_variance_groups"}
+"""Counts that are the same in every pass over a batch."""
+COUNTED = OF_THE_BATCH | {"samples_trained", "tokens_trained", "updated", "nonfinite"}
 
 
 def rank_layout(model: Model) -> RankLayout:
@@ -112,21 +114,19 @@ class TokenValues:
         return self._flat.cpu().numpy()
 
 
-def choose_samples(batch: Batch, groups: range, objective: Objective) -> tuple[np.ndarray, dict[str, float]]:
-    """Indices of the samples of these groups that have a gradient, and counts for the metrics.
+def choose_samples(part: Batch, objective: Objective) -> tuple[np.ndarray, dict[str, float]]:
+    """Indices of the samples that have a gradient, and counts for the metrics.
 
     Groups whose advantages are all 0 have none, unless a KL or entropy term or the algorithm gives them one.
     """
-    is_part = (batch.group_of >= groups.start) & (batch.group_of < groups.stop)
-    trained, signal = batch.sample_sums(np.ones(batch.num_tokens)), batch.sample_sums(batch["advantages"] != 0)
-    has_signal = np.bincount(batch.group_of, weights=signal) > 0
-    kept = is_part & (trained > 0) & (objective.trains_without_advantage | has_signal[batch.group_of])
+    trained, has_signal = part.sample_sums(np.ones(part.num_tokens)), part.has_signal
+    kept = (trained > 0) & (objective.trains_without_advantage | has_signal[part.group_of])
     counts = {
-        "samples": is_part.sum(),
+        "samples": part.num_samples,
         "samples_trained": kept.sum(),
-        "tokens": batch.lengths[is_part].sum(),
+        "tokens": part.num_tokens,
         "tokens_trained": trained[kept].sum(),
-        "zero_variance_groups": 0 if objective.algorithm.is_supervised else (~has_signal[groups.start : groups.stop]).sum(),
+        "zero_variance_groups": 0 if objective.algorithm.is_supervised else (~has_signal).sum(),
     }
     return np.flatnonzero(kept), {name: float(count) for name, count in counts.items()}
 

@@ -83,7 +83,7 @@ class Objective:
     @property
     def old_is_of_the_training_pass(self) -> bool:
         """Whether old_logprobs are those of the only optimizer step's own pass, so that the ratio is 1."""
-        is_only = self.config.rollout.num_steps_per_rollout == 1
+        is_only = self.config.rollout.num_updates_per_rollout == 1
         return is_only and self.recomputes_old_logprobs and "old_logprobs" not in self.fields
 
     @property

@@ -68,15 +68,15 @@ class Plugin:
         return iter(())
 
     def prepare(self, part: Batch) -> Mapping[str, Column | np.ndarray]:
-        """Columns that `part`, all that one optimizer step trains on, gets: [N] arrays, or Columns of another scope.
+        """Columns that `part`, all samples of one optimizer step, gets: [N] arrays, or Columns of another scope.
 
         Called once for each optimizer step, on rank 0, so that a choice over the whole step depends on no row, rank or layout.
         """
         return {}
 
     def learning_rate_factor(self, part: Batch) -> float:
-        """What the learning rate of this optimizer step is multiplied with. Called on rank 0 when the gradient is there: `part` has the
-        columns of `prepare`, and `new_logprobs`, [N] of the training pass itself. A finite number, 0 or above.
+        """What the learning rate of this optimizer step is multiplied with. Called on rank 0 when the gradient is there: `part`, of the
+        samples that have one, has the columns of `prepare`, and `new_logprobs`, [N] of the training pass. A finite number, 0 or above.
         """
         return 1.0
 

@@ -64,10 +64,12 @@ def of_importance_weights(objective: Objective) -> Iterator[str]:
         )
     if weights and a.use_rollout_logprobs:
         why = f"with use_rollout_logprobs: true the weight of {weights[0]} stands in the place of the ratio, which is 1"
-        remedy = f"set use_rollout_logprobs: false and rollout.num_steps_per_rollout above 1, or remove {weights[0]}"
+        remedy = (
+            f"set use_rollout_logprobs: false and rollout.num_steps_per_rollout or num_passes_per_rollout above 1, or remove {weights[0]}"
+        )
     elif objective.old_is_of_the_training_pass:
         why = "with use_rollout_logprobs: false and one optimizer step on a batch old is the policy being trained, so the ratio is 1"
-        remedy = "set rollout.num_steps_per_rollout above 1, or use_rollout_logprobs: true"
+        remedy = "set rollout.num_steps_per_rollout or num_passes_per_rollout above 1, or use_rollout_logprobs: true"
     else:
         return
     if algorithm.needs_ratio:

@@ -67,7 +67,7 @@ class Publication:
             if chain is None:
                 check_reach(weights.weights_bind)
         if self._client is not None:
-            keyring = PullKeyring.of(self._client)
+            keyring = PullKeyring.for_client(self._client)
             self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
         elif chain is None and self.resolved.keys_path is not None:
             self._key_client = connect.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
@@ -78,7 +78,7 @@ class Publication:
             first_version=version,
             threads=num_threads(shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
-        self.part = RankPart(weights, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
+        self.part = RankPart(self.config, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
         part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
         log.info("weights at %s%s, codec %s", self.part.address, part, codec_path())
 

@@ -5,8 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.client.pull_keyring import PullKeyring
-from slimebus.config.schema import WeightsConfig
+from slimebus.config.schema import RunConfig
 from slimebus.security.exposure import advertised
 from slimebus.telemetry.spans import Spans
 from slimebus.weights.files.disk_chain import DiskChain
@@ -30,7 +31,7 @@ class RankPart:
 
     def __init__(
         self,
-        config: WeightsConfig,
+        config: RunConfig,
         store: VersionStore,
         keyring: PullKeyring | None,
         report: Callable[[int, Part], None],
@@ -46,9 +47,10 @@ class RankPart:
         if chain is not None:
             self.address = chain.address
         else:
-            self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=FANOUT)
+            bind, limits = bind_of(config.weights.weights_bind, place), Limits(max_connections=connections_of(config.broker.max_clients))
+            self.server = WeightServer(store, bind=bind, keyring=keyring, degree=FANOUT, limits=limits)
             public = keyring.pair.public if keyring else ""
-            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise, broker), public)
+            self.address = with_key(advertised(self.server.endpoint, config.weights.weights_advertise, broker), public)
         self._snapshot = HostSnapshot()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None

@@ -48,7 +48,7 @@ class BrokerSession:
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}
         welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s, take_over=take_over)
-        connect.say_starting(self.client, welcome, "loads its model", self._on_lost)
+        connect.report_starting(self.client, welcome, "loads its model", self._on_lost)
         self._beat_every_s = welcome.heartbeat_s
         t, run = self.config.trainer, {"name": self.config.name, "config": without_secrets(self.config)}
         run["id"] = blake3(str(resolved.run_dir.resolve()).encode()).hexdigest()[:16]  # a resumed run goes on as the same one

@@ -93,7 +93,7 @@ class ReplaySource:
         from trainer.objective.build_objective import build_objective
 
         self._vocab_size, self._fields = vocab_size, build_objective(self.config, self._base).fields
-        last, num_steps = max(self.rows), self.config.rollout.num_steps_per_rollout
+        last, rollout = max(self.rows), self.config.rollout
         steps = f"step {last}" if last == self.first_step else f"steps {self.first_step} to {last}"
         what = f"{steps} of {self.folder}"
         log.info("replays %s, metrics in %s", what, self.metrics)
@@ -101,7 +101,11 @@ class ReplaySource:
             log.warning("%d later steps are there and not replayed: rollout.num_rollout is %d", self.num_left_out, last + 1)
         if self.has_own_rates:
             log.info("the learning rates are those of the options given, not the recorded ones")
-        elif lacking := [s for s, row in self.rows.items() if len(row.learning_rates) != min(num_steps, len(row.groups))]:
+        elif lacking := [
+            s
+            for s, row in self.rows.items()
+            if len(row.learning_rates) != min(rollout.num_steps_per_rollout, len(row.groups)) * rollout.num_passes_per_rollout
+        ]:
             text = "no learning rate is recorded of step %d%s for each optimizer step: it is the schedule's, counted from its checkpoint"
             log.warning(text, lacking[0], f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
 

@@ -20,8 +20,8 @@ NUM_QUANTILES = 21
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """How a batch is trained: in so many optimizer steps at these learning rates, and whether a version is published after it. stops: not
-    at all, the run stops."""
+    """How a batch is trained: in so many optimizer steps a pass, at these learning rates over all passes, and whether a version is
+    published after it. stops: not at all, the run stops."""
 
     num_steps: int = 0
     learning_rates: tuple[float, ...] = ()
@@ -59,12 +59,12 @@ class StepBatch(msgspec.Struct):
         """Those of all groups."""
         return [sample for group in self.groups for sample in group.samples]
 
-    def plan(self, schedule: Sequence[float]) -> StepPlan:
-        """How this batch is trained: in an optimizer step for each learning rate of the schedule, fewer where it has fewer groups. Rates
-        that are recorded of as many steps go before those of the schedule."""
-        num_steps = min(len(schedule), len(self.groups))
-        if len(self.learning_rates) != num_steps:
-            self.learning_rates = tuple(schedule[:num_steps])
+    def plan(self, schedule: Sequence[float], num_passes: int = 1) -> StepPlan:
+        """How this batch is trained: in an optimizer step for each learning rate of the schedule, of which each pass has its share, fewer
+        where it has fewer groups. Rates that are recorded of as many steps go before those of the schedule."""
+        num_steps = min(len(schedule) // num_passes, len(self.groups))
+        if len(self.learning_rates) != num_steps * num_passes:
+            self.learning_rates = tuple(schedule[: num_steps * num_passes])
         return StepPlan(num_steps, self.learning_rates, publishes=self.next_version > self.version)
 
     def record(self) -> dict[str, Any]:

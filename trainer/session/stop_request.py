@@ -19,8 +19,6 @@ SAME_ERROR_S = 5.0
 """How long a rank other than 0 that fails lets rank 0 say what is wrong: mostly it is the same, and the launcher then ends the others."""
 FIRST_ERROR_S = 2.0
 """How long rank 0 waits with an error that may be the death of another rank: the launcher, which names that one, ends it meanwhile."""
-DEADLINE_S = 25.0
-"""Slurm kills 30 s after its SIGTERM."""
 LOOK_S = 5
 """How often after the signal the deadline is looked at, and whether the broker, which may have been stopped too, still answers."""
 
@@ -29,11 +27,11 @@ class StopRequest:
     """Installed in the main thread of each rank. Outside of `deferred` a signal raises KeyboardInterrupt at once.
 
     More SIGTERMs do not disturb the leaving: the kernel may send one for each thread of a parent that is killed. A second Ctrl-C, the
-    deadline, or a broker that is silent (`is_broker_silent`, on rank 0) raises KeyboardInterrupt.
+    deadline, or a broker that is silent (`is_broker_silent`, on rank 0) raises KeyboardInterrupt. grace_s: from the signal to the deadline.
     """
 
-    def __init__(self) -> None:
-        self.is_made = False
+    def __init__(self, grace_s: float = 25.0) -> None:
+        self.grace_s, self.is_made = grace_s, False
         self.is_broker_silent: Callable[[], bool] = lambda: False
         self._is_deferred = False
         self._deadline = float("inf")
@@ -82,6 +80,6 @@ class StopRequest:
             self.is_made = True
             raise KeyboardInterrupt
         else:
-            self.is_made, self._deadline = True, now + DEADLINE_S
-            log.info("%s: saving a checkpoint when this step is done, for %.0f s at most", signal.Signals(number).name, DEADLINE_S)
+            self.is_made, self._deadline = True, now + self.grace_s
+            log.info("%s: saving a checkpoint when this step is done, for %.0f s at most", signal.Signals(number).name, self.grace_s)
         signal.alarm(LOOK_S)

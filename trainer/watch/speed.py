@@ -45,7 +45,7 @@ class Speed:
     """Metrics of speed, on rank 0. Every rank makes one."""
 
     def __init__(self, policy: Policy) -> None:
-        config = policy.model.config
+        config, self.num_passes = policy.model.config, policy.config.rollout.num_passes_per_rollout
         mine = {local.key: local.whole for local in trained_state.weights(policy)}
         shapes = {key: shape for of_rank in parallel.gather(mine, dict[str, tuple[int, ...]]) for key, shape in of_rank.items()}
         share = (config.moe_router_topk / config.num_moe_experts) if config.num_moe_experts else 1.0
@@ -57,8 +57,9 @@ class Speed:
         self.peak = None if one is None else one * torch.distributed.get_world_size()
 
     def of(self, batch: StepBatch, train_s: float) -> dict[str, float]:
-        """Of the groups that had a gradient. tokens_per_s: their tokens by the time of the step; mfu: of forward and backward over them."""
-        lengths = [len(sample.tokens) for group in batch.groups if group.has_gradient for sample in group.samples]
+        """Of the groups that had a gradient, in each pass. tokens_per_s: their tokens by the time of the step; mfu: of forward and backward
+        over them."""
+        lengths = [len(sample.tokens) for group in batch.groups if group.has_gradient for sample in group.samples] * self.num_passes
         metrics = {"tokens_per_s": sum(lengths) / max(train_s, 1e-9)}
         if self.peak is not None:
             metrics["mfu"] = step_flops(lengths, self.parameters, self.attention_width) / (max(train_s, 1e-9) * self.peak)

@@ -3,7 +3,7 @@
     connection -> handshake -> [version, id, domain, address, identity, mechanism, key] -> 200 user id | 400 | 500
 
 The user id of a connection is its public key: every frame received carries it (`User-Id`), so each message is judged by the
-key that signed it, whatever name or socket identity it claims. A key that is revoked loses the right to be heard at its next message.
+key that signed it, for any name or socket identity that it claims. A key that is revoked loses the right to be heard at its next message.
 """
 
 import contextlib

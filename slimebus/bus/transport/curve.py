@@ -20,7 +20,7 @@ SERVER_EVENTS = _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 DEAD_S = 20
-"""A connection whose other side acknowledges nothing for so long, or reads none of what waits for it, is closed."""
+"""A connection is closed when its other side acknowledges nothing, or reads none of what waits for it, for so long."""
 
 
 def close_dead_connections(socket: Any) -> None:

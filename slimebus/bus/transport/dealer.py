@@ -60,8 +60,8 @@ class Dealer:
         self._connect(socket, address)
         return socket
 
-    def follow(self) -> bool:
-        """Note what became of handshakes; True when a refused connection was made anew: libzmq does not try again by itself."""
+    def follow(self) -> None:
+        """Note what became of handshakes; a refused connection is made anew, for libzmq does not try again by itself."""
         for event, value in handshakes(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.refusal, self._num_refusals, self.reopen_at = "", 0, float("inf")
@@ -71,13 +71,12 @@ class Dealer:
             elif self.reopen_at == float("inf"):
                 self._note_refusal(event, value)
         if time.monotonic() < self.reopen_at:
-            return False
+            return
         self.reopen_at = float("inf")
         if self.credentials is not None:
             self.credentials.after_refusal()
         self.close()
         self._open()
-        return True
 
     def _note_refusal(self, event: int, value: int) -> None:
         self._num_refusals += 1

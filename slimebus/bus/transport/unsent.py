@@ -40,7 +40,7 @@ class Unsent:
         return peer in self._by_peer
 
     def to_track(self, peer: bytes, size: int, *, at_once: bool) -> int:
-        """The bytes for which the next reply, of `size` bytes, is to be tracked; 0 for not yet. at_once: whatever its size."""
+        """The bytes for which the next reply, of `size` bytes, is to be tracked; 0 for not yet. at_once: of any size."""
         size += self._small.get(peer, 0)
         if at_once or size >= TRACKED_BYTES:
             return size

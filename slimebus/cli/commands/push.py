@@ -10,7 +10,7 @@ import xxhash
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.client.connect import broker_address
-from slimebus.client.prompts import PromptClient, Pushed, batches_of, in_all
+from slimebus.client.prompts import PromptClient, Pushed, batches_of, sum_pushes
 from slimebus.config import Resolved
 from slimebus.config.flags import ConfigCommand, Target, asks_broker, of_run
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader
@@ -46,10 +46,10 @@ def _push_file(client: PromptClient, resolved: Resolved, file: Path, key: str, f
         for number, batch in enumerate(batches_of(records_of(file, resolved, []))):
             done.append(client.push_batch(batch, key=f"{key or digest}/{number}", front=front))
     except SlimebusError:
-        if accepted := in_all(done).accepted:
+        if accepted := sum_pushes(done).accepted:
             click.echo(f"{accepted} prompts were pushed; the same command goes on behind them", err=True)
         raise
-    return in_all(done)
+    return sum_pushes(done)
 
 
 def _checked(file: Path, resolved: Resolved) -> str:

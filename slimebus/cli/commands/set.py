@@ -23,7 +23,7 @@ def set_(run: Target, broker: str | None, as_json: bool, timeout_s: float) -> No
     """Change settings of a run while it goes on; without a NAME, show those that can be changed and their values.
 
     NAME is a config field with or without its section, as in `max-staleness 4` or `broker.max_staleness=4`. All are changed or none.
-    They hold from the first step on whose batch is not chosen yet, and over restarts of the broker.
+    They hold from the first step without a chosen batch on, and over restarts of the broker.
     """
     settings = parse(run.names)
     with visit(run.resolved, broker, what="set", patience_s=min(timeout_s, RESTART_S)) as client:

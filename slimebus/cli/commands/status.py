@@ -19,7 +19,7 @@ EXIT_STALLED = 3
 EXIT_UNREACHABLE = 4
 POLL_S, PLAIN_POLL_S = 1.0, 5.0
 PATIENCE_S = 600.0
-"""A watched run whose broker is silent for longer is given up."""
+"""A watched run is given up when its broker is silent for longer."""
 
 
 @click.command(cls=ConfigCommand)
@@ -31,10 +31,10 @@ PATIENCE_S = 600.0
 )
 @click.pass_context
 def status(ctx: click.Context, run_yaml: Path | None, broker: str | None, as_json: bool, watch: bool, timeout_s: float) -> None:
-    """Show the step, reward and lag, every process and who waits for whom.
+    """Show the step, reward and lag, every process and what it waits for.
 
     Exit code 0 while the run moves or has finished, 3 when it is stalled (the first line names the role, the process and the reason),
-    4 when no broker answers. Of a run whose broker has ended, the last status in its run directory is shown.
+    4 when no broker answers. When the broker has ended, the last status in the run directory is shown.
     """
     resolved = from_context(ctx, run_yaml)
     is_supervised = resolved.config.algorithm.is_supervised

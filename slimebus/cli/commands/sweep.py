@@ -14,7 +14,7 @@ import click
 def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
     """Run every trial of SWEEP.yaml that is not over yet, then compare them (docs/sweep.md).
 
-    Each trial is a `slimebus up` in a run directory of its own. Started again after whatever ended it, the sweep goes on where it was. A
+    Each trial is a `slimebus up` in a run directory of its own. Started again, the sweep continues where it ended. A
     trial that fails is a line of the table with its reason; an option that does not exist is refused before anything starts.
     """
     from slimebus.process.launch import interrupt_on_sigterm

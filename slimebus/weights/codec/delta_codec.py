@@ -14,7 +14,7 @@ A payload is one unit for every 2**22 values, in order, the last one shorter. A 
     3 dense     (empty)           a nibble per value            wides, u8   escapes, u16
     4 rare      gaps, Rice code   a nibble per changed value    wides, u8   escapes, u16
 
-A stream whose stored size equals its raw size is raw; a smaller one is one zstd frame. docs/weights.md says every byte.
+A stream with a stored size equal to its raw size is raw; a smaller one is one zstd frame. docs/weights.md says every byte.
 Steps are differences modulo 2**16 of bit patterns, so deltas add up: `merge` needs no copy of any version.
 """
 

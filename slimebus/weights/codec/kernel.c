@@ -29,8 +29,8 @@
 
 #define LINE_BYTES 64
 #define SKIP 255u   /* a gap byte that moves on by 255 values and names none */
-#define WIDE 15u    /* a nibble whose step stands in the wide stream, less WIDE */
-#define ESCAPE 255u /* a wide byte whose difference stands in the escape stream */
+#define WIDE 15u    /* a nibble with its step in the wide stream, less WIDE */
+#define ESCAPE 255u /* a wide byte with its difference in the escape stream */
 
 /* Output of a scan; the capacities are the caller's promise (see CKernel in kernel.py). */
 typedef struct {

@@ -29,8 +29,8 @@ class Changes(NamedTuple):
 
 
 SKIP = 255  # a gap byte that moves on by 255 values and names none
-WIDE = 15  # a nibble whose step stands in the wide stream, less WIDE
-ESCAPE = 255  # a wide byte whose difference stands in the escape stream
+WIDE = 15  # a nibble with its step in the wide stream, less WIDE
+ESCAPE = 255  # a wide byte with its difference in the escape stream
 
 
 class Kernel:

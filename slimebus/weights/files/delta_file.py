@@ -21,7 +21,7 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
-from slimebus.weights.pull.plan import Job, Plan
+from slimebus.weights.pull.plan import Plan, TensorDownload
 from slimebus.weights.tensors import NO_BASE, Target, Tensor, Weights, checksum, digest_of, rounded
 
 MAGIC = b"SLMBDF01"
@@ -127,14 +127,14 @@ def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None
             continue
         if entry.kind == SAME or (entry.kind == DELTA and base is None):
             raise FatalWeightsError(f"tensor {entry.name!r} of version {manifest.version} is {entry.kind}, and there is no base")
-        job = Job(entry, plan.known[entry.name] if entry.kind == DELTA else None, folder)
+        download = TensorDownload(entry, plan.known[entry.name] if entry.kind == DELTA else None, folder)
         offset = 0
         for piece in delta.payloads[entry.name]:
-            job.put(offset, memoryview(piece))
+            download.write(offset, memoryview(piece))
             offset += len(piece)
-        if not job.is_right():
+        if not download.verify():
             raise WeightsError(f"tensor {entry.name!r} of version {manifest.version} does not have the bytes that its manifest says")
-        plan.keep_verified(job, target)
+        plan.keep_verified(download, target)
     return plan.finish(manifest.tensors, target)
 
 

@@ -27,7 +27,7 @@ from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.messages import DELTA, SAME, Manifest
 from slimebus.weights.pull.plan import Plan
-from slimebus.weights.pull.pull_loop import HostPullSharing, NextRound, PullLoop
+from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop, RetryPull
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum
 
@@ -151,7 +151,7 @@ class DiskChain:
         self._retried(manifest.version, lambda: delta_file.write(path, manifest, payloads()))
 
     def announce(self, version: int, digest: str) -> None:
-        """Let readers see the version, of which this part and all others are written. Raises WeightsError."""
+        """Let readers see the version, once this part and all others are written. Raises WeightsError."""
         latest = self._retried(version, lambda: read_latest(self.folder))
         if latest is not None and (latest.version, latest.digest) == (version, digest):
             return
@@ -220,13 +220,13 @@ class DiskPuller(PullLoop):
         try:
             latest = read_latest(self.folder)
             if latest is None:
-                raise NextRound("there is no version yet")
+                raise RetryPull("there is no version yet")
             if plan.have is not None and plan.have.lineage == self.folder.name and latest.version < plan.have.version:
                 stale = f"says version {latest.version}, and {plan.have.version} was read before"
-                raise NextRound(f"{self.folder / LATEST} {stale}; it is stale")
+                raise RetryPull(f"{self.folder / LATEST} {stale}; it is stale")
             return self._checked(latest, self._shared(latest, plan, deadline) or self._follow(latest, plan.have))
         except (WeightsError, OSError) as problem:  # a version that was collected under our feet, a file not yet visible, a stale mount
-            raise NextRound(str(problem)) from None
+            raise RetryPull(str(problem)) from None
 
     def _checked(self, latest: Latest, weights: Weights) -> Weights:
         if weights.digest != latest.digest:

@@ -63,4 +63,4 @@ class FileLock:
         """For people."""
         with contextlib.suppress(OSError, ValueError):
             return f"process {int(self.path.read_text()[:20])}"
-        return f"whoever made {self.path}"
+        return f"the owner of {self.path}"

@@ -73,7 +73,7 @@ class SharedVersion:
 
     @property
     def tag(self) -> str:
-        """What an engine is told its weight version is."""
+        """The weight version that an engine gets with it."""
         return f"{self.lineage}:{self.version}"
 
 
@@ -91,7 +91,7 @@ Buffer = NDArray[np.uint8]
 
 
 class SharedFolder:
-    """Used by one pull at a time. `find` gives no byte that does not hash to what was asked for, whoever wrote it."""
+    """Used by one pull at a time. `find` gives no byte that does not hash to what was asked for, from any writer."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
@@ -228,12 +228,12 @@ class SharedFolder:
 
     # --- versions ---
 
-    def hold(self, weights: Weights) -> Weights:
+    def place_in_memory(self, weights: Weights) -> Weights:
         """The same version with every tensor in this folder; what came by another way is copied into it."""
-        tensors = {form.name: self._held(form, weights.tensors[form.name]) for form in weights.forms}
+        tensors = {form.name: self._placed(form, weights.tensors[form.name]) for form in weights.forms}
         return dataclasses.replace(weights, tensors=tensors)
 
-    def _held(self, form: TensorForm, tensor: Tensor) -> Tensor:
+    def _placed(self, form: TensorForm, tensor: Tensor) -> Tensor:
         if (self._tensors / file_name(form)).exists():
             return tensor
         buffer = self.allocate(form)
@@ -242,7 +242,7 @@ class SharedFolder:
         return tensor._replace(buffer=buffer)
 
     def make_version(self, weights: Weights, config_from: Path) -> SharedVersion:
-        """A version whose tensors are all held here, as a model directory that appears when it is complete. config_from: a model's."""
+        """A version with all its tensors held here, as a model directory that appears when it is complete. config_from: a model's."""
         forms = weights.forms
         directory = self._versions / f"{weights.version}-{next(self._numbers)}"
         unfinished = self._unfinished / directory.name

@@ -1,7 +1,7 @@
 """One tensor in a file of its own, which is a safetensors file too, named by what is in it.
 
 The safetensors package aligns tensors to 8 bytes and would copy them; here they are mapped, from a multiple of 64 bytes on.
-It follows from name, dtype and shape, and the file's name from those and the hash: whoever wants a tensor knows both. No descriptor of
+It follows from name, dtype and shape, and the file's name from those and the hash: a taker of a tensor knows both. No descriptor of
 a mapped file stays open: a version may be more files than a process may have open.
 """
 

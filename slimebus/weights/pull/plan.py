@@ -30,7 +30,7 @@ class Known:
 
 
 @dataclass
-class Job:
+class TensorDownload:
     """One payload under way: the delta from base, or without a base the tensor itself. source: the worker that it comes from, if any.
 
     folder: where the tensor comes to be; None: in this process's own memory.
@@ -66,13 +66,13 @@ class Job:
         """The version that the payload leads from; NO_BASE for the tensor itself."""
         return self.base.version if self.base else NO_BASE
 
-    def put(self, offset: int, frame: memoryview) -> None:
+    def write(self, offset: int, frame: memoryview) -> None:
         """Put a piece in its place."""
         self.payload[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
         self.missing_bytes -= len(frame)
 
-    def is_right(self, threads: Threads | None = None) -> bool:
-        """Make the tensor; True when it is what its publisher says. Touches nothing but this job's buffers. threads: for units of it."""
+    def verify(self, threads: Threads | None = None) -> bool:
+        """Make the tensor; True when it is what its publisher says. Changes only its own buffers. threads: for units of it."""
         if self.base is None:
             return hash_bytes(self.payload.data) == self.form.hash
         if checksum(self.payload.data) != self.entry.payload_hash:
@@ -125,7 +125,7 @@ class Plan:
         if self.folder is not None:
             self.folder.check_room(sum(form.size for form in self.lacks(entries)))
 
-    def missing(self, relative: Sequence[Manifest]) -> Iterator[Job]:
+    def missing(self, relative: Sequence[Manifest]) -> Iterator[TensorDownload]:
         """The payloads that are still missing of a part; its manifests differ only in their base."""
         deltas = {manifest.base: {entry.name: entry for entry in manifest.tensors} for manifest in relative}
         for entry in relative[0].tensors:
@@ -134,15 +134,15 @@ class Plan:
             known = self.known.get(entry.name)
             delta = deltas.get(known.version, {}).get(entry.name) if known and not self._wrong[entry.name] else None
             if known and delta and delta.kind == DELTA and known.form == delta.form._replace(hash=delta.base_hash):
-                yield Job(delta, known, self.folder)
+                yield TensorDownload(delta, known, self.folder)
             else:
-                yield Job(entry, None, self.folder)
+                yield TensorDownload(entry, None, self.folder)
 
-    def keep_verified(self, job: Job, target: Target) -> None:
+    def keep_verified(self, download: TensorDownload, target: Target) -> None:
         """Record a verified tensor, and keep it in the folder for the other workers of this host."""
         if self.folder is not None:
-            self.folder.keep(job.form, job.result)
-        self.record_verified(job.form, job.result, target)
+            self.folder.keep(download.form, download.result)
+        self.record_verified(download.form, download.result, target)
 
     def record_verified(self, form: TensorForm, buffer: NDArray[np.uint8], target: Target) -> None:
         """Record a verified tensor, wherever it came from."""
@@ -170,7 +170,7 @@ class Plan:
         return self
 
     def finish(self, entries: Sequence[TensorEntry], target: Target) -> Weights:
-        """The version whose tensors these are, all of them known."""
+        """The version of these tensors, all of them known."""
         tensors = {entry.name: self.known[entry.name].tensor for entry in entries}
         hashes = {entry.name: entry.hash for entry in entries}
         return Weights(target.lineage, target.version, digest_of(entry.form for entry in entries), tensors, hashes)

@@ -28,7 +28,7 @@ from slimebus.weights.threads import Stages
 log = logging.getLogger("slimebus.weights")
 
 LOCK_SILENCE_S = 10.0
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.1
+FIRST_POLL_S, LONGEST_POLL_S = 0.005, 0.1
 
 
 class HostPullSharing:
@@ -65,7 +65,7 @@ class HostPullSharing:
         Waits while a neighbour pulls. Raises WeightsError when it still does at the monotonic time `until`.
         """
         self._take(plan, entries, target)
-        stamp, heard_at, look_s, began_at = self._lock.stamp(), time.monotonic(), FIRST_LOOK_S, time.monotonic()
+        stamp, heard_at, poll_s, began_at = self._lock.stamp(), time.monotonic(), FIRST_POLL_S, time.monotonic()
         while plan.lacks(entries) and not self._lock.is_mine and self._lock.stamp() != self._hung:
             if self._lock.acquire():
                 self._take(plan, entries, target)
@@ -81,9 +81,9 @@ class HostPullSharing:
                             self._lock.owner(), self._place, LOCK_SILENCE_S)  # fmt: skip
                 self._hung = stamp  # until it shows another sign of life
                 return False
-            if cancelled.wait(look_s):
+            if cancelled.wait(poll_s):
                 raise WeightsError("the pull was cancelled")
-            look_s = min(1.5 * look_s, LONGEST_LOOK_S)
+            poll_s = min(1.5 * poll_s, LONGEST_POLL_S)
             self._take(plan, entries, target)
         return True
 
@@ -97,18 +97,18 @@ class HostPullSharing:
 
 log = logging.getLogger("slimebus.weights")
 
-LOG_EVERY_S = 10.0
+LOG_INTERVAL_S = 10.0
 
 
-class NextRound(Exception):
+class RetryPull(Exception):
     """Not an error: the pull goes on with another round. The plan no longer holds; what is verified stays.
 
-    is_news: False for one that says less than what was wrong before.
+    adds_information: False for one that says less than what was wrong before.
     """
 
-    def __init__(self, text: str, *, is_news: bool = True) -> None:
+    def __init__(self, text: str, *, adds_information: bool = True) -> None:
         super().__init__(text)
-        self.is_news = is_news
+        self.adds_information = adds_information
 
 
 class PullLoop(ABC):
@@ -117,7 +117,7 @@ class PullLoop(ABC):
     host: the workers of this host, which pull once for all of them; tensors then come to be in its folder.
     stages: seconds of the last pull. `wire`: it waited for bytes and took them; `verify`: it made and verified tensors and did nothing
     else. What is verified beside the wire is in neither.
-    counts: since it was made, received_bytes, delta_tensors, full_tensors, wrong_bytes, rounds, from_workers (rounds whose payloads came
+    counts: since it was made, received_bytes, delta_tensors, full_tensors, wrong_bytes, rounds, from_workers (rounds in which payloads came
     from other workers), bad_sources; neighbour_tensors, neighbour_bytes: from other workers of this host, through shared memory.
     """
 
@@ -131,7 +131,7 @@ class PullLoop(ABC):
 
     @abstractmethod
     def _round(self, plan: Plan, deadline: float) -> Weights:
-        """One attempt. Raises NextRound for the next, and SlimebusError where none would help."""
+        """One attempt. Raises RetryPull for the next, and SlimebusError where none would help."""
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0) -> Weights:
         """The newest complete version; `have` itself when it is that.
@@ -158,23 +158,23 @@ class PullLoop(ABC):
                     self._host.end()
 
     def _pull(self, plan: Plan, deadline_s: float) -> Weights:
-        said_at = time.monotonic()
-        deadline, reason, in_vain = said_at + deadline_s, "", 0
+        logged_at = time.monotonic()
+        deadline, reason, rounds_without_progress = logged_at + deadline_s, "", 0
         while not self._cancelled.is_set():
             verified_before = plan.num_verified
             try:
                 return self._round(plan, deadline)
-            except NextRound as unfinished:
-                reason = str(unfinished) if unfinished.is_news or not reason else reason
+            except RetryPull as unfinished:
+                reason = str(unfinished) if unfinished.adds_information or not reason else reason
             self.counts["rounds"] += 1
-            in_vain = in_vain + 1 if plan.num_verified == verified_before else 0
+            rounds_without_progress = rounds_without_progress + 1 if plan.num_verified == verified_before else 0
             now = time.monotonic()
             if now >= deadline:
                 raise WeightsError(f"no verified version within {deadline_s:.0f} s from {self._place}: {reason}")
-            if now - said_at > LOG_EVERY_S:
-                said_at = now
+            if now - logged_at > LOG_INTERVAL_S:
+                logged_at = now
                 log.warning("no verified version from %s so far: %s", self._place, reason)
-            self._cancelled.wait(_pause_s(in_vain))
+            self._cancelled.wait(_pause_s(rounds_without_progress))
         raise WeightsError("the pull was cancelled")
 
     def cancel(self) -> None:
@@ -184,6 +184,6 @@ class PullLoop(ABC):
     close = cancel
 
 
-def _pause_s(in_vain: int) -> float:
+def _pause_s(rounds_without_progress: int) -> float:
     """Jittered, from 5 ms to half a second while rounds verify nothing."""
-    return random.uniform(0.5, 1.0) * min(0.5, 0.005 * 2.0 ** min(in_vain, 10))
+    return random.uniform(0.5, 1.0) * min(0.5, 0.005 * 2.0 ** min(rounds_without_progress, 10))

@@ -21,8 +21,8 @@ from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, W
 from slimebus.security.key_file import KeyPair
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
 from slimebus.weights.pull.connection import WeightServerConnection, wait_for_any
-from slimebus.weights.pull.plan import Job, Plan
-from slimebus.weights.pull.pull_loop import HostPullSharing, NextRound, PullLoop
+from slimebus.weights.pull.plan import Plan, TensorDownload
+from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop, RetryPull
 from slimebus.weights.pull.stream import LATER_PAUSE_S, BadSource, Stream, chunks
 from slimebus.weights.store.server import RelayPayloads
 from slimebus.weights.tensors import NO_BASE, Target, Weights
@@ -44,7 +44,7 @@ MIN_POOLED_BYTES = 1 << 18
 
 
 class WeightPuller(PullLoop):
-    """Pulls from `endpoints`, each of which serves one part of the model (one endpoint: all of it).
+    """Pulls from `endpoints`; each serves one part of the model (one endpoint: all of it).
 
     credits: chunk requests in flight per part. stall_s: silence after which a part is connected to anew. max_bytes: the largest
     version that is accepted, a bound on what a wrong manifest can make this process allocate. threads: tensors, and units of a large
@@ -110,7 +110,7 @@ class WeightPuller(PullLoop):
         if len(targets) > 1:
             self._pull_parts_separately(plan, newest, deadline)
             each = [f"{c.endpoint} at {part[0].version} of {part[0].lineage}" for c, part in zip(self._connections, newest, strict=True)]
-            raise NextRound(f"the publishers are at different versions: {', '.join(each)}")
+            raise RetryPull(f"the publishers are at different versions: {', '.join(each)}")
         target = targets.pop()
         have = plan.have
         if have is not None and (have.lineage, have.version) == target and all(have.hashes.get(e.name) == e.hash for e in entries):
@@ -133,22 +133,24 @@ class WeightPuller(PullLoop):
     def _pull_parts(
         self, plan: Plan, manifests: Sequence[list[Manifest]], publishers: Sequence[WeightServerConnection], target: Target, deadline: float
     ) -> None:
-        """Have all tensors of these parts verified. Raises NextRound."""
+        """Have all tensors of these parts verified. Raises RetryPull."""
         entries = [entry for part in manifests for entry in part[0].tensors]
         if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
-            raise NextRound("a neighbour has pulled; this worker has the lock now")
+            raise RetryPull("a neighbour has pulled; this worker has the lock now")
         plan.check_room(entries)
-        jobs_of: dict[WeightServerConnection, list[Job]] = {}  # parts from one worker share its connection
+        downloads_of: dict[WeightServerConnection, list[TensorDownload]] = {}  # parts from one worker share its connection
         for part, publisher in zip(manifests, publishers, strict=True):
             source = self._source_of(plan, part)
-            jobs = list(plan.missing(part))
-            for job in jobs:
-                job.source = source
-            jobs_of.setdefault(self._connection_to(source) if source else publisher, []).extend(jobs)
+            downloads = list(plan.missing(part))
+            for download in downloads:
+                download.source = source
+            downloads_of.setdefault(self._connection_to(source) if source else publisher, []).extend(downloads)
         if self._relay is not None:
-            self._relay.begin(target, [(job.entry.name, job.base_version) for jobs in jobs_of.values() for job in jobs])
+            self._relay.begin(
+                target, [(download.entry.name, download.base_version) for downloads in downloads_of.values() for download in downloads]
+            )
         try:
-            self._fetch(plan, jobs_of, target, deadline)
+            self._fetch(plan, downloads_of, target, deadline)
         finally:
             if self._relay is not None:
                 self._relay.end()
@@ -185,7 +187,7 @@ class WeightPuller(PullLoop):
             return newest
         older = self._ask(plan, [plan.bases(part[0].tensors) for part in newest], deadline, want=min(versions))
         ahead = [part for part, now in zip(older, newest, strict=True) if now[0].version > min(versions)]
-        return newest if any(job.base is None for part in ahead for job in plan.missing(part)) else older
+        return newest if any(download.base is None for part in ahead for download in plan.missing(part)) else older
 
     def _ask(self, plan: Plan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE) -> list[list[Manifest]]:
         """For each part, its manifests relative to each of its bases; all of the version that the first is of, where that is kept."""
@@ -214,11 +216,16 @@ class WeightPuller(PullLoop):
         except SlimebusError as problem:
             if not problem.retryable:
                 raise
-            raise NextRound(problem.text, is_news=not isinstance(problem, Unreachable)) from None
+            raise RetryPull(problem.text, adds_information=not isinstance(problem, Unreachable)) from None
 
-    def _fetch(self, plan: Plan, jobs_of: Mapping[WeightServerConnection, list[Job]], target: Target, deadline: float) -> None:
-        """Every job, `credits` requests in flight on each connection."""
-        streams = [Stream(connection, jobs, chunks(jobs, target, self._chunk_bytes), self._credits) for connection, jobs in jobs_of.items()]
+    def _fetch(
+        self, plan: Plan, downloads_of: Mapping[WeightServerConnection, list[TensorDownload]], target: Target, deadline: float
+    ) -> None:
+        """Every download, `credits` requests in flight on each connection."""
+        streams = [
+            Stream(connection, downloads, chunks(downloads, target, self._chunk_bytes), self._credits)
+            for connection, downloads in downloads_of.items()
+        ]
         checks = _Checks(self._threads, self._unit_threads)
         try:
             self._receive(plan, streams, checks, target, deadline)
@@ -228,12 +235,12 @@ class WeightPuller(PullLoop):
                 self._host.folder.discard_unfinished()
 
     def _receive(self, plan: Plan, streams: Sequence[Stream], checks: "_Checks", target: Target, deadline: float) -> None:
-        checks.add(job for stream in streams for job in stream.jobs if not job.missing_bytes)
+        checks.add(download for stream in streams for download in stream.downloads if not download.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
             if time.monotonic() >= deadline:
-                raise NextRound(f"the deadline came; {'; '.join(stream.missing_text for stream in waiting)}")
+                raise RetryPull(f"the deadline came; {'; '.join(stream.missing_text for stream in waiting)}")
             if self._host:
                 self._host.touch()
             with self.stages("wire"):
@@ -251,41 +258,41 @@ class WeightPuller(PullLoop):
             if stream.gone and stream.source:
                 raise BadSource(stream.source, f"does not have {stream.gone!r} of version {target.version}", is_past=True)
             if stream.gone:
-                raise NextRound(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
+                raise RetryPull(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
-    def _accept(self, plan: Plan, verdicts: Iterable[tuple[Job, bool]], target: Target) -> None:
-        for job, is_right in verdicts:
-            self.counts["full_tensors" if job.base is None else "delta_tensors"] += 1
+    def _accept(self, plan: Plan, verdicts: Iterable[tuple[TensorDownload, bool]], target: Target) -> None:
+        for download, is_right in verdicts:
+            self.counts["full_tensors" if download.base is None else "delta_tensors"] += 1
             if is_right:
-                plan.keep_verified(job, target)
+                plan.keep_verified(download, target)
                 if self._relay is not None:
-                    self._relay.add(job.entry.name, job.base_version, job.payload.data)
+                    self._relay.add(download.entry.name, download.base_version, download.payload.data)
                 continue
             self.counts["wrong_bytes"] += 1
-            if job.source:
-                raise BadSource(job.source, f"sent other bytes of {job.entry.name!r} than its publisher says")
-            plan.note_wrong(job.entry, target)
-            raise NextRound(f"tensor {job.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
+            if download.source:
+                raise BadSource(download.source, f"sent other bytes of {download.entry.name!r} than its publisher says")
+            plan.note_wrong(download.entry, target)
+            raise RetryPull(f"tensor {download.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
 
 
 class _Checks:
-    """Verifies completed jobs, large ones in threads while more arrives."""
+    """Verifies completed downloads, large ones in threads while more arrives."""
 
     def __init__(self, threads: Threads, unit_threads: Threads) -> None:
         self._threads, self._unit_threads = threads, unit_threads
-        self._running: list[tuple[Job, Future[bool]]] = []
+        self._running: list[tuple[TensorDownload, Future[bool]]] = []
 
-    def add(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            threads = self._threads if job.form.size >= MIN_POOLED_BYTES else Threads()
-            self._running.append((job, threads.submit(job.is_right, self._unit_threads)))
+    def add(self, downloads: Iterable[TensorDownload]) -> None:
+        for download in downloads:
+            threads = self._threads if download.form.size >= MIN_POOLED_BYTES else Threads()
+            self._running.append((download, threads.submit(download.verify, self._unit_threads)))
 
     def wait(self) -> None:
         """Until nothing is being verified any more."""
         wait([check for _, check in self._running])
 
-    def finished(self) -> list[tuple[Job, bool]]:
+    def finished(self) -> list[tuple[TensorDownload, bool]]:
         """Each verdict once, right ones first."""
-        checks = [(job, check, check.done()) for job, check in self._running]
-        self._running = [(job, check) for job, check, is_done in checks if not is_done]
-        return sorted(((job, check.result()) for job, check, is_done in checks if is_done), key=lambda verdict: not verdict[1])
+        checks = [(download, check, check.done()) for download, check in self._running]
+        self._running = [(download, check) for download, check, is_done in checks if not is_done]
+        return sorted(((download, check.result()) for download, check, is_done in checks if is_done), key=lambda verdict: not verdict[1])

@@ -1,6 +1,6 @@
 """The chunks of a pull on their way through one connection: asked for, put in their places, asked for again.
 
-jobs --cut--> chunks --`credits` of them in flight--> replies --> bytes in their places --> complete jobs
+downloads --cut--> chunks --`credits` of them in flight--> replies --> bytes in their places --> complete downloads
                 ^------ later, busy, silence -----------'
 """
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from slimebus.bus.errors import SlimebusError
 from slimebus.weights.messages import ChunkReply, ChunkRequest, Piece
 from slimebus.weights.pull.connection import WeightServerConnection
-from slimebus.weights.pull.plan import Job
-from slimebus.weights.pull.pull_loop import NextRound
+from slimebus.weights.pull.plan import TensorDownload
+from slimebus.weights.pull.pull_loop import RetryPull
 from slimebus.weights.tensors import Target
 
 MAX_PIECES = 64
@@ -26,7 +26,7 @@ BUSY = "busy"
 """The error of a server that has too much on its way to others already; as good as `later`."""
 
 
-class BadSource(NextRound):
+class BadSource(RetryPull):
     """A worker failed as a source of payloads; its publisher has them too. is_past: it may serve newer versions."""
 
     def __init__(self, source: str, why: str, *, is_past: bool = False) -> None:
@@ -35,21 +35,21 @@ class BadSource(NextRound):
 
 
 class Chunk(NamedTuple):
-    """One request and where the bytes of its answer belong: job, offset, length of each piece."""
+    """One request and where the bytes of its answer belong: download, offset, length of each piece."""
 
     request: ChunkRequest
-    places: list[tuple[Job, int, int]]
+    places: list[tuple[TensorDownload, int, int]]
 
 
-def chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[Chunk]:
-    """The jobs cut into requests of chunk_bytes; small payloads share one."""
-    places: list[tuple[Job, int, int]] = []
+def chunks(downloads: Sequence[TensorDownload], target: Target, chunk_bytes: int) -> Iterator[Chunk]:
+    """The downloads cut into requests of chunk_bytes; small payloads share one."""
+    places: list[tuple[TensorDownload, int, int]] = []
     room = chunk_bytes
-    for job in jobs:
-        offset, size = 0, job.missing_bytes
+    for download in downloads:
+        offset, size = 0, download.missing_bytes
         while offset < size:
             length = min(room, size - offset)
-            places.append((job, offset, length))
+            places.append((download, offset, length))
             offset, room = offset + length, room - length
             if room == 0 or len(places) == MAX_PIECES:
                 yield _chunk(places, target)
@@ -58,17 +58,19 @@ def chunks(jobs: Sequence[Job], target: Target, chunk_bytes: int) -> Iterator[Ch
         yield _chunk(places, target)
 
 
-def _chunk(places: list[tuple[Job, int, int]], target: Target) -> Chunk:
-    pieces = [Piece(job.entry.name, job.base_version, offset, length) for job, offset, length in places]
+def _chunk(places: list[tuple[TensorDownload, int, int]], target: Target) -> Chunk:
+    pieces = [Piece(download.entry.name, download.base_version, offset, length) for download, offset, length in places]
     return Chunk(ChunkRequest(lineage=target.lineage, version=target.version, pieces=pieces), places)
 
 
 class Stream:
-    """The chunks of the jobs of one connection, in flight."""
+    """The chunks of the downloads of one connection, in flight."""
 
-    def __init__(self, connection: WeightServerConnection, jobs: Sequence[Job], chunks: Iterator[Chunk], credits: int) -> None:
-        self.connection, self.jobs, self._chunks, self._credits = connection, jobs, chunks, credits
-        self.source = jobs[0].source if jobs else ""
+    def __init__(
+        self, connection: WeightServerConnection, downloads: Sequence[TensorDownload], chunks: Iterator[Chunk], credits: int
+    ) -> None:
+        self.connection, self.downloads, self._chunks, self._credits = connection, downloads, chunks, credits
+        self.source = downloads[0].source if downloads else ""
         self.pending: dict[int, Chunk] = {}
         self._later: deque[tuple[float, Chunk]] = deque()
         self._useful_at = time.monotonic()
@@ -95,7 +97,7 @@ class Stream:
     @property
     def missing_text(self) -> str:
         """For people: what has not come, and from whom."""
-        total, missing = sum(job.size for job in self.jobs), sum(job.missing_bytes for job in self.jobs)
+        total, missing = sum(download.size for download in self.downloads), sum(download.missing_bytes for download in self.downloads)
         problem = f": {self.connection.refusal}" if self.connection.refusal else ""
         return f"{self.connection.endpoint} had not sent {missing} of {total} bytes, and nothing for {self.quiet_s:.1f} s{problem}"
 
@@ -108,9 +110,9 @@ class Stream:
             raise BadSource(self.source, f"has had nothing for {self.quiet_s:.0f} s")
         self._later.append((time.monotonic() + LATER_PAUSE_S, chunk))
 
-    def receive(self, counts: Counter[str]) -> list[Job]:
-        """The jobs that the replies which are here complete; reconnects and asks again after a silence."""
-        complete: list[Job] = []
+    def receive(self, counts: Counter[str]) -> list[TensorDownload]:
+        """The downloads that the replies which are here complete; reconnects and asks again after a silence."""
+        complete: list[TensorDownload] = []
         for request_id, message, bulk in self.connection.receive(0):
             chunk = self.pending.pop(request_id, None)
             if chunk is None:
@@ -136,23 +138,23 @@ class Stream:
                 self._send(chunk)
         return complete
 
-    def _wrong(self, what: str) -> NextRound:
-        return BadSource(self.source, what) if self.source else NextRound(f"{self.connection.endpoint} {what}")
+    def _wrong(self, what: str) -> RetryPull:
+        return BadSource(self.source, what) if self.source else RetryPull(f"{self.connection.endpoint} {what}")
 
-    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[Job]:
-        """Put the pieces where they belong. A job with a piece that is gone never completes."""
-        complete: list[Job] = []
+    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[TensorDownload]:
+        """Put the pieces where they belong. A download with a piece that is gone never completes."""
+        complete: list[TensorDownload] = []
         gone = set(reply.gone)
         expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
         if [len(frame) for frame in bulk] != expected:
             raise self._wrong("answered a chunk request with other pieces than asked for")
-        for index, ((job, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
+        for index, ((download, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
             if index in gone:
-                self.gone = job.entry.name
+                self.gone = download.entry.name
                 continue
             self._useful_at = time.monotonic()
-            job.put(offset, frame)
+            download.write(offset, frame)
             counts["received_bytes"] += length
-            if not job.missing_bytes:
-                complete.append(job)
+            if not download.missing_bytes:
+                complete.append(download)
         return complete

@@ -5,7 +5,7 @@
     manifest(b)    deltas b..newest: the merge of the chain, made on first request, kept for the pair
     read(...)      bytes of a delta, or of the full copy as long as it is what the manifest said
 
-A delta is immutable, so whoever reads one reads it whole. The full copy moves on: a tensor of it that was lent to a reader is
+A delta is immutable, so it is always read whole. The full copy moves on: a tensor of it that was lent to a reader is
 replaced instead of overwritten. What it was is there for as long as somebody goes on reading it, so that a tensor can be pulled that
 takes longer than a version lasts; then it is gone.
 """
@@ -36,7 +36,7 @@ class Delta(NamedTuple):
     base_hash: str
 
     @classmethod
-    def of(cls, encoded: delta_codec.Encoded, base_hash: str) -> "Delta":
+    def from_encoded(cls, encoded: delta_codec.Encoded, base_hash: str) -> "Delta":
         return cls(encoded.payload, checksum(encoded.payload), encoded.num_changed, base_hash)
 
 
@@ -93,14 +93,14 @@ class DeltaCache:
             deltas = [delta for delta in chain if delta]
             if len(deltas) < len(chain) or len(chain) < 2:
                 return deltas[0] if len(deltas) == len(chain) == 1 else None
-            return Delta.of(delta_codec.merge([delta.payload for delta in deltas], form.num_values), deltas[0].base_hash)
+            return Delta.from_encoded(delta_codec.merge([delta.payload for delta in deltas], form.num_values), deltas[0].base_hash)
 
         merged = zip(forms, self._threads.map(merge, forms), strict=True)
         return {form.name: delta for form, delta in merged if delta and len(delta.payload) < form.size}
 
 
-LENT_S = 2.0
-"""A tensor that was read so recently is taken to be in the middle of a pull."""
+READ_GRACE_S = 2.0
+"""A tensor that was read so recently is changes to be in the middle of a pull."""
 NEVER = float("-inf")
 
 
@@ -142,7 +142,7 @@ class _StoredTensor:
 
     @property
     def is_being_read(self) -> bool:
-        return time.monotonic() - self.read_at <= LENT_S
+        return time.monotonic() - self.read_at <= READ_GRACE_S
 
 
 class _Published(NamedTuple):
@@ -152,7 +152,7 @@ class _Published(NamedTuple):
     step: Step
 
 
-class _Taken(NamedTuple):
+class _TensorChange(NamedTuple):
     """What became of a published tensor that changed. Without a delta it travels whole."""
 
     num_changed: int
@@ -173,7 +173,7 @@ class VersionStore:
         self.next_version = first_version
         """The number of the version that the next publish makes."""
         self._stored: dict[str, _StoredTensor] = {}
-        self._former: dict[str, _StoredTensor] = {}
+        self._superseded: dict[str, _StoredTensor] = {}
         self._forget_timer: threading.Timer | None = None
         self._history: tuple[_Published, ...] = ()  # oldest first, without gaps; replaced, never changed
         self._manifests: dict[tuple[int, int], Manifest] = {}
@@ -204,13 +204,13 @@ class VersionStore:
                 raise FatalWeightsError(f"publish of version {version}; the next one here is {self.next_version}")
             started, self._stages = time.perf_counter(), Stages()
             try:
-                taken = self._threads.map(lambda one: self._take(*one), list(given.items()))
-                return self._show(dict(zip(given, taken, strict=True)), started)
+                changes = self._threads.map(lambda one: self._update_tensor(*one), list(given.items()))
+                return self._make_visible(dict(zip(given, changes, strict=True)), started)
             except BaseException:
                 self._forget()
                 raise
 
-    def _take(self, name: str, tensor: Tensor) -> _Taken | None:
+    def _update_tensor(self, name: str, tensor: Tensor) -> _TensorChange | None:
         """Move one tensor of the full copy on; None when it is the same."""
         stored = self._stored.get(name)
         is_same_form = stored is not None and (stored.tensor.dtype, stored.tensor.shape) == (tensor.dtype, tensor.shape)
@@ -219,13 +219,13 @@ class VersionStore:
         if stored is None or not is_same_form or hash_bytes(tensor.buffer) != stored.hash:  # comparing would take as much memory again
             copy = tensor._replace(buffer=tensor.buffer.copy())
             self._store(name, _StoredTensor(copy, self._hash(copy.buffer), self.next_version))
-            return _Taken(tensor.num_values)
+            return _TensorChange(tensor.num_values)
         return None
 
-    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _Taken | None:
+    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _TensorChange | None:
         """In place, unless somebody may still look at the buffer. Meanwhile nobody can read it as an older version."""
         changing = replace(stored, first=self.next_version, read_at=NEVER)
-        former = self._store(name, changing)
+        superseded = self._store(name, changing)
         if stored.read_at != NEVER:
             changing.tensor = stored.tensor._replace(buffer=stored.tensor.buffer.copy())
         steps, stages = changing.tensor.steps, self._stages
@@ -233,12 +233,12 @@ class VersionStore:
         if not encoded.num_changed:
             with self._lock:
                 changing.first = stored.first
-                if former is stored:
-                    del self._former[name]
+                if superseded is stored:
+                    del self._superseded[name]
             return None
         changing.hash = self._hash(changing.tensor.buffer)
         is_smaller = len(encoded.payload) < len(tensor.buffer)
-        return _Taken(encoded.num_changed, Delta.of(encoded, stored.hash) if is_smaller else None)
+        return _TensorChange(encoded.num_changed, Delta.from_encoded(encoded, stored.hash) if is_smaller else None)
 
     def _hash(self, buffer: Any) -> str:
         with self._stages("hash"):
@@ -247,38 +247,38 @@ class VersionStore:
     def _store(self, name: str, newer: _StoredTensor) -> _StoredTensor | None:
         """In the tensor's place, which stays readable as what it was if somebody is reading it; what is kept so."""
         with self._lock:
-            stored, former = self._stored.get(name), self._former.get(name)
+            stored, superseded = self._stored.get(name), self._superseded.get(name)
             self._stored[name] = newer
-            if stored is not None and stored.is_being_read and not (former and former.is_being_read):
+            if stored is not None and stored.is_being_read and not (superseded and superseded.is_being_read):
                 stored.until = newer.first
-                self._former[name] = former = stored
+                self._superseded[name] = superseded = stored
                 if self._forget_timer is None:
-                    self._forget_former()
-            return former
+                    self._forget_superseded()
+            return superseded
 
-    def _forget_former(self) -> None:
+    def _forget_superseded(self) -> None:
         """Let go of what nobody reads any more, and look again later while anything is left."""
         with self._lock:
-            self._former = {name: former for name, former in self._former.items() if former.is_being_read}
-            self._forget_timer = threading.Timer(LENT_S, self._forget_former) if self._former else None
+            self._superseded = {name: superseded for name, superseded in self._superseded.items() if superseded.is_being_read}
+            self._forget_timer = threading.Timer(READ_GRACE_S, self._forget_superseded) if self._superseded else None
             if self._forget_timer is not None:
                 self._forget_timer.daemon = True
                 self._forget_timer.start()
 
-    def _show(self, taken: Mapping[str, _Taken | None], started: float) -> VersionInfo:
+    def _make_visible(self, changes: Mapping[str, _TensorChange | None], started: float) -> VersionInfo:
         """Let readers see the version, all of it at once."""
         version = self.next_version
         with self._lock:
-            self._stored = {name: self._stored[name] for name in taken}
+            self._stored = {name: self._stored[name] for name in changes}
             forms = tuple(stored.form_of(name) for name, stored in self._stored.items())
-        step = {name: t.delta for name, t in taken.items() if t}
+        step = {name: t.delta for name, t in changes.items() if t}
         newest = VersionInfo(
             lineage=self.lineage,
             version=version,
             digest=digest_of(forms),
             forms=forms,
             num_values=sum(form.num_values for form in forms),
-            num_changed=sum(t.num_changed for t in taken.values() if t),
+            num_changed=sum(t.num_changed for t in changes.values() if t),
             total_bytes=sum(form.size for form in forms),
             delta_bytes=sum(len(d.payload) if (d := step[form.name]) else form.size for form in forms if form.name in step),
             encode_s=time.perf_counter() - started,
@@ -292,13 +292,13 @@ class VersionStore:
 
     def _forget(self) -> None:
         with self._lock:
-            self._stored, self._former, self._history, self._manifests = {}, {}, (), {}
+            self._stored, self._superseded, self._history, self._manifests = {}, {}, (), {}
         self._deltas.forget()
 
     def restore(self, version: int) -> dict[str, Tensor]:
         """The tensors of a kept version, copies, each with the hash that it was published with; a publish waits meanwhile.
 
-        The deltas since then are taken back from the full copy. Raises VersionGone when the version is no longer kept, or a tensor has
+        The deltas since then are changes back from the full copy. Raises VersionGone when the version is no longer kept, or a tensor has
         since changed in a way that kept no steps.
         """
         with self._publishing:
@@ -358,7 +358,7 @@ class VersionStore:
         if base != NO_BASE:
             return memoryview(self._find_delta(history, version, name, base).payload)
         with self._lock:
-            for place in (self._stored, self._former):
+            for place in (self._stored, self._superseded):
                 kept = place.get(name)
                 if kept is not None and kept.first <= version < kept.until:
                     kept.read_at = time.monotonic()

@@ -208,7 +208,7 @@ def test_a_consumer_holds_no_evaluation_that_nobody_can_make(ending: Any) -> Non
     assert ending.machine.is_over
 
 
-# --- who waits for whom ---
+# --- what waits for what ---
 
 
 def waiting(desk: Any) -> list[str]:

@@ -117,7 +117,7 @@ def shared(folder: SharedFolder, saved: dict[str, torch.Tensor], model: Path, ve
     """What a worker makes of these tensors."""
     made = {name: ("bfloat16", tuple(t.shape), t.contiguous().view(torch.uint8).numpy().reshape(-1)) for name, t in saved.items()}
     weights = as_weights({name: as_tensor(name, value) for name, value in made.items()}, lineage="one", version=version)
-    return folder.make_version(folder.hold(weights), model)
+    return folder.make_version(folder.place_in_memory(weights), model)
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def test_the_client_reports_a_refusal_in_the_engines_words(engine: EngineProcess
 
 def test_a_damaged_version_is_refused_and_the_one_before_stays(engine: EngineProcess, qwen3, tmp_path: Path):
     held = SharedFolder(tmp_path)
-    weights = held.hold(as_weights(read_model(qwen3[0]), lineage="one", version=3))
+    weights = held.place_in_memory(as_weights(read_model(qwen3[0]), lineage="one", version=3))
     version = held.make_version(weights, qwen3[0])
     status, _ = post(engine, "/update_weights_from_disk", {"model_path": str(version.directory), "weight_version": "one:3"})
     assert status == 200
@@ -247,7 +247,7 @@ def test_a_damaged_version_is_refused_and_the_one_before_stays(engine: EnginePro
     before = post(engine, "/generate", prompt)[1]["output_ids"]
     norm = weights.tensors["model.norm.weight"]
     other = weights.tensors | {"model.norm.weight": norm._replace(buffer=norm.buffer ^ 1)}
-    newer = held.make_version(held.hold(as_weights(other, lineage="one", version=4)), qwen3[0])
+    newer = held.make_version(held.place_in_memory(as_weights(other, lineage="one", version=4)), qwen3[0])
     file = newer.tensors["model.norm.weight"].file
     file.chmod(0o600)
     with file.open("r+b") as out:

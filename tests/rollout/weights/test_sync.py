@@ -111,6 +111,47 @@ def test_engines_that_lose_a_version_as_soon_as_they_have_it_are_given_it_again(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_engines_that_lose_a_version_after_the_trainer_left_are_given_what_is_held_if_it_is_whole(
+    tmp_path: Path, store: tuple[VersionStore, WeightServer], fails_first: bool, damage: bool
+) -> None:
+    """As when the only engine of a worker dies."""
+    kept, server = store
+    kept.publish(values(10))
+    engines = Engines()
+
+    def lose(sync: WeightSync) -> None:
+        server.close()
+        if damage:
+            shared = sync._held
+            assert shared is not None
+            file = shared.tensors["w"].file
+            file.chmod(0o600)
+            with file.open("r+b") as out:
+                out.seek(shared.tensors["w"].offset)
+                out.write(b"\7")
+        engines.fail_next = fails_first
+        sync.invalidate()
+
+    async def run() -> None:
+        sync = WeightSync(engines, tmp_path, shm=str(tmp_path), pull_timeout_s=0.2, on_change=lambda: None)  # type: ignore[arg-type]
+        following = asyncio.create_task(sync.run())
+        sync.announce("one", 0, [server.endpoint], whole(10))
+        async with asyncio.timeout(20):
+            while not engines.loaded:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(lose, sync)
+            while len(engines.loaded) < 2 and sync.failures < 2:
+                await asyncio.sleep(0.01)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        sync.close()
+
+    asyncio.run(run())
+    assert len(engines.loaded) == (1 if damage else 2)
+
+
 def test_a_version_of_another_digest_than_announced_is_not_served(tmp_path: Path, store: tuple[VersionStore, WeightServer]) -> None:
     """As when a publisher is missing from the announcement: what it lists verifies, but it is not the whole."""
     kept, server = store

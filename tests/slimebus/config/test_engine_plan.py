@@ -106,7 +106,7 @@ def test_several_models_are_started_with_their_own_gpus_and_overrides(tmp_path: 
         ("judge", "judge", True),
     ]
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "3,4")
-    with pytest.raises(ConfigError, match=r"engine.gpus: 2 GPUs for a worker whose engines need 5"):
+    with pytest.raises(ConfigError, match=r"engine.gpus: 2 GPUs for a worker, its engines need 5"):
         engine_specs(given, tmp_path, tmp_path)
 
 

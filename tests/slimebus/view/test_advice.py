@@ -62,7 +62,10 @@ def test_what_the_bound_does_is_told(changes: dict[str, Any], said: str) -> None
 
 def test_a_run_too_short_to_say_who_waits_says_so() -> None:
     short = advice(run(steps=9, worker_idle=1.0, lags={2: 1}))
-    assert short == ["Fewer than 10 steps are trained, too few to say who waits for whom.", "Less than 1% of what was sampled was wasted."]
+    assert short == [
+        "Fewer than 10 steps are trained, too few to say what each process waits for.",
+        "Less than 1% of what was sampled was wasted.",
+    ]
     assert len(advice(run(steps=10))) == 3
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from slimebus.bus.errors import UsageError
 from slimebus.config import resolve
-from slimebus.process.launch import ProcessGroup, locked
+from slimebus.process.launch import ChildProcess, ProcessGroup, locked
 from slimebus.view import local_run
 from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, UP_LOCK, LocalRun, left_too_early, start_all
 
@@ -101,6 +102,24 @@ def test_an_empty_line_of_a_process_is_not_shown(tmp_path: Path) -> None:
         child.finish()
     assert lines
     assert all(line.strip() for line in lines)
+
+
+def test_a_trainer_that_still_saves_when_up_is_stopped_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By trainer.stop_grace_s: longer than a process that ends at once would be given."""
+    saved = tmp_path / "saved"
+    code = f"import signal, time, os\nsignal.signal(15, lambda *_: (time.sleep(3.5), open({str(saved)!r}, 'w'), os._exit(0)))\n"
+    code += "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
+
+    def start(group: ProcessGroup, *given: object) -> str:
+        for name, words in {"broker": ["sleep", "60"], "trainer": [sys.executable, "-S", "-c", code]}.items():
+            group.children.append(ChildProcess(words, name=name, log=tmp_path / name, on_parent_end=signal.SIGTERM))
+        return ""
+
+    monkeypatch.setattr(local_run, "start_all", start)
+    run = LocalRun(resolve(None, {"run_dir": str(tmp_path / "run")}), [], quiet=True)
+    monkeypatch.setattr(run, "_connect", lambda *given: None)
+    assert run.run() == 143
+    assert saved.exists()
 
 
 def test_nothing_is_started_beside_a_broker_that_has_the_address(tmp_path: Path) -> None:

@@ -5,12 +5,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slimebus.bus.errors import ConfigError
 from slimebus.config.load import resolve
-from trainer.arguments.rank_settings import FILE, disagreements, note_settings, shared_settings
+from trainer.arguments.rank_settings import FILE, check_agreement, note_settings, shared_settings
 
 
 def said(base: Path | None = None, **flags: object) -> dict[str, str]:
     return shared_settings(resolve(None, {name.replace("__", "."): value for name, value in flags.items()}, {}).config, base)
+
+
+def disagreements(*settings: dict[str, str]) -> list[str]:
+    """The clauses of the error; none where there is none."""
+    try:
+        check_agreement(settings)
+    except ConfigError as bad:
+        *clauses, remedy = bad.text.split("; ")
+        assert remedy == "start every rank with the same settings"
+        return clauses
+    return []
 
 
 @pytest.mark.parametrize(
@@ -22,6 +34,7 @@ def said(base: Path | None = None, **flags: object) -> dict[str, str]:
         ("trainer__tensor_model_parallel_size", 2, True),
         ("megatron__weight_decay", 0.1, True),
         ("rollout__num_steps_per_rollout", 2, True),
+        ("rollout__num_passes_per_rollout", 2, True),
         ("seed", 1, True),
         ("run_dir", "/elsewhere", False),
         ("trainer__train_threads", 3, False),
@@ -31,15 +44,15 @@ def said(base: Path | None = None, **flags: object) -> dict[str, str]:
     ],
 )
 def test_what_must_agree(name: str, value: object, differs: bool) -> None:
-    found = disagreements([said(), said(), said(**{name: value})], "node")
+    found = disagreements(said(), said(), said(**{name: value}))
     assert [text.split()[3] for text in found] == ([name.replace("__", ".")] if differs else [])
 
 
-def test_the_message_names_field_values_and_nodes() -> None:
+def test_the_message_names_field_values_and_ranks() -> None:
     a, b = said(optimizer__lr=1e-4), said(optimizer__lr=1e-3)
-    assert disagreements([a, b], "node") == ["node 1 has optimizer.lr 0.001, node 0 0.0001"]
-    assert disagreements([a, b, b, a, b], "rank") == ["rank 1 (and 2 more) has optimizer.lr 0.001, rank 0 0.0001"]
-    assert disagreements([a, said(optimizer__lr=1e-4, megatron__x=1)], "node") == ["node 1 has megatron.x 1, node 0 unset"]
+    assert disagreements(a, b) == ["rank 1 has optimizer.lr 0.001, rank 0 0.0001"]
+    assert disagreements(a, b, b, a, b) == ["rank 1 (and 2 more) has optimizer.lr 0.001, rank 0 0.0001"]
+    assert disagreements(a, said(optimizer__lr=1e-4, megatron__x=1)) == ["rank 1 has megatron.x 1, rank 0 unset"]
 
 
 def test_paths_may_differ_and_what_lies_there_not(tmp_path: Path) -> None:
@@ -50,7 +63,7 @@ def test_paths_may_differ_and_what_lies_there_not(tmp_path: Path) -> None:
     config = resolve(None, {"algorithm.corrections": "own.py:Own"}, {}).config
     a, b, c = (shared_settings(config, tmp_path / name, tmp_path / name) for name in "abc")
     assert a == b
-    assert [text.split()[3] for text in disagreements([a, c], "node")] == ["algorithm.corrections", "model.hf_checkpoint"]
+    assert [text.split()[3] for text in disagreements(a, c)] == ["algorithm.corrections", "model.hf_checkpoint"]
 
 
 def test_each_changed_setting_is_one_line_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -276,7 +276,7 @@ def test_what_is_masked_counts_nothing_where_it_is_not_finite(name: str, given: 
         ({"corrections": "decoupled,a3po", "use_rollout_logprobs": False}, "decoupled and a3po each weigh"),
         ({"corrections": "tis", "advantage_estimator": "dppo"}, "dppo and tis each weigh"),
         ({"corrections": "tis", "advantage_estimator": "gspo"}, "gspo is its ratio, but with use_rollout_logprobs: true the weight of tis"),
-        ({"corrections": "mis", "advantage_estimator": "cispo"}, "rollout.num_steps_per_rollout above 1, or remove mis"),
+        ({"corrections": "mis", "advantage_estimator": "cispo"}, "num_passes_per_rollout above 1, or remove mis"),
         ({"corrections": "vespo", "settings.eps_clip": 0.1}, "algorithm.settings.eps_clip: no effect: with use_rollout_logprobs: true the"),
         (
             {"use_rollout_logprobs": False, "settings.eps_clip": 0.1},

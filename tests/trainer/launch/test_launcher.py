@@ -18,7 +18,7 @@ from slimebus.process.launch import free_port
 from trainer.launch import launcher
 from trainer.launch.launcher import Launcher
 from trainer.launch.plan import Plan
-from trainer.launch.rendezvous import NodeConnection, rendezvous
+from trainer.launch.rendezvous import NodeConnection, rendezvous, tell_others
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +96,15 @@ def test_a_users_mistake_is_not_tried_again(ranks_are: Callable[[str], None], tm
 class OtherNode:
     """Node 0 in this thread, another node in a second one; what the other raised or got."""
 
-    def __init__(self, other: Plan, problem: str = "") -> None:
+    def __init__(self, other: Plan) -> None:
         self.peers: list[NodeConnection] = []
         self.raised: SlimebusError | None = None
-        self._thread = threading.Thread(target=self._join, args=(other, problem))
+        self._thread = threading.Thread(target=self._join, args=(other,))
         self._thread.start()
 
-    def _join(self, plan: Plan, problem: str) -> None:
+    def _join(self, plan: Plan) -> None:
         try:
-            self.peers = rendezvous(plan, problem)
+            self.peers = rendezvous(plan)
         except SlimebusError as bad:
             self.raised = bad
 
@@ -150,28 +150,6 @@ def test_a_node_that_was_started_differently_is_named(changed: dict, text: str) 
     other.end()
 
 
-def test_nodes_with_other_settings_are_refused_on_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
-    """Before a rank starts, on node 0 by the error and on the others by their log; in an order that does not matter."""
-    given = {"ranks_here": 1, "nnodes": 3, "master_port": free_port()}
-    texts = ["0.0001", "0.0001", "0.001"]
-    codes: dict[int, int] = {}
-
-    def launch(rank: int) -> None:
-        plan, settings = Plan("", **given, node_rank=rank), {"optimizer.lr": texts[rank], "seed": "0"}
-        with contextlib.closing(rendezvous(plan, "", settings)[0]) as peer:
-            codes[rank] = Launcher(plan, [], 0)._follow(peer)
-
-    others = [threading.Thread(target=launch, args=(rank,)) for rank in (1, 2)]
-    for other in others:
-        other.start()
-    with pytest.raises(UsageError, match=r"^node 2 has optimizer.lr 0.001, node 0 0.0001; start every node with the same settings$"):
-        rendezvous(Plan("", **given), "", {"optimizer.lr": texts[0], "seed": "0"})
-    for other in others:
-        other.join(20)
-    assert codes == {1: 2, 2: 2}
-    assert caplog.text.count("node 2 has optimizer.lr 0.001, node 0 0.0001") == 2
-
-
 def test_the_problem_of_node_0_is_told_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
     """They would wait ten minutes for it."""
     first, second = plans()
@@ -183,7 +161,7 @@ def test_the_problem_of_node_0_is_told_to_the_others(caplog: pytest.LogCaptureFi
 
     other = threading.Thread(target=follow)
     other.start()
-    assert Launcher(first, [], 0).run("model.hf_checkpoint: no model at /models/x") == 2
+    tell_others(first, "model.hf_checkpoint: no model at /models/x")
     other.join(20)
     assert codes == [2]
     assert "node 0: model.hf_checkpoint: no model at /models/x" in caplog.messages
@@ -191,10 +169,25 @@ def test_the_problem_of_node_0_is_told_to_the_others(caplog: pytest.LogCaptureFi
 
 def test_the_problem_of_a_node_is_told_by_node_0() -> None:
     first, second = plans()
-    other = OtherNode(second, "model.hf_checkpoint: no model at /models/x")
+    other = threading.Thread(target=tell_others, args=(second, "model.hf_checkpoint: no model at /models/x"))
+    other.start()
     with pytest.raises(UsageError, match=r"node 1 \(127.0.0.1\): model.hf_checkpoint: no model at /models/x"):
         rendezvous(first)
-    other.end()
+    other.join(20)
+
+
+def test_a_node_whose_config_does_not_load_tells_node_0_why(tmp_path: Path) -> None:
+    """It would wait ten minutes for it."""
+    (tmp_path / "run.yaml").write_text("optimizer: {lr: fast}\n")
+    first, second = plans()
+    words = ["trainer", str(tmp_path / "run.yaml"), "--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "slimebus", *words, "--master-port", str(second.master_port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
+        with pytest.raises(UsageError, match=r"node 1 \(127.0.0.1\): .*optimizer.lr: .*fast"):
+            rendezvous(first)
+        assert other.wait(60) == 2
+        assert other.stderr is not None
+        assert "optimizer.lr" in other.stderr.read()
 
 
 # --- nodes that run ---

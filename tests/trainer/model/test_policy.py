@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError, SlimebusError
+from slimebus.bus.samples import Sample
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.algorithms.grpo import Grpo
 from trainer.arguments.megatron_options import split_megatron_options
@@ -85,12 +86,12 @@ def test_saved_directory_reloads_with_the_trained_weights(tied_model, build_poli
 
 def naive_step(model, optimizer, batch, clip=(0.8, 1.2)):
     """GRPO one sample at a time."""
-    samples, losses, tokens = [], [], 0
+    samples, losses = [], []
     for group in batch:
         rewards = np.array([s.reward for s in group.samples])
         if rewards.min() < rewards.max():
             samples += list(zip(group.samples, (rewards - rewards.mean()) / (rewards.std() + 1e-4), strict=True))
-    tokens = sum(int(s.loss_mask[1:].sum()) for s, _ in samples)
+    tokens = sum(int(s.loss_mask[1:].sum()) for group in batch for s in group.samples)  # those without a gradient count too
     optimizer.zero_grad()
     for sample, advantage in samples:
         new = hf_logprobs(model, sample.tokens, sample.temperature)
@@ -171,7 +172,50 @@ def test_groups_of_equal_reward_are_left_out_and_counted(tied_model, build_polic
     mixed = build_policy(tied_model).train([*batch, *dull])
     assert mixed["zero_variance_groups"] == alone["zero_variance_groups"] + 2
     assert mixed["tokens_trained"] == alone["tokens_trained"]
-    assert mixed["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    tokens = sum(int(s.loss_mask[1:].sum()) for group in batch for s in group.samples)
+    more = sum(int(s.loss_mask[1:].sum()) for group in dull for s in group.samples)
+    assert mixed["loss"] == pytest.approx(alone["loss"] * tokens / (tokens + more), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"loss_aggregation": aggregation} for aggregation in ("token", "sequence", "group", "constant")),
+        {"corrections": ["tis"], "settings": {"tis_batch_normalize": True}},
+        {"corrections": ["vcpo"]},
+        {"advantage_estimator": "dppo"},
+    ],
+    ids=lambda a: "-".join(str(value) for value in a.values()),
+)
+@pytest.mark.parametrize("term", ["kl_loss_coef", "entropy_coef"])
+def test_the_gradient_does_not_jump_when_a_coefficient_leaves_zero(algorithm, term, tied_model, build_policy, make_batch):
+    batch = [*make_batch(num_groups=2), *with_reward(make_batch(9, num_groups=4), 1.0)]
+    steps = []
+    for coefficient in (0.0, 1e-12):
+        policy = build_policy(tied_model, algorithm=AlgorithmConfig(**algorithm, **{term: coefficient}), optimizer=OptimizerConfig(lr=1e-3))
+        steps.append(policy.train(batch))
+    for name in ("grad_norm", "lr"):
+        assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-4), name
+
+
+def test_the_gradient_does_not_jump_when_rounding_leaves_advantages_of_zero(tied_model, build_policy):
+    """Whitening gives groups of equal rewards exactly 0 where the mean of all tokens is exactly 0, and next to it elsewhere."""
+    draw, norms = np.random.default_rng(0), []
+    tokens = draw.integers(0, 30, (4, 4, 8)).astype(np.int32)
+    for more in (0.0, 1e-6):
+        rewards = np.array([[1.0, 0.0, 1.0, 0.0], [1.0] * 4, [0.0] * 4, [1.0] * 4])
+        rewards[0, 0] += more
+        groups = [Group(str(g), [sample_of(tokens[g, i], reward=float(rewards[g, i])) for i in range(4)]) for g in range(4)]
+        policy = build_policy(tied_model, algorithm=AlgorithmConfig(advantage_estimator="reinforce_plus_plus_baseline"))
+        norms.append(policy.train(groups)["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def sample_of(tokens, reward):
+    mask = (np.arange(len(tokens)) >= 3).astype(np.uint8)
+    return Sample(
+        tokens=tokens, loss_mask=mask, rollout_logprobs=-3.6 * mask.astype(np.float32), versions=[(0, len(tokens))], reward=reward
+    )
 
 
 def test_a_batch_without_signal_changes_no_weight(tied_model, build_policy, make_batch):
@@ -238,6 +282,32 @@ def test_several_optimizer_steps_on_a_batch_equal_as_many_batches(tied_model, bu
     for name in ("loss", "entropy", "pg_clipfrac", "logprob_mismatch_mean"):
         assert whole[name] == pytest.approx(np.average([part[name] for part in parts], weights=tokens), abs=1e-6)
     assert whole["logprob_mismatch_max"] == pytest.approx(max(part["logprob_mismatch_max"] for part in parts), rel=1e-4)
+
+
+def test_several_passes_equal_as_many_steps_on_the_same_batch(tied_model, build_policy, make_batch):
+    batch = make_batch()
+    policy = build_policy(tied_model)
+    apart = [policy.train(batch, num_steps=2) for _ in range(3)]
+    weights = {name: tensor.clone() for name, tensor in policy.export.tensors()}
+    policy = build_policy(tied_model)
+    policy.config = replace(policy.config, rollout=replace(policy.config.rollout, num_passes_per_rollout=3))
+    together = policy.train(batch, num_steps=2)
+    for name, tensor in policy.export.tensors():
+        torch.testing.assert_close(tensor, weights[name])
+    assert (together["updated"], together["lr"]) == (6, apart[-1]["lr"])
+    assert [together[name] for name in ("samples", "tokens", "zero_variance_groups")] == [
+        apart[0][name] for name in ("samples", "tokens", "zero_variance_groups")
+    ]
+    assert together["loss"] == pytest.approx(np.mean([metrics["loss"] for metrics in apart]), rel=1e-4)
+    assert together["lag/all/m2"] == pytest.approx(apart[0]["lag/all/m2"])  # of the policy that the batch was given to
+
+
+def test_old_logprobs_are_those_of_before_the_first_of_several_passes(tied_model, build_policy, make_batch, monkeypatch):
+    made, own = passes(monkeypatch), AlgorithmConfig(use_rollout_logprobs=False)
+    policy = build_policy(tied_model, algorithm=own, optimizer=OptimizerConfig(lr=0.05))
+    policy.config = replace(policy.config, rollout=replace(policy.config.rollout, num_passes_per_rollout=3))
+    assert policy.train(make_batch())["pg_clipfrac"] > 0
+    assert len(made) == 1
 
 
 def passes(monkeypatch):

@@ -8,8 +8,9 @@ from loss_rows import batch_of, row_of
 
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig
+from trainer.objective import lag_metrics
 from trainer.objective.build_objective import build_objective
-from trainer.objective.lag_metrics import by_lag
+from trainer.objective.lag_metrics import by_lag, thinned
 from trainer.objective.plugin import Clip
 
 CLIP = Clip(0.8, 1.28)
@@ -134,3 +135,18 @@ def test_a_clip_that_the_engines_error_fills_is_warned_of_once(caplog):
         build_objective(RunConfig()).lag_metrics(batch)
     (warning,) = caplog.records
     assert "at lag 0 the clip to 0.997 - 1.003 took the gradient of 100% of the tokens away" in warning.getMessage()
+
+
+def test_a_large_batch_is_measured_by_evenly_spaced_samples(monkeypatch):
+    monkeypatch.setattr(lag_metrics, "MAX_TOKENS", 2_000)
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 40, 1000).tolist()
+    new = draw.normal(0, 0.3, sum(lengths))
+    batch = batch_of(lengths, new_logprobs=new, lag=1)
+    samples = np.flatnonzero(np.arange(1000) % 5)  # the others were not trained
+    few = thinned(batch, samples, batch.select(samples)["new_logprobs"])
+    assert 1_500 < few.num_tokens < 2_200
+    assert set(few["new_logprobs"].tolist()) <= set(batch.select(samples)["new_logprobs"].tolist())
+    all_of_it, part = by_lag(batch, None, None), by_lag(few, None, None)
+    assert part["lag/1/m2"] == pytest.approx(all_of_it["lag/1/m2"], rel=0.1)
+    assert part["lag/1/ess_token"] == pytest.approx(all_of_it["lag/1/ess_token"], rel=0.05)

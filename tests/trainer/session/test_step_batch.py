@@ -29,6 +29,7 @@ def batch(sizes: list[int], next_version: int = 4) -> StepBatch:
 
 def test_a_batch_of_fewer_groups_than_optimizer_steps_has_fewer_steps() -> None:
     assert batch([2, 2]).plan([0.4, 0.3, 0.2, 0.1]) == StepPlan(2, (0.4, 0.3), publishes=True)
+    assert batch([2, 2]).plan([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 2) == StepPlan(2, (0.6, 0.5, 0.4, 0.3), publishes=True)
 
 
 def test_recorded_learning_rates_go_before_the_schedule_where_there_is_one_for_each_step() -> None:

@@ -60,6 +60,18 @@ def test_a_step_that_outlasts_the_deadline_is_interrupted(stop: StopRequest, mon
             send(signal.SIGALRM)
 
 
+def test_a_step_may_last_as_long_as_the_config_grants(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop.grace_s, at = 600.0, stop_request.time.monotonic()
+    monkeypatch.setattr(stop_request.time, "monotonic", lambda: at)
+    with stop.deferred():
+        send(signal.SIGTERM)
+        at += 599.0
+        send(signal.SIGALRM)
+        at += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGALRM)
+
+
 def test_the_deadline_holds_after_the_last_step_too(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     with stop.deferred():
         pass

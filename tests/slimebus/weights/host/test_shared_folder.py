@@ -51,7 +51,7 @@ def names(path: Path) -> set[str]:
 
 
 def test_a_version_is_a_model_directory(folder: SharedFolder, model: Path) -> None:
-    held = folder.hold(weights(a=[1, 2], b=[3]))
+    held = folder.place_in_memory(weights(a=[1, 2], b=[3]))
     made = folder.make_version(held, model)
     read = read_model(made.directory)
     assert {name: tensor.steps.tolist() for name, tensor in read.items()} == {"a": [1, 2], "b": [3]}
@@ -61,28 +61,28 @@ def test_a_version_is_a_model_directory(folder: SharedFolder, model: Path) -> No
 
 
 def test_a_shared_tensor_names_its_bytes(folder: SharedFolder, model: Path) -> None:
-    made = folder.make_version(folder.hold(weights(a=[1, 2])), model)
+    made = folder.make_version(folder.place_in_memory(weights(a=[1, 2])), model)
     tensor = made.tensors["a"]
     assert tensor.offset % 64 == 0
     assert hash_bytes(tensor.file.read_bytes()[tensor.offset :]) == tensor.hash
 
 
 def test_an_unchanged_tensor_is_one_file_in_both_versions(folder: SharedFolder, model: Path) -> None:
-    first = folder.make_version(folder.hold(weights(0, a=[1], b=[2])), model)
-    second = folder.make_version(folder.hold(weights(1, a=[1], b=[3])), model)
+    first = folder.make_version(folder.place_in_memory(weights(0, a=[1], b=[2])), model)
+    second = folder.make_version(folder.place_in_memory(weights(1, a=[1], b=[3])), model)
     assert first.tensors["a"].file.samefile(second.tensors["a"].file)
     assert not first.tensors["b"].file.samefile(second.tensors["b"].file)
 
 
 def test_equal_bytes_of_two_tensors_are_two_files(folder: SharedFolder, model: Path) -> None:
-    made = folder.make_version(folder.hold(weights(a=[7], b=[7])), model)
+    made = folder.make_version(folder.place_in_memory(weights(a=[7], b=[7])), model)
     assert set(read_model(made.directory)) == {"a", "b"}
 
 
 def test_what_no_version_needs_is_given_back_and_mappings_of_it_stay(folder: SharedFolder, model: Path) -> None:
-    old = folder.hold(weights(0, a=[1], b=[2]))
+    old = folder.place_in_memory(weights(0, a=[1], b=[2]))
     folder.make_version(old, model)
-    new = folder.make_version(folder.hold(weights(1, a=[1], b=[3])), model)
+    new = folder.make_version(folder.place_in_memory(weights(1, a=[1], b=[3])), model)
     folder.retain(new)
     assert names(folder.path / "tensors") == {tensor.file.name for tensor in new.tensors.values()}
     assert names(folder.path / "versions") == {new.directory.name}
@@ -98,7 +98,7 @@ def large(version: int) -> Weights:
 
 def serve(folder: SharedFolder, version: Weights, model: Path) -> tuple[Path, int]:
     """Make it the only version of the folder; the file of its tensor and that file's inode."""
-    made = folder.make_version(folder.hold(version), model)
+    made = folder.make_version(folder.place_in_memory(version), model)
     folder.retain(made)
     return made.tensors["a"].file, made.tensors["a"].file.stat().st_ino
 
@@ -160,12 +160,12 @@ def test_spare_memory_goes_when_there_is_no_other(folder: SharedFolder, model: P
 def test_no_memory_is_kept_for_tensors_that_are_gone(folder: SharedFolder, model: Path) -> None:
     serve(folder, large(0), model)
     serve(folder, large(1), model)
-    folder.retain(folder.make_version(folder.hold(weights(2, b=[1])), model))
+    folder.retain(folder.make_version(folder.place_in_memory(weights(2, b=[1])), model))
     assert not names(folder.path / "reusable")
 
 
 def test_nothing_writes_to_a_kept_tensor(folder: SharedFolder) -> None:
-    held = folder.hold(weights(a=[1]))
+    held = folder.place_in_memory(weights(a=[1]))
     with pytest.raises(ValueError, match="read-only"):
         held.tensors["a"].buffer[0] = 9
 
@@ -186,7 +186,7 @@ def test_an_unfinished_tensor_is_not_found(folder: SharedFolder, tmp_path: Path)
 
 
 def test_a_neighbours_tensor_is_linked_not_copied_and_outlives_it(folder: SharedFolder, tmp_path: Path, model: Path) -> None:
-    had = folder.make_version(folder.hold(weights(a=[1, 2])), model)
+    had = folder.make_version(folder.place_in_memory(weights(a=[1, 2])), model)
     neighbour = SharedFolder(tmp_path)
     [(form, buffer, is_from_neighbour)] = neighbour.find(forms(weights(a=[1, 2])))
     assert (form.name, buffer.view(np.uint16).tolist(), is_from_neighbour) == ("a", [1, 2], True)
@@ -213,7 +213,7 @@ def flip(content: bytes) -> bytes:
     ],
 )
 def test_a_neighbours_damaged_file_is_not_taken(folder: SharedFolder, tmp_path: Path, damage) -> None:
-    folder.hold(weights(a=[1, 2]))
+    folder.place_in_memory(weights(a=[1, 2]))
     [file] = (folder.path / "tensors").iterdir()
     content = file.read_bytes()
     file.chmod(0o600)
@@ -228,7 +228,7 @@ def test_a_neighbours_damaged_file_is_not_taken(folder: SharedFolder, tmp_path: 
 def test_a_link_or_a_pipe_in_a_neighbours_folder_is_not_taken(folder: SharedFolder, tmp_path: Path) -> None:
     form = forms(weights(a=[1, 2]))[0]
     elsewhere = SharedFolder(tmp_path / "model" if (tmp_path / "model").is_dir() else tmp_path)
-    elsewhere.hold(weights(a=[1, 2]))
+    elsewhere.place_in_memory(weights(a=[1, 2]))
     file = elsewhere.path / "tensors" / file_name(form)
     moved = file.rename(tmp_path / "somewhere")
     os.symlink(moved, folder.path / "tensors" / file_name(form))
@@ -264,33 +264,23 @@ def test_a_folder_without_a_lock_is_left_until_its_worker_must_have_begun(tmp_pa
     assert (beginning.exists(), left.exists()) == (True, False)
 
 
-def test_memory_that_is_full_is_an_error_that_says_what_to_do(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, content: memoryview, offset: int) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(WeightsError, match=r"has no room for 2 bytes of tensors: .* are free.*weights\.weights_shm"):
-        folder.hold(weights(a=[1]))
-    assert not names(folder.path / "unfinished")
-
-
 def test_no_descriptor_stays_open_for_a_tensor(folder: SharedFolder) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    held = folder.hold(weights(**{f"t{i}": [i] for i in range(50)}))
+    held = folder.place_in_memory(weights(**{f"t{i}": [i] for i in range(50)}))
     assert len(os.listdir("/proc/self/fd")) == before
     assert held.tensors["t49"].steps.tolist() == [49]
 
 
 def test_a_folder_that_something_deleted_is_an_error_that_says_where(folder: SharedFolder, model: Path) -> None:
-    held = folder.hold(weights(a=[1]))
+    held = folder.place_in_memory(weights(a=[1]))
     shutil.rmtree(folder.path)
-    for act in (lambda: folder.hold(weights(1, a=[2])), lambda: folder.make_version(held, model), lambda: folder.retain()):
+    for act in (lambda: folder.place_in_memory(weights(1, a=[2])), lambda: folder.make_version(held, model), lambda: folder.retain()):
         with pytest.raises(WeightsError, match=f"{folder.path}.*No such file"):
             act()
 
 
 def test_a_version_that_cannot_be_made_leaves_nothing(folder: SharedFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = folder.hold(weights(a=[1]))
+    held = folder.place_in_memory(weights(a=[1]))
 
     def full(*args: object, **options: object) -> int:
         raise OSError(28, "No space left on device")

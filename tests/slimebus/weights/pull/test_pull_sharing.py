@@ -171,17 +171,6 @@ def test_a_lock_file_that_cannot_be_opened_is_not_waited_for(
     assert puller.pull(deadline_s=30).digest == published.digest
 
 
-def test_shared_memory_that_is_gone_is_an_error_that_says_where(store: VersionStore, server: WeightServer, tmp_path: Path) -> None:
-    store.publish(values(1))
-    (tmp_path / "shm").mkdir()
-    folder = SharedFolder(tmp_path / "shm")
-    puller = WeightPuller([server.endpoint], host=HostPullSharing(folder, server.endpoint))
-    shutil.rmtree(folder.root)
-    with pytest.raises(WeightsError, match=f"{folder.root}: No such file or directory"):
-        puller.pull(deadline_s=30)
-    puller.close()
-
-
 def test_a_tensor_that_is_begun_anew_takes_its_memory_once(
     store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
 ) -> None:
@@ -229,25 +218,6 @@ def test_a_worker_that_waits_too_long_says_for_whom(
         join().pull(deadline_s=0.3)
     pulling.end()
     pulling.folder.close()
-
-
-def test_a_neighbour_that_damages_its_tensors_is_found_out(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
-    published = store.publish(values(1))
-    join().pull(deadline_s=30)
-    damaged = sorted(tmp_path.glob("slimebus-weights-*/tensors/*"))[:3]
-    for file in damaged:
-        file.chmod(0o600)
-        with file.open("r+b") as out:
-            out.seek(-1, os.SEEK_END)
-            last = out.read(1)
-            out.seek(-1, os.SEEK_END)
-            out.write(bytes([last[0] ^ 1]))
-    puller = join()
-    assert puller.pull(deadline_s=30).digest == published.digest
-    assert puller.counts["neighbour_tensors"] == NUM_TENSORS - 3
-    assert puller.counts["received_bytes"] == 3 * NUM_VALUES * 2
 
 
 def test_a_newer_version_while_a_neighbour_pulls_the_older_is_followed(
