@@ -238,7 +238,8 @@ class Groups:
             yield "the ready groups are not those listed, or not in order"
         for kind, queue in self._queues.items():
             queued = [(g.position, g.id) for g in everyone if g.kind == kind and g.phase == QUEUED]
-            if [(g.position, g.id) for g in queue] != sorted(queued):
+            first = self.first_queued(kind)
+            if [(g.position, g.id) for g in queue] != sorted(queued) or (first and (first.position, first.id)) != min(queued, default=None):
                 yield f"the {kind} queue is not that of the queued groups, or not in order"
         if {g.id for g in self.by_read_position} != {g.id for g in everyone if g.read_position}:
             yield "the groups that consumers find are not those with a position"
