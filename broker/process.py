@@ -59,10 +59,10 @@ def run_broker(resolved: Resolved, *, debug: bool, accepts_changes: bool) -> Non
     note_changes(resolved, is_confirmed=accepts_changes)
     broker = build(resolved)
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
         page = _page(resolved, broker.endpoint)
         if page is not None:
             stack.callback(page.stop)
+        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
         _tune_memory()
         log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
         turns = LoopWatch("the broker's loop", lambda: broker.num_turns, on_signal=stop.set, leave_blocked_s=LEAVE_BLOCKED_S)

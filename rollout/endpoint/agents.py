@@ -71,7 +71,7 @@ class Agent:
 
 
 class OutsideAgents(Agent):
-    """A hook whose sessions wait for agents that others run. A session ends with its reward, when it is deleted, or after idle_s.
+    """A hook with sessions that wait for agents that others run. A session ends with its reward, when it is deleted, or after idle_s.
 
     bind: where it listens; beyond this machine only with a key, from the environment variable `key_variable`.
     """

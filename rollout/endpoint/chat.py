@@ -110,7 +110,7 @@ def text_answer(session: Session, made: Response, body: TextRequest, num_prompt_
 
 
 def chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
-    """The answer as a stream has it: who speaks, what is said, why it ended, and what it took."""
+    """The answer as a stream has it: role, text, finish reason and usage."""
     usage, choice = answer.pop("usage"), answer["choices"][0]
     reason = choice.pop("finish_reason")
     if answer["object"] == "chat.completion":

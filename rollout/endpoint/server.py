@@ -155,7 +155,7 @@ class Endpoint:
         return await self._send(request, body, text_answer(session, made, body, num_prompt_tokens))
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models: the policy, whatever name a request gives."""
+        """GET /v1/models: the policy, under any name that a request gives."""
         policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimebus"}
         return web.Response(body=encode({"object": "list", "data": [policy]}), content_type="application/json")
 
@@ -180,7 +180,7 @@ class Endpoint:
         self._known(request).ended.set()
         return web.Response()
 
-    # --- whose request it is ---
+    # --- the session of a request ---
 
     def _bearer(self, request: web.Request) -> str:
         return request.headers.get("Authorization", "").removeprefix("Bearer ")

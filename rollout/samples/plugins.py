@@ -1,4 +1,4 @@
-"""Calls of plug-ins (hooks, rewards, filters, chat templates): whatever one raises is a PluginError that names it and the user's own line.
+"""Calls of plug-ins (hooks, rewards, filters, chat templates): all that one raises is a PluginError that names it and the user's own line.
 
     coroutine function --> a task of the event loop          plain function --> a thread of its own
 
@@ -129,7 +129,7 @@ def _line_of(error: BaseException, function: Callable[..., Any] | None) -> str:
 
 
 class ContainedTask(asyncio.Task[Any]):
-    """A task whose SystemExit or KeyboardInterrupt ends it alone, and not the process. Its context can be read from other threads."""
+    """A task that its own SystemExit or KeyboardInterrupt ends, and not the process. Its context can be read from other threads."""
 
     def __init__(self, work: Awaitable[Any], *, context: Context | None = None, **named: Any) -> None:
         self.context = copy_context() if context is None else context

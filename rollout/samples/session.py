@@ -204,7 +204,7 @@ class Session:
         return msgspec.structs.replace(self.task, prompt_ids=ids, sampling=chosen, session=self.id)
 
     def cut_off(self) -> Response:
-        """The turn of a session whose context is full."""
+        """The turn of a session with a full context."""
         none = NONE.astype(np.float32)
         return Response(task=self.task, token_ids=NONE, logprobs=none, versions=[], text="", finish_reason="length")
 

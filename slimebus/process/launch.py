@@ -67,12 +67,12 @@ class ChildProcess:
                 if line.strip():
                     sink(self.name, line.decode(errors="replace").rstrip("\n"))
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, reap_s: float = REAP_S) -> None:
         """SIGTERM, then SIGKILL to what is left of its session after `grace_s` seconds."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
-        self.kill()
+        self.kill(reap_s)
 
     def kill(self, reap_s: float = REAP_S) -> None:
         """SIGKILL to what is left of its session. One that a hung file system keeps is not waited for after reap_s."""

@@ -36,7 +36,7 @@ class CriticSession:
         self._lacking: list[ConsumedGroup] = []
 
     def begin(self, position: int, vocab_size: int) -> None:
-        """Go on behind `position`, where a checkpoint ends, whatever was read after it."""
+        """Go on behind `position`, where a checkpoint ends, also where more was read after it."""
         self.vocab_size = vocab_size
         self.consumer.rewind(position)
 

@@ -25,7 +25,7 @@ log = logging.getLogger("trainer")
 
 LOOK_S = 0.1
 GONE_CODE = 70
-"""Of a node whose launcher is gone: without it nothing can start again. It becomes the exit code."""
+"""Of a node without its launcher: without it nothing can start again. It becomes the exit code."""
 FINAL_CODES = (0, EXIT_USAGE, GONE_CODE)
 """Exit codes after which starting again makes no sense."""
 MAX_ERROR_BYTES = 2000

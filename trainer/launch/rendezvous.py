@@ -41,7 +41,7 @@ class NodeConnection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def send(self, **message: Any) -> None:
-        """Never raises: whom it no longer reaches is found gone by `receive`."""
+        """Never raises: `receive` finds a node gone that it no longer reaches."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 

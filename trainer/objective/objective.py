@@ -38,7 +38,7 @@ METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")
 
 
 MOST_CLIPPED = 0.3
-"""Share of tokens whose gradient may be clipped away at lag 0, where the sampler differs by its engine alone, before it is warned of."""
+"""Share of gradients of tokens that may be clipped away at lag 0, where the sampler differs by its engine alone, before it is warned of."""
 
 
 class Objective:

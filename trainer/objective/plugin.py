@@ -33,7 +33,7 @@ class TokenWeight:
     """What a correction multiplies the loss of each token with, and what to report of it."""
 
     weight: torch.Tensor
-    """[1, t], at least 0 and without gradient; 0 takes the token out of the loss, whatever its value (the denominator stays)."""
+    """[1, t], at least 0 and without gradient; 0 takes the token out of the loss, at any value (the denominator stays)."""
     measures: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """As those of a TokenLoss."""
 
@@ -101,7 +101,7 @@ class Algorithm(Plugin):
 
     @property
     def clip(self) -> Clip | None:
-        """What it clips; None: nothing. Its settings of the clip are those whose names begin with eps_clip."""
+        """What it clips; None: nothing. Its settings of the clip are those with names that begin with eps_clip."""
         return None
 
     def advantages(self, batch: Batch) -> np.ndarray:

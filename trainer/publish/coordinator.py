@@ -48,7 +48,7 @@ class Coordinator:
         log.debug("version %d published in %d parts, %.1f%% changed", version, len(parts), 100 * self.metrics["changed_fraction"])
 
     def on_heartbeat(self, lineage: str, version: int) -> None:
-        """What the broker says is the newest. If it lost the last publish in a power cut, it is told again; does not wait."""
+        """What the broker says is the newest. If it lost the last publish in a power cut, that is sent again; does not wait."""
         announced = self._announced
         if announced is not None and announced.lineage == lineage and version < announced.version:
             self.client.submit(announced)

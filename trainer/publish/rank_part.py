@@ -25,7 +25,7 @@ class RankPart:
     """The weight server of a rank in one trainer timeline (`store.lineage`), or its part of the timeline's chain of files.
 
     report: called with (version, part) in the publishing thread when the part is complete, or has failed (`part.problem`).
-    place: which publisher this is, from 0. broker: its address; a server that is bound everywhere is told by this machine's address on
+    place: which publisher this is, from 0. broker: its address; a server that is bound everywhere is announced by this machine's address on
     the way there.
     """
 
@@ -70,13 +70,13 @@ class RankPart:
                 work.about["delta_bytes"] = made.delta_bytes
             if self.chain is not None:
                 self.chain.write(self.store)
-        except BaseException as problem:  # whatever it is: rank 0 must not wait for a part that never comes
+        except BaseException as problem:  # of any kind: rank 0 must not wait for a part that never comes
             self.report(version, Part(problem=f"{type(problem).__name__}: {problem}"))
             raise
         self.report(version, Part(address=self.address, made=made, wait_s=wait_s, copy_s=copy_s))
 
     def wait(self) -> None:
-        """Until the last publish is told of. Raises what made it fail."""
+        """Until the last publish is announced. Raises what made it fail."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None

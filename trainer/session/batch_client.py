@@ -162,7 +162,7 @@ class BatchClient:
                 log.debug("%s; asked again", away.text)
 
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
-        """`step` is trained. checkpoint: the first step whose samples a trainer may need again."""
+        """`step` is trained. checkpoint: the first step with samples that a trainer may need again."""
         self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=600.0)
         self._trained = step + 1
 
@@ -173,7 +173,7 @@ class BatchClient:
 
 
 def checked_lag(sample: Sample, batch: BatchReply) -> int:
-    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds whatever the broker was told."""
+    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds without trust in the broker."""
     lag = lag_of(sample, batch.version)
     bound = math.inf if batch.max_staleness is None else batch.max_staleness
     if not 0 <= lag <= bound:

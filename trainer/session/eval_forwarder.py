@@ -44,7 +44,7 @@ class Tracker:
         self.writer.track(status["step"], scalars(status))
 
     def close(self) -> None:
-        """The last status is told too."""
+        """The last status is forwarded too."""
         self._closing.set()
         self._thread.join(2 * ANSWER_S)
 
