@@ -5,7 +5,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, choice, consumers, prompts, settings, staleness, transitions, wait_reasons
+from broker.state import admission, choice, consumers, diagnosis, prompts, settings, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group, Phase
@@ -70,7 +70,7 @@ def _reply(state: State, step: int) -> BatchReply:
 def answer_timed_out(state: State, step: int) -> None:
     """Answer a batch request that waited to its end: nothing, and what it waited for."""
     if step in state.waiting_batches:
-        reason = wait_reasons.reason_for(state, step)
+        reason = diagnosis.reason_for(state, step)
         state.answer(state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=reason))
 
 

@@ -176,6 +176,14 @@ class Consumer(msgspec.Struct, kw_only=True):
     fields: dict[str, int] = {}
 
 
+class Cause(msgspec.Struct, frozen=True):
+    """Whom something waits for (a role, and which processes of it; of a broker: its source, buffer, filter or store), and a sentence."""
+
+    role: str
+    who: list[str]
+    reason: str
+
+
 class BatchWanted(msgspec.Struct, frozen=True, kw_only=True):
     """What a buffer filter is asked for: exactly `num_groups` groups, or groups of at most `num_tokens` tokens (0: no such bound)."""
 

@@ -14,12 +14,10 @@ from typing import Any
 
 import msgspec
 
-from broker.state import choice, ending, wait_reasons
+from broker.state import diagnosis, ending
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent, still_here
+from broker.state.clients import still_here
 from broker.state.records import quantile
-from broker.state.wait_reasons import Cause
-from slimebus.bus.messages import NO_VERSION
 
 QUANTILE = 0.9
 TIMES_QUANTILE = 4.0
@@ -124,7 +122,7 @@ def check(state: State) -> None:
         state.timers.set(("watchdog", None), pace.last_progress_at + limit)
         return
     pace.stalled_at = now
-    state.note(f"stalled for {quiet_s:.0f} s (limit {limit:.0f} s): {cause(state).reason}", is_warning=True)
+    state.note(f"stalled for {quiet_s:.0f} s (limit {limit:.0f} s): {diagnosis.cause(state).reason}", is_warning=True)
 
 
 def report(state: State) -> dict[str, Any] | None:
@@ -133,65 +131,4 @@ def report(state: State) -> dict[str, Any] | None:
     is_stuck = bool(state.store_problem) and since_s >= limit  # a store that takes nothing: no timer is looked at
     if (state.pace.stalled_at is None and not is_stuck) or ending.is_over(state):
         return None
-    return {"since_s": round(since_s, 3), "limit_s": round(limit, 3), **msgspec.structs.asdict(cause(state))}
-
-
-# --- who is waited for ---
-
-
-def cause(state: State) -> Cause:
-    """Who the run waits for now, in one sentence."""
-    meta = state.meta
-    trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
-    if state.store_problem:
-        return Cause("broker", ["store"], f"step {meta.next_step} waits for the broker's store: {state.store_problem}")
-    if state.is_finishing:
-        return _with_oldest_lease(state, wait_reasons.end_cause(state))
-    if trainer is None:
-        return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
-    if trainer.is_gone or is_silent(state, trainer):
-        text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
-    elif not meta.lineage:
-        text = f"{trainer.title} joined and has not said which step it trains next; {_workers(state)} for it"
-    elif meta.version == NO_VERSION:
-        text = f"{_workers(state)} for version {meta.base_version} that {trainer.title} has not published"
-    elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
-        text = f"{trainer.title} {_doing(state)}"
-    else:
-        return _with_oldest_lease(state, wait_reasons.batch_cause(state, meta.next_step))
-    return Cause("trainer", [trainer.name], text)
-
-
-def _no_trainer(state: State) -> str:
-    pace = state.pace
-    if not pace.trainer:
-        return f"no trainer has joined; {_workers(state)} for one"
-    ago = f" {state.now - pace.trainer_left_at:.0f} s ago" if pace.trainer_left_at is not None else ""
-    return f"no trainer takes part: {pace.trainer} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
-
-
-def _workers(state: State) -> str:
-    count = sum(1 for c in state.clients.values() if c.role == "rollout" and is_present(c))
-    return "1 worker waits" if count == 1 else f"{count or 'no'} workers wait"
-
-
-def _doing(state: State) -> str:
-    """What the trainer does with the next step to commit, as far as the broker saw it."""
-    pace, step = state.pace, state.meta.next_step
-    if step not in state.steps:
-        return f"has not asked for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"
-    if step not in state.fetched_steps:
-        return f"was given batch {step} {state.now - pace.assigned_at:.0f} s ago and has not fetched it"
-    begun = max(state.fetched_steps[step], pace.last_progress_at if pace.has_stepped else 0.0)
-    text = f"fetched batch {step} and has been training for {state.now - begun:.0f} s"
-    if state.meta.version == state.version_of(step + 1) > state.version_of(step):
-        return f"{text}; version {state.meta.version} is published, the step is not committed"
-    return text
-
-
-def _with_oldest_lease(state: State, cause: Cause) -> Cause:
-    """The same, and where workers are waited for how long the oldest lease has been held."""
-    if cause.role != "rollout" or not state.lease_since:
-        return cause
-    lease, since = min(state.lease_since.items(), key=lambda item: item[1])
-    return msgspec.structs.replace(cause, reason=f"{cause.reason}; lease {lease} has been held for {state.now - since:.0f} s")
+    return {"since_s": round(since_s, 3), "limit_s": round(limit, 3), **msgspec.structs.asdict(diagnosis.cause(state))}
