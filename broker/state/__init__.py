@@ -1,8 +1,8 @@
 """The broker's decisions: (events, now) -> effects. No socket, disk, clock or random source in here.
 
-Prompts and the choice of a buffer filter are asked of two narrow protocols that enter as arguments (prompt_source.py, records.BufferFilter).
+Prompts and the choice of a buffer filter are asked of two narrow protocols given as arguments (prompt_source.py, records.BufferFilter).
 
-broker_state.py  the state that the functions share    records.py     what is stored    rules.py      the constants of a run
+broker_state.py  the state that the functions share    records.py     what is stored    rules.py     the constants of a run
 effects.py       what goes in and what comes out       groups.py      the groups in play       transitions.py  what becomes of a group
 clients.py       joining, epochs, fencing, settings    heartbeats.py  leases that live on, commands of workers
 prompts.py       where the next prompt comes from      pushes.py      prompts that clients push

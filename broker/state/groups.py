@@ -197,9 +197,14 @@ class Groups:
         """The ready groups, those that lack a required field too."""
         return [*self.ready, *self.awaiting_fields.values()]
 
-    def readable_after(self, position: int) -> list[Group]:
-        """The groups with samples behind the position of a consumer."""
-        return list(self.by_read_position.irange_key(position, inclusive=(False, False)))
+    def readable_after(self, position: int) -> Iterator[Group]:
+        """The groups with samples behind the position of a consumer, in order: there may be thousands."""
+        readable: Iterator[Group] = self.by_read_position.irange_key(position, inclusive=(False, False))
+        return readable
+
+    def num_readable_after(self, position: int) -> int:
+        """How many there are."""
+        return len(self.by_read_position) - int(self.by_read_position.bisect_key_right(position))
 
     def index_for_consumers(self, group: Group, position: int) -> None:
         """Samples of a group were accepted: consumers find it at this position."""

@@ -183,9 +183,10 @@ class GroupMaker:
         return samples
 
     def _check_length(self, leased: LeasedGroup, num_tokens: int) -> None:
-        most = self.config.rollout.rollout_max_prompt_len
-        if 0 < most < num_tokens and leased.kind == "train":
-            raise Dropped(f"a prompt of {num_tokens} tokens, above rollout_max_prompt_len", 0, [])
+        limits = {"rollout_max_prompt_len": self.config.rollout.rollout_max_prompt_len, "rollout_max_context_len": self.max_context_len}
+        for name, most in limits.items():
+            if 0 < most < num_tokens and leased.kind == "train":
+                raise Dropped(f"a prompt of {num_tokens} tokens, above {name} = {most}", 0, [])
 
     async def _is_kept(self, samples: list[Sample]) -> bool:
         if self.keep is None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from slimebus.bus.messages import Keys, KeysReply
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
+from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.security.allow_list import Grants
 from slimebus.security.keyring import grants_from
 
@@ -21,7 +22,7 @@ class PullKeyring:
         self._client, self.pair = client, client.credentials.pair
         self.grants: Grants = {}
         self.generation, self.problem, self._ask_at = 0, "", 0.0
-        self._take_over(client.call(Keys(), timeout_s=60.0))
+        self._take_over(client.call(Keys(), timeout_s=BROKER_AWAY_S))
 
     @classmethod
     def for_client(cls, client: Client) -> "PullKeyring | None":

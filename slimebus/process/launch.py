@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from slimebus.process.process_guard import GUARD_PATH, PR_SET_PDEATHSIG, signal_group
+from slimebus.process.process_guard import PR_SET_PDEATHSIG, guarded, signal_group
 
 LineSink = Callable[[str, str], None]
 """Called with (name, line) for every line a child writes, from that child's reader thread."""
@@ -42,10 +42,9 @@ class ChildProcess:
         on_parent_end: signal.Signals | None = None,
     ) -> None:  # fmt: skip
         self.command, self.name, self.log_file, self.environment, self.ended_at = command, name, log or Path(), environment, 0.0
-        guard = [] if on_parent_end else [sys.executable, GUARD_PATH, str(os.getpid())]
         with log.open("ab") if log and not sink else contextlib.nullcontext() as out:
             self.process = subprocess.Popen(
-                [*guard, *command],
+                command if on_parent_end else guarded(command),
                 env=os.environ | (environment or {}),
                 stdin=stdin,
                 stdout=subprocess.PIPE if sink else out,

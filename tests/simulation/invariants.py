@@ -12,7 +12,7 @@ from broker.state.clients import RECONNECT_S, SILENT_BEATS
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, READY, TRAIN, Group
 from broker.state.records import Client
-from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNCHECKED_S
+from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNREAD_S
 from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class Invariants:
         kinds = ("unconfirmed lease", "leases of", "recalled lease")
         first = min((state.timers.deadline(key) for key in set(state.timers.keys()) if key[0] in kinds), default=float("inf"))
         overdue_s = self.world.broker.broker_clock.now - first
-        require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
+        require(overdue_s <= LONGEST_TURN_S + MAX_UNREAD_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
         waiting = sum(len(table) for table in _parked(state))
         require(waiting <= rules.max_parked + len(state.waiting_batches), f"{waiting} requests are parked")
 

@@ -19,6 +19,7 @@ from slimebus.bus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, 
 from slimebus.bus.samples import Sample, decode_group
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
+from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
@@ -53,7 +54,7 @@ class BatchClient:
 
     def resume(self, step: int, version: int, lineage: str, parent: str) -> None:
         """Tell the broker which timeline goes on: that of `parent`'s checkpoint. `step` is trained next, `version` published first."""
-        self.client.call(Resume(step=step, version=version, lineage=lineage, parent=parent), timeout_s=60.0)
+        self.client.call(Resume(step=step, version=version, lineage=lineage, parent=parent), timeout_s=BROKER_AWAY_S)
         self._trained = step
 
     def take(self, step: int, wait_s: float | None = None) -> StepBatch | None:
@@ -163,7 +164,7 @@ class BatchClient:
 
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
         """`step` is trained. checkpoint: the first step with samples that a trainer may need again."""
-        self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=600.0)
+        self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=BROKER_AWAY_S)
         self._trained = step + 1
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class Server:
 
     keyring: the keys that may connect and what they may ask for, encrypted; None lets everyone in, in the clear.
 
-    `refused` counts what was refused or hit a bound, by its name.
+    `refused` counts what was refused or hit a bound, by its name. is_drained: the last `receive` left no message behind.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class Server:
         self.run, self.name, self.types, self.burst, self.keyring = run, name, types, burst, keyring
         self.limits = limits = limits or Limits()
         self.unsent = Unsent(limits.unsent_bytes)
+        self.is_drained = True
         self._header_frame: Any = None  # of the message in hand: it knows the connection that it came through
         self.refused: Counter[str] = Counter()
         self.refusal_limiter = RefusalLimiter()
@@ -159,7 +160,8 @@ class Server:
         """
         requests: list[Request] = []
         size_bytes = 0
-        if not self.wait(timeout_s):
+        self.is_drained = not self.wait(timeout_s)
+        if self.is_drained:
             return requests
         if collect_s:
             time.sleep(collect_s)
@@ -169,6 +171,7 @@ class Server:
             try:
                 frames = self._receive_frames()
             except zmq.Again:
+                self.is_drained = True
                 break
             request = self._parse(frames)
             if request is None:

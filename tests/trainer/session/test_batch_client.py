@@ -252,3 +252,18 @@ def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
     broker.may_answer.set()
     assert taken(batch_client).groups
     batch_client.close()
+
+
+def test_resume_and_commit_wait_for_a_broker_that_is_moved_to_another_machine() -> None:
+    class PatientBroker:
+        waits = list[float]()
+
+        def call(self, message: Any, *, timeout_s: float) -> Any:
+            self.waits.append(timeout_s)
+
+    broker = PatientBroker()
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client.resume(0, 0, "l", "")
+    batch_client.commit(0, checkpoint=0, unused={}, metrics={})
+    assert min(broker.waits) >= 600.0
+    batch_client.close()
