@@ -107,12 +107,7 @@ class Machine:
                 successor.heard_at = state.now
         members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
         state.members_at_restart = {(c.name, c.instance) for c in members}
-        state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)
-        for lease, group in state.groups.by_lease.items():
-            if group.lease.is_recalled:
-                state.timers.set(("recalled lease", lease), state.now + state.rules.lease_s)
-        for worker in state.groups.by_worker:
-            state.timers.set(("leases of", worker), state.now + state.rules.lease_s)
+        state.leases.restart(state.now, state.now + state.rules.lease_s)
         if state.meta.finishing:
             state.finish_is_confirmed = False
             state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)

@@ -8,6 +8,7 @@ import msgspec
 
 from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, StepHistory, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
+from broker.state.lease_table import LeaseTable
 from broker.state.prompt_source import GroupResult, PromptSource, StatefulSource
 from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, Pace, PushRecord, StepRecord
 from broker.state.rules import Rules
@@ -22,7 +23,6 @@ MAX_REASON_CHARS = 64
 MAX_ENDED_REASON_CHARS = 512
 """Of a dead or dropped group, on disk: a list of them shows the whole message."""
 RECENT_STEPS = 64
-RECENT_LEASES = 4096
 MAX_ENDED = 16_384
 """Dropped groups that are listed, and dead ones; older ones are only counted."""
 MAX_PHASES = 64
@@ -54,6 +54,7 @@ class State:
         self._kept: dict[str, dict[Any, Any]] = {"groups": self.groups.by_id}
         self._kept |= {table: getattr(self, table) for table in ROWS if table not in ("meta", "groups", "ended")}
         self.timers = Timers()
+        self.leases = LeaseTable(self.groups, self.timers)
         self.waiting_leases: WaitingRequests[tuple[str, int], Lease] = WaitingRequests("lease", self.timers)
         self.waiting_batches: WaitingRequests[int, Batch] = WaitingRequests("batch", self.timers)
         self.waiting_reads: WaitingRequests[str, Read] = WaitingRequests("read", self.timers)
@@ -63,11 +64,9 @@ class State:
         self.fetched_steps: dict[int, float] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
-        self.recent_leases: dict[int, str] = {}
-        self.lease_since: dict[int, float] = {}
         self.phase_history: dict[str, list[tuple[str, float]]] = {}
         """Training group in play -> the phases it came into since this process began, and when."""
-        self.num_recalls = self.served_changes = 0
+        self.served_changes = 0
         self.pace = Pace()
         self.stale_removed_at: tuple[int, float] | None = None
         self.finish_is_announced, self.finish_is_confirmed = False, True
@@ -145,7 +144,7 @@ class State:
             writes.append(Write(table, str(key), None if record is None else _encode(record)))
         effects = writes + self._effects
         if self._has_news:
-            effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
+            effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.leases.num_recalls)))
         self._effects, self._changed, self._has_news = [], {}, False
         return effects
 
@@ -192,7 +191,7 @@ class State:
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{_kind_prefix(group)}{was}>{phase} {reason}")
         if was == LEASED:
-            self._lease_ended(group)
+            self.leases.end(group)
         self.changed("groups", group.id)
 
     def retire(self, group: Group, reason: str) -> None:
@@ -201,7 +200,7 @@ class State:
         self.forget_samples(group, reason)
         self.waste_partial(group, reason)
         self.groups.remove(group)
-        self._lease_ended(group)
+        self.leases.end(group)
         self.changed("groups", group.id)
         self.phase_history.pop(group.id, None)
         if group.kind == TRAIN:
@@ -222,19 +221,6 @@ class State:
         after_s = metrics.get("publish_s", 0.0) + metrics.get("save_s", 0.0)
         lives = {group.id: (group.num_samples, self.phase_history.pop(group.id, [])) for group in groups}
         self._effects.append(StepHistory(step, self.now, metrics.get("train_s", 0.0), after_s, lives))
-
-    def _lease_ended(self, group: Group) -> None:
-        self.timers.cancel(("unconfirmed lease", group.lease.id))
-        self.timers.cancel(("recalled lease", group.lease.id))
-        self.lease_since.pop(group.lease.id, None)
-        if group.lease.worker not in self.groups.by_worker:
-            self.timers.cancel(("leases of", group.lease.worker))
-
-    def remember_lease(self, lease: int, result: str) -> None:
-        """Keep what became of a lease (accepted, discarded, surplus), so that a repeat is not counted again; the oldest is forgotten."""
-        self.recent_leases[lease] = result
-        if len(self.recent_leases) > RECENT_LEASES:
-            del self.recent_leases[next(iter(self.recent_leases))]
 
     def keep_latest(self, table: Table, record: Keyed, most: int) -> None:
         """Keep a record by its key; of more than `most` the oldest is forgotten."""
@@ -317,8 +303,8 @@ class State:
         groups, workers = self.groups, self.groups.by_worker
         if ghosts := sorted(workers.keys() - self.clients.keys()):
             yield f"leases are held by {ghosts}, who are no clients"
-        if groups.by_lease.keys() != self.lease_since.keys():
-            yield f"leases without a time, or times without a lease: {sorted(groups.by_lease.keys() ^ self.lease_since.keys())}"
+        if groups.by_lease.keys() != self.leases.held_since.keys():
+            yield f"leases without a time, or times without a lease: {sorted(groups.by_lease.keys() ^ self.leases.held_since.keys())}"
         chosen = {name for record in self.steps.values() if not record.is_committed for name in record.groups}
         if chosen != (assigned := {g.id for g in groups.by_id.values() if g.phase == ASSIGNED}):
             yield f"assigned groups and steps disagree on {sorted(chosen ^ assigned)}"
@@ -333,11 +319,7 @@ class State:
             yield f"timers are left over: {leaking}"
 
     def _needed_timers(self) -> Iterator[Key]:
-        for worker, leases in self.groups.by_worker.items():
-            yield from (("unconfirmed lease", lease) for lease in leases.unconfirmed)
-            if len(leases.groups) > len(leases.unconfirmed):
-                yield "leases of", worker
-        yield from (("recalled lease", lease) for lease, group in self.groups.by_lease.items() if group.lease.is_recalled)
+        yield from self.leases.needed_timers()
         for table in (self.waiting_leases, self.waiting_batches, self.waiting_reads, self.waiting_evaluations):
             yield from ((table.name, key) for key in table)
         yield from (("client", name) for name in self.clients)

@@ -68,9 +68,9 @@ def _doing(state: State) -> str:
 
 def _with_oldest_lease(state: State, cause: Cause) -> Cause:
     """The same, and where workers are waited for how long the oldest lease has been held."""
-    if cause.role != "rollout" or not state.lease_since:
+    if cause.role != "rollout" or not state.leases.held_since:
         return cause
-    lease, since = min(state.lease_since.items(), key=lambda item: item[1])
+    lease, since = min(state.leases.held_since.items(), key=lambda item: item[1])
     return msgspec.structs.replace(cause, reason=f"{cause.reason}; lease {lease} has been held for {state.now - since:.0f} s")
 
 

@@ -3,7 +3,7 @@
 A command is kept until a heartbeat of its worker tells what became of it. A broker that restarts is asked again.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from broker.state.broker_state import State
 from broker.state.clients import note_end_told, set_serving
@@ -36,14 +36,14 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     if beat.leases is not None:
-        _compare(state, leases, beat.leases, reply)
+        _compare(state, client, leases, beat.leases, reply)
     elif _are(leases.groups, beat):
-        _confirm(state, leases, list(leases.unconfirmed))
+        state.leases.confirm(client.name, list(leases.unconfirmed))
     else:
         reply.list_leases = not _are(leases.groups.keys() - leases.unconfirmed, beat)
     reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
     if not reply.list_leases:
-        _extend(state, client, leases)
+        state.leases.extend(client.name, state.now + state.rules.lease_s)
     state.reply(event.to, reply)
 
 
@@ -52,29 +52,14 @@ def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
     return len(leases) == beat.num_leases and sum(leases) % LEASE_SUM_MODULUS == beat.lease_sum
 
 
-def _extend(state: State, client: Client, leases: WorkerLeases) -> None:
-    """The leases that a client has named live on."""
-    if len(leases.groups) > len(leases.unconfirmed):
-        state.timers.set(("leases of", client.name), state.now + state.rules.lease_s)
-
-
-def _confirm(state: State, leases: WorkerLeases, named: Iterable[int]) -> None:
-    """A client names leases for the first time: from now on they live as long as the others."""
-    for lease in named:
-        leases.unconfirmed.discard(lease)
-        state.timers.cancel(("unconfirmed lease", lease))
-
-
-def _compare(state: State, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
+def _compare(state: State, client: Client, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
     """Take a client's own list: what it lacks ends unless a later heartbeat names it; the answer lists what it holds no more."""
     named = set(listed)
-    _confirm(state, leases, leases.unconfirmed & named)
-    for lease in leases.groups.keys() - leases.unconfirmed - named:
-        leases.unconfirmed.add(lease)
-        state.timers.set(("unconfirmed lease", lease), state.now + state.rules.lease_s)
+    state.leases.confirm(client.name, leases.unconfirmed & named)
+    state.leases.unconfirm(client.name, leases.groups.keys() - leases.unconfirmed - named, state.now + state.rules.lease_s)
     for lease in listed:
         if lease not in leases.groups:
-            (reply.surplus if state.recent_leases.get(lease) == "surplus" else reply.lost).append(lease)
+            (reply.surplus if state.leases.results.get(lease) == "surplus" else reply.lost).append(lease)
 
 
 # --- commands ---

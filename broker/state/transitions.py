@@ -62,7 +62,7 @@ def apply_transition(state: State, group: Group, cause: str, reason: str = "") -
     if not transition.keeps_partial:
         state.waste_partial(group, reason)
     if cause == "stale" and group.phase == LEASED:
-        state.remember_lease(group.lease.id, "surplus")
+        state.leases.remember(group.lease.id, "surplus")
     state.move(group, transition.phase, reason)
     if transition.phase in (DROPPED, DEAD):
         _end(state, group, transition.phase, reason)

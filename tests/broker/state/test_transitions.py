@@ -32,7 +32,7 @@ def test_a_cause_that_a_phase_does_not_know_is_an_error_with_a_code(desk: Any) -
         ("groups.by_worker", "leases by worker"),
         ("groups.by_read_position", "consumers find"),
         ("groups.ready", "ready groups"),
-        ("lease_since", "times without a lease"),
+        ("leases.held_since", "times without a lease"),
         ("steps", "assigned groups and steps"),
         ("clients", "who are no clients"),
         ("timers._deadline", "timers are lacking"),
