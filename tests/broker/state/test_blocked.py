@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from broker.state import wait_reasons
+from broker.state import diagnosis
 from slimebus.bus import messages as m
 
 
@@ -37,9 +37,9 @@ def test_of_two_workers_the_blocked_one_is_whom_the_run_waits_for(desk: Any) -> 
     desk.join("v", "rollout")
     desk.lease(1)
     desk.lease(1, name="v")
-    assert wait_reasons.batch_cause(desk.state, 0).who == ["v", "w"]
+    assert diagnosis.batch_cause(desk.state, 0).who == ["v", "w"]
     beat(desk, 8.0)
-    assert wait_reasons.batch_cause(desk.state, 0).who == ["w"]
+    assert diagnosis.batch_cause(desk.state, 0).who == ["w"]
 
 
 def test_a_blocked_worker_is_given_no_group_until_it_goes_on(desk: Any) -> None:
