@@ -12,7 +12,10 @@ name with its first request under its own epoch, which only a living one can kno
 those of every older trainer, of any name, once a newer one resumes.
 """
 
+import itertools
 from collections.abc import Collection, Iterable
+
+import msgspec
 
 from broker.state import agreement, commands, evaluation, transitions
 from broker.state.broker_state import State
@@ -35,6 +38,10 @@ BEFORE_RUN_IS_KNOWN = WITHOUT_HELLO - {m.Goodbye}
 MAX_PREVIOUS = 16
 MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
+MAX_NAME_CHARS, MAX_ENGINE_CHARS = 64, 256
+"""Of a metric's name and of each text about an engine: every status has those of all clients."""
+TRAINER_PLACES = 8
+"""For trainers alone, beside the names that may be joined: whoever has a worker's key cannot keep them out."""
 MAX_METRICS, MAX_METRIC = 64, 1e100
 """Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
 SILENT_BEATS = 3
@@ -121,7 +128,7 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
                 touch(state, client, event.to.peer)
             return client
     _check_place(state, event.sender, ask)
-    _make_room(state, known)
+    _make_room(state, known, ask.role)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
     client.host, client.pid, client.heard_at = ask.host, ask.pid, state.now
@@ -179,13 +186,14 @@ def _check_place(state: State, name: str, ask: m.Hello) -> None:
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
 
 
-def _make_room(state: State, known: Client | None) -> None:
+def _make_room(state: State, known: Client | None, role: str) -> None:
     """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
-    if known is not None or len(state.clients) < state.rules.max_clients:
+    most = state.rules.max_clients + (TRAINER_PLACES if role == "trainer" else 0)
+    if known is not None or len(state.clients) < most:
         return
     for client in [c for c in state.clients.values() if c.is_gone]:
         _forget(state, client)
-    if len(state.clients) >= state.rules.max_clients:
+    if len(state.clients) >= most:
         raise state.busy("max_clients", f"{len(state.clients)} processes have joined")
 
 
@@ -325,10 +333,11 @@ def _forget(state: State, client: Client) -> None:
 def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
     client = state.clients[event.sender]
-    client.state = beat.state[:64]
-    client.metrics = {name: value for name, value in list(beat.metrics.items())[:MAX_METRICS] if abs(value) <= MAX_METRIC}
+    client.state = one_line(beat.state[:64])
+    metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
+    client.metrics = {name: value for name, value in metrics if abs(value) <= MAX_METRIC}
     set_serving(state, client, beat.lineage, beat.serving)
-    client.engines = beat.engines
+    client.engines = [msgspec.structs.replace(one, **_bounded(one)) for one in beat.engines]
     note_end_told(client, event.to.request, is_finished=state.is_finished)
     client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
     outstanding = commands.take_outcomes(client, beat.outcomes)
@@ -344,6 +353,10 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     if not reply.list_leases:
         _extend(state, client, leases)
     state.reply(event.to, reply)
+
+
+def _bounded(engine: m.EngineReport) -> dict[str, str]:
+    return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
 
 
 def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:

@@ -149,7 +149,7 @@ class Desk:
         self.publish(version, lineage)
 
     def publish(self, version: int, lineage: str = "L") -> None:
-        assert self.ask("t", m.Publish(lineage=lineage, version=version, publishers=["p"], digest="d")) == m.Ok()
+        assert self.ask("t", m.Publish(lineage=lineage, version=version, publishers=["tcp://p:1"], digest="d")) == m.Ok()
 
     def lease(self, want: int = 1, serving: int = 0, name: str = "w", lineage: str = "L") -> list[m.LeasedGroup]:
         reply = self.ask(name, m.Lease(want=want, wait_s=0.0, lineage=lineage, serving=serving))
