@@ -256,10 +256,10 @@ class Broker:
         self._store_problem = text
 
     def _commit(self, writes: Sequence[Write]) -> None:
-        """Have these written, however long that takes: nothing of them is said, and nothing else decided, until they are.
+        """Have these written, however long that takes: none of them is answered, and nothing else decided, until they are.
 
         Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreRefusal, and
-        StoreError when the broker is told to stop before.
+        StoreError when the broker has to stop before.
         """
         began, logged_at, last_code = self.clock.monotonic(), float("-inf"), ""
         while True:
@@ -277,7 +277,7 @@ class Broker:
             log.warning("the broker's store is written again after %.1f s; nothing was lost", self.clock.monotonic() - began)
 
     def _refuse_all(self, problem: StoreError, *, until: float) -> None:
-        """Answer the status, and with `problem` all else. Raises it when the broker is told to stop."""
+        """Answer the status, and with `problem` all else. Raises it when the broker has to stop."""
         self.machine.state.store_problem = problem.text
         while (left_s := until - self.clock.monotonic()) > 0:
             if self._stop.is_set():

@@ -48,7 +48,7 @@ CALM_S = 90.0
 """Once faults end, a step must be trained within so many seconds."""
 CALM_STEPS = 3
 ZOMBIE_S = 60.0
-"""A process whose place was taken ends within so many seconds of being continued and of the start of its successor."""
+"""A process that was replaced ends within so many seconds of being continued and of the start of its successor."""
 RESTART_S = 1.0
 
 HOOKS = '''
@@ -257,7 +257,7 @@ class Chaos:
         present = self.keepers[name].process
         known = [client for client in self.run.status().get("clients", []) if client["name"] == name]
         return (
-            f"{name}, whose place was taken, still runs {ZOMBIE_S:.0f} s after it was continued; the broker knows {known}\n"
+            f"{name}, which was replaced, still runs {ZOMBIE_S:.0f} s after it was continued; the broker knows {known}\n"
             f"{process.tail()}\n{present.tail() if present else 'its successor is gone'}"
         )
 
@@ -415,7 +415,7 @@ class Chaos:
 
 
 def count(run: Run) -> Ledger:
-    """The ledger of a run whose processes have ended, from its files alone."""
+    """The ledger of a run after its processes have ended, from its files alone."""
     store = open_store("os", run.run_dir / "broker")
     try:
         meta = msgspec.msgpack.decode(dict(store.scan("meta"))["meta"], type=Meta)

@@ -15,7 +15,7 @@ from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.config import RunConfig
 from slimebus.process import hooks
 from trainer.batches.batch import Batch, Column, Group
-from trainer.batches.flatten import COLUMNS, flatten
+from trainer.batches.flatten import COLUMNS, advantage_problems, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.lag_metrics import by_lag
@@ -70,6 +70,11 @@ class Objective:
         needs = self.needs | ({"old_logprobs"} & set(required) if self.recomputes_old_logprobs else set())
         return {name for name in needs if name not in COLUMNS and (name not in PASSES or name in required)}
 
+    @property
+    def row_fields(self) -> frozenset[str]:
+        """Fields of any number of rows that each sample must bring."""
+        return frozenset[str]().union(*(plugin.row_fields for plugin in self.plugins))
+
     def needs_pass(self, name: str) -> bool:
         """Whether the trainer makes this forward pass for advantages, `prepare` or a term of the loss."""
         return name in self.needs - self.fields
@@ -101,10 +106,12 @@ class Objective:
     # --- what the host computes, on rank 0 ---
 
     def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
-        """The batch of these groups."""
-        passes = set(PASSES) - self.fields
-        needed = self.fields | {"advantages"}
-        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised, reserved=passes, needed=needed)
+        """The batch of these groups. Raises DataError where some samples alone bring advantages."""
+        for problem in advantage_problems(groups).values():
+            raise DataError(problem)
+        passes, needed = set(PASSES) - self.fields, self.fields | {"advantages"}
+        is_supervised, row_fields = self.algorithm.is_supervised, self.row_fields
+        return flatten(groups, version=version, is_supervised=is_supervised, reserved=passes, needed=needed, row_fields=row_fields)
 
     def advantages(self, batch: Batch) -> dict[str, Column]:
         """The column `advantages`, of each token: the samples' own, else the algorithm's. Raises DataError for one of a wrong shape."""
@@ -208,21 +215,16 @@ class Objective:
         return metrics
 
 
-class ReadColumns(Mapping[str, Column]):
+class ReadColumns(dict[str, Column]):
     """Columns of a batch that remember which of them were read."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
-        self.columns, self.names = columns, set[str]()
+        super().__init__(columns)
+        self.names = set[str]()
 
     def __getitem__(self, name: str) -> Column:
         self.names.add(name)
-        return self.columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns)
+        return super().__getitem__(name)
 
 
 def one_value_per_token(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:

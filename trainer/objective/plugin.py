@@ -53,13 +53,16 @@ class Plugin:
         """Its own settings under `algorithm.settings`, typed, each with a default and a docstring `[unit] meaning`."""
 
     settings: Settings
+    row_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields with rows of their own, such as a reward for each turn: each sample must bring them, with any number of rows."""
 
     def __init__(self, config: RunConfig, settings: Settings) -> None:
         self.config, self.settings = config, settings
 
     def needs(self) -> set[str]:
         """Columns that must be in the batch before `advantages` and `prepare` are called: those that the trainer can compute in a forward
-        pass (`old_logprobs`, `current_logprobs`, `reference_logprobs`; objective.py:PASSES), and fields of the samples.
+        pass (`old_logprobs`, `current_logprobs`, `reference_logprobs`; objective.py:PASSES), and fields of the samples, numbers of each
+        token or of the sample, which each of its tokens then has.
         """
         return set()
 

@@ -22,7 +22,7 @@ from slimebus.bus.transport.request import Reply
 from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.config import RunConfig
 from trainer.batches.batch import Group
-from trainer.batches.flatten import check_sample, is_failed
+from trainer.batches.flatten import advantage_problems, check_sample, is_failed
 from trainer.objective.objective import Objective
 from trainer.session.step_batch import StepBatch, lag_of
 
@@ -107,7 +107,7 @@ class BatchClient:
                 except SlimebusError as bad:
                     problems[group] = f"group {group}: {bad.text}"
             del wanted[: len(records)]
-        return batch, problems
+        return batch, problems | advantage_problems(batch.groups)
 
     def _decode(self, frames: Sequence[Any]) -> list[Sample]:
         """The samples of a group that are trained. Raises SlimebusError for a group that cannot be."""
@@ -117,7 +117,8 @@ class BatchClient:
         for index, sample in enumerate(samples):
             reads_logprobs = not self.objective.algorithm.is_supervised
             fields = self.objective.fields | (sample.extras.keys() & {"advantages"})
-            check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=reads_logprobs, fields=fields)
+            rows = self.objective.row_fields
+            check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=reads_logprobs, fields=fields, row_fields=rows)
             if self.config.algorithm.kl_coef and "advantages" in sample.extras:
                 why = "algorithm.kl_coef is a part of rewards and would have no effect; leave the field out, or use kl_loss_coef"
                 raise DataError(f"sample {index}: it brings its own field 'advantages', but {why}")
