@@ -105,7 +105,7 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
                     source = ReplaySource(replay, resolved, debugging.from_step)
             _train(resolved, source, broker, stop, debugging)
     except KeyboardInterrupt:
-        if debugging.replay is None:
+        if isinstance(source, BrokerSession) and source.has_trained:
             saved = saved_step(resolved.run_dir / "checkpoints") or 0
             if saved >= resolved.config.rollout.num_rollout:
                 log.warning("interrupted after the last step was saved, before the broker said that the run is finished")

@@ -34,6 +34,7 @@ from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
 from load_attack import LoadAttack, Report  # noqa: E402
 
+from broker.process import VALIDATE  # noqa: E402
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
 from broker.state.records import Meta, StepRecord  # noqa: E402
@@ -545,4 +546,5 @@ def chaos(
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[VALIDATE] = "1"
     chaos()
