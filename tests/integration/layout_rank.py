@@ -41,8 +41,8 @@ cpu_compat.import_megatron()
 
 from trainer.batches.batch import Batch, Group  # noqa: E402
 from trainer.checkpoint import save  # noqa: E402
+from trainer.checkpoint.folder import Progress  # noqa: E402
 from trainer.checkpoint.load import load_checkpoint  # noqa: E402
-from trainer.checkpoint.manifest import Progress  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
 from trainer.checkpoint.save import BackgroundSave  # noqa: E402
 from trainer.critic.critic import Critic  # noqa: E402
@@ -55,7 +55,7 @@ from trainer.objective.group_rewards import per_group  # noqa: E402
 from trainer.objective.objective import Objective  # noqa: E402
 from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
 from trainer.objective.row import Row  # noqa: E402
-from trainer.publish.snapshot import HostSnapshot  # noqa: E402
+from trainer.publish.rank_part import HostSnapshot  # noqa: E402
 
 NONE = torch.empty(0)
 hf_export.PART_BYTES = 1  # of a model so small one rank would publish all

@@ -18,8 +18,20 @@ import torch.distributed as dist
 from slimebus.bus.errors import DataError
 from trainer.checkpoint import trained_state
 from trainer.checkpoint.boxes import overlap, slices_in
-from trainer.checkpoint.folder import latest_name, loadable_checkpoints, name_of, point_at, set_aside, step_of
-from trainer.checkpoint.manifest import MANIFEST, Manifest, Part, Progress, decode_manifest, read_manifest
+from trainer.checkpoint.folder import (
+    MANIFEST,
+    Manifest,
+    Part,
+    Progress,
+    decode_manifest,
+    latest_name,
+    loadable_checkpoints,
+    name_of,
+    point_at,
+    read_manifest,
+    set_aside,
+    step_of,
+)
 from trainer.checkpoint.rank_file import OpenFile, has_its_hash, problem_with, torch_dtype
 from trainer.checkpoint.save import is_first_of_node
 from trainer.checkpoint.trained_state import LocalBox

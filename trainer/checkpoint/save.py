@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from slimebus.bus.errors import SlimebusError
 from trainer.checkpoint import trained_state
-from trainer.checkpoint.folder import clear_unfinished, complete, name_of, point_at, prune
-from trainer.checkpoint.manifest import FORMAT, Manifest, Progress, RankFile
+from trainer.checkpoint.folder import FORMAT, Manifest, Progress, RankFile, clear_unfinished, complete, name_of, point_at, prune
 from trainer.checkpoint.rank_file import write_rank_file
 from trainer.checkpoint.trained_state import LocalBox
 from trainer.model import parallel

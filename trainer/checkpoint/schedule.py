@@ -6,9 +6,8 @@ from pathlib import Path
 
 from slimebus.bus.errors import Fenced, SlimebusError
 from slimebus.config import Resolved
-from trainer.checkpoint.folder import oldest_step, saved_step
+from trainer.checkpoint.folder import Progress, oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
-from trainer.checkpoint.manifest import Progress
 from trainer.checkpoint.save import BackgroundSave
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy

@@ -10,9 +10,8 @@ import torch
 
 from slimebus.bus.errors import SlimebusError
 from trainer.checkpoint import folder, save
-from trainer.checkpoint.folder import oldest_step, saved_step
+from trainer.checkpoint.folder import Progress, oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
-from trainer.checkpoint.manifest import Progress
 from trainer.checkpoint.save import BackgroundSave
 from trainer.checkpoint.schedule import CheckpointSchedule
 

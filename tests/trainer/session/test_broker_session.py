@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer.session.eval_forwarder import Tracker, scalars
+from trainer.session.broker_session import Tracker, scalars
 
 STATUS: dict[str, Any] = {
     "step": 7,
