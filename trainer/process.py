@@ -105,6 +105,7 @@ def rank_process(
     if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED not in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)()
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # of CUDA's memory: rows are of ever new lengths
     rank, model_dir, source = int(os.environ.get("RANK", "0")), resolved.model_dir, None
     try:
         with stop.one_rank_says_it():

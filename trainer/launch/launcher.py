@@ -165,7 +165,7 @@ def _connect(plan: Plan, deadline: float) -> NodeConnection:
             time.sleep(RETRY_S)
 
 
-LOOK_S = 0.1
+POLL_S = 0.1
 GONE_CODE = 70
 """Of a node whose launcher is gone: without it nothing can start again. It becomes the exit code."""
 FINAL_CODES = (0, EXIT_USAGE, GONE_CODE)
@@ -303,7 +303,7 @@ class Launcher:
                 ranks.stop()
             if own and not running:
                 return first.code
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _end_of(self, peer: NodeConnection) -> End | None:
         """How the ranks of another node have ended, where it has told. Its request to leave goes to the ranks here."""
@@ -322,7 +322,7 @@ class Launcher:
     def _follow(self, peer: NodeConnection) -> int:
         running: Ranks | None = None
         while True:
-            for said in peer.receive(LOOK_S):
+            for said in peer.receive(POLL_S):
                 if "finish" in said:
                     if "problem" in said:
                         log.error("%s", said["problem"])

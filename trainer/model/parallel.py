@@ -63,6 +63,7 @@ def start(config: RunConfig, settings: Mapping[str, str]) -> None:
             context_parallel_size=sizes.context_parallel_size,
             expert_model_parallel_size=expert_size,
             expert_tensor_parallel_size=expert_tensor_size,
+            create_gloo_process_groups=False,
         )
     seed = config.seed + 1  # megatron refuses 0
     torch.manual_seed(seed)
@@ -90,6 +91,11 @@ def stop() -> None:
 def is_main_rank() -> bool:
     """Whether this is rank 0, the one that talks to the broker."""
     return dist.get_rank() == 0
+
+
+def is_first_of_node() -> bool:
+    """Whether this rank does what is done once on each node."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 def has_others() -> bool:

@@ -22,7 +22,7 @@ IN_FLIGHT_BYTES = 1 << 29
 IN_FLOAT32 = "e_score_correction_bias"
 """The router's correction bias moves in steps that bfloat16 rounds away, and chooses experts; engines hold it in float32 too."""
 
-Taken = dict[str, TensorLike]
+CopiedTensors = dict[str, TensorLike]
 
 
 class HostSnapshot:
@@ -36,7 +36,7 @@ class HostSnapshot:
         self._in_flight = 0
 
     @torch.no_grad()
-    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Taken:
+    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> CopiedTensors:
         """These tensors in bfloat16, router biases in float32. Updates of weights do not touch what is returned, the next `take` may."""
         before, self._buffers = self._buffers, {}
         for name, tensor in tensors:
@@ -120,7 +120,7 @@ class RankPart:
             copied = self._snapshot.take(tensors)
         self._pending = self._thread.submit(self._make, version, copied, wait.seconds, copy.seconds)
 
-    def _make(self, version: int, copied: Taken, wait_s: float, copy_s: float) -> None:
+    def _make(self, version: int, copied: CopiedTensors, wait_s: float, copy_s: float) -> None:
         try:
             with self.spans("encode", version=version) as work:
                 made = self.store.publish(copied, version=version)
