@@ -62,7 +62,7 @@ class BackgroundSave:
             self._confirm()
         dist.barrier()
         if is_first_of_node():
-            with contextlib.suppress(OSError):  # whoever writes there next says what is wrong
+            with contextlib.suppress(OSError):  # the next write there says what is wrong
                 clear_unfinished(self._target.parent)
         dist.barrier()
 
@@ -82,7 +82,7 @@ class BackgroundSave:
         try:
             self._building.mkdir(parents=True, exist_ok=True)
             self._file.set_result(write_rank_file(self._path, socket.gethostname(), boxes))
-        except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
+        except Exception as bad:  # noqa: BLE001  # the ranks hear of any of them in finish()
             self._file.set_exception(bad)
 
     def _copies_of_reference(self, policy: Learner) -> list[LocalBox]:

@@ -35,7 +35,7 @@ class CheckpointSchedule:
         self.saved_step = 0
         """What the newest complete checkpoint goes on with."""
         self.lineage = ""
-        """Of this trainer; whoever goes on from its checkpoints says so to the broker."""
+        """Of this trainer; one that goes on from its checkpoints says so to the broker."""
         self.position = 0
         """Of a critic: up to which the groups of the bus are learned."""
         self._writing: BackgroundSave | None = None
@@ -60,7 +60,7 @@ class CheckpointSchedule:
     def save_if_due(self, policy: Learner, next_step: int, version: int) -> int:
         """Begin to save when the interval or the end says so, with the version that `next_step` trains; the last one is waited for.
 
-        The first step whose samples a trainer may need again: that of the oldest complete checkpoint kept.
+        The first step with samples that a trainer may need again: that of the oldest complete checkpoint kept.
         """
         if self._writing and self._writing.is_whole():
             self._complete()
