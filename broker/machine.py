@@ -151,10 +151,13 @@ class Machine:
         damage.recover_record(self.state, table, key)
         return self._settled()
 
-    def tick(self, now: float) -> list[Effect]:
-        """Let time do its work: expired leases, waits that ran out, silent clients."""
+    def tick(self, now: float, heard_until: float | None = None) -> list[Effect]:
+        """Let time do its work: expired leases, waits that ran out, silent clients.
+
+        heard_until: what falls due later is left, as messages that were sent before it may be unread; None: all are read.
+        """
         self.state.now = now
-        for kind, subject in self.state.timers.due(now):
+        for kind, subject in self.state.timers.due(now if heard_until is None else heard_until):
             DUE[kind](self.state, subject)
         return self._settled()
 

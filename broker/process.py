@@ -23,14 +23,14 @@ from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError, UsageError
-from slimebus.bus.transport.server import Limits
+from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.config import Resolved, RunConfig
 from slimebus.config.agreement import settings_of
 from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.field_rules import evaluation_problems
 from slimebus.config.file_checks import label_problems
 from slimebus.config.load import raise_all
-from slimebus.config.saved import save_config
+from slimebus.config.saved import note_changes, save_config
 from slimebus.process.loop_watch import LoopWatch
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring
@@ -38,8 +38,6 @@ from slimebus.telemetry import logs
 
 log = logging.getLogger("broker")
 
-MORE_CONNECTIONS = 64
-"""For those who only ask, beside two of each client."""
 UNSENT_BYTES = 1 << 30
 """Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
 LEAVE_BLOCKED_S = 10.0
@@ -48,19 +46,20 @@ MAX_PUSHED = 1_000_000
 """Most pushed prompts that wait to be sampled; a client that pushes more has to wait."""
 
 
-def run_broker(resolved: Resolved, *, debug: bool) -> None:
+def run_broker(resolved: Resolved, *, debug: bool, accepts_changes: bool) -> None:
     """Serve until the run is finished or a signal ends it. Raises SlimebusError."""
     logs.set_up("broker", debug=debug, run_dir=resolved.run_dir)
     faulthandler.enable()  # a store file that is cut short meanwhile ends the process where LMDB reads it: the log has to say so
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    note_changes(resolved, is_confirmed=accepts_changes)
     broker = build(resolved)
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
         page = _page(resolved, broker.endpoint)
         if page is not None:
             stack.callback(page.stop)
+        stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
         _settle_memory()
         log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
         turns = LoopWatch("the broker's loop", lambda: broker.num_turns, on_signal=stop.set, leave_blocked_s=LEAVE_BLOCKED_S)
@@ -147,7 +146,7 @@ def build(resolved: Resolved) -> Broker:
         metrics_path=resolved.run_dir / "metrics" / "broker.jsonl",
         keyring=keyring,
         max_message_bytes=config.broker.max_message_mib << 20,
-        limits=Limits(max_connections=2 * config.broker.max_clients + MORE_CONNECTIONS, unsent_bytes=UNSENT_BYTES),
+        limits=Limits(max_connections=connections_of(config.broker.max_clients), unsent_bytes=UNSENT_BYTES),
         buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base), filter_path) if filter_path else None,
     )
 

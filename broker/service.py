@@ -122,16 +122,16 @@ class Broker:
         requests = self._admitted(self.server.receive(self._wait_s(max_wait_s), collect_s))
         now = self.broker_clock.advance()
         effects: list[Effect] = []
-        self._all_heard = len(requests) < self.server.burst
+        self._all_heard = self.server.is_drained
         if self.keys is not None:
             requests = self.keys.tell(requests)
             effects += self._apply_key_changes(self.keys, now)
         if requests or self._store_problem != before:
             effects += self._apply(requests, now)
         deadline = self.machine.next_deadline()
-        is_due = not requests or (deadline is not None and deadline <= now)
-        if is_due and self.broker_clock.may_check_deadlines(all_heard=self._all_heard):
-            effects += self.machine.tick(now)
+        heard_until = self.broker_clock.heard_until(all_heard=self._all_heard)
+        if not requests or (deadline is not None and deadline <= heard_until):
+            effects += self.machine.tick(now, heard_until)
         try:
             self._perform(effects)
         except StoreRefusal:
@@ -225,6 +225,7 @@ class Broker:
             bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
             if isinstance(reply.message, HeartbeatReply):
                 reply.message.time = self.clock.time()
+                reply.message.keys = self.keys.keyring.generation if self.keys else 0
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):

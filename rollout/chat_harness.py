@@ -39,6 +39,6 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                 for call in reply.tool_calls:
                     try:
                         content = await call_mcp(servers, known, call.function.name, json.loads(call.function.arguments))
-                    except Exception as bad:  # noqa: BLE001  the policy is told, whatever a tool does
+                    except Exception as bad:  # noqa: BLE001  the policy reads what failed, for any tool
                         content = f"error: {bad!r}"
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})

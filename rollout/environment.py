@@ -6,6 +6,8 @@ session --task--> verifiers' Env --agents' requests--> Endpoint --> a branch of 
 
 import asyncio
 import importlib
+import logging
+import os
 import sys
 import threading
 from contextlib import AsyncExitStack
@@ -13,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rollout.endpoint import Agent
-from rollout.endpoint.server import Seat
+from rollout.endpoint.server import SessionSlot
 from rollout.samples.plugins import PluginError
 from rollout.samples.session import Session
 from slimebus.prompts.verifiers_tasks import TASK, load, tasks_of
+
+log = logging.getLogger("rollout")
 
 HARNESS = "slimebus_chat"
 
@@ -27,6 +31,7 @@ class Environment(Agent):
     def __init__(self, name: str, base: Path) -> None:
         """Raises ConfigError where it cannot be loaded, or another release of verifiers is installed."""
         self.name, (self._vf, config) = f"environment {name}", load(name, base)
+        self._path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(base.resolve()))))
         # The library looks a harness up by its id, as a module of its own package.
         sys.modules[f"verifiers.v1.harnesses.{HARNESS}"] = importlib.import_module("rollout.chat_harness")
         has_harness, roles = self._vf.default_harness_id(config.taskset.id) != "bash", {}
@@ -40,9 +45,11 @@ class Environment(Agent):
     async def setup(self) -> None:
         """Serve, start what its tasks share, read them."""
         await super().setup()
+        os.environ["PYTHONPATH"] = self._path  # verifiers starts servers of tools by the names of modules, which may be beside the run.yaml
         self._loop, self._stack = asyncio.new_event_loop(), AsyncExitStack()
         self._thread = threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True)
         self._thread.start()
+        log.info("%s: starting the servers that its tasks share", self.name)
         await self._there(self._stack.enter_async_context(self._env.serving()))
         self._tasks = await asyncio.to_thread(tasks_of, self._env.taskset)
 
@@ -61,7 +68,7 @@ class Environment(Agent):
         """The samples of one episode: each run of an agent that is trained, with the reward that the rubric gave it."""
         if (task := self._tasks.get(session.task.metadata.get(TASK, ""))) is None:
             raise PluginError(f"the prompt is no task of {self.name}", f"its metadata has no {TASK!r} that is known; see docs/agents.md")
-        runs: dict[str, tuple[Session, Seat]] = {}
+        runs: dict[str, tuple[Session, SessionSlot]] = {}
 
         def begin(trace: Any) -> None:
             runs[trace.id] = (own := session.branch()), self.endpoint.open(own, trace.id)
@@ -70,8 +77,8 @@ class Environment(Agent):
         try:
             episode = await self._there(self._env.run_episode(task, self._vf.ModelContext("policy", client), on_trace=begin))
         finally:
-            for _, seat in runs.values():
-                self.endpoint.take_back(seat)
+            for _, slot in runs.values():
+                self.endpoint.release(slot)
         if errors := [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]:
             if not session.errors:  # else it failed because the engine did
                 session.errors.append(PluginError(f"{self.name} failed: {errors[0].type}", errors[0].message))

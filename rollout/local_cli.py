@@ -47,7 +47,7 @@ def try_(ctx: click.Context, words: tuple[str, ...], label: str, samples: int, a
 
 
 def _checked(ctx: click.Context, file: Path | None) -> Resolved:
-    """The config, with what a worker needs; from now on what is waited for is told on stderr."""
+    """The config, with what a worker needs; from now on waits are logged on stderr."""
     resolved = from_context(ctx, file)
     raise_all(worker_problems(resolved))
     logs.set_up("rollout")

@@ -29,7 +29,9 @@ MAX_STEP = 1 << 53
 """Beyond it two steps may be one number of a chart."""
 VERSIONS_SHOWN = 12
 WARNINGS_SHOWN, WARNINGS_BYTES = 60, 64 << 10
-MEANS = ("reward", "loss", "lag_mean", "ready", "leased", "queued", "wait_s", "train_s", "publish_s", "save_s")
+OPTIMISED = ("grad_norm", "lr", "entropy", "kl_loss", "approx_kl", "pg_clipfrac", "lag/all/ess_token", "lag/all/ess_sequence")
+"""What an optimizer step reports beside its loss; of each algorithm a part."""
+MEANS = (*OPTIMISED, "reward", "loss", "lag_mean", "ready", "leased", "queued", "wait_s", "train_s", "publish_s", "save_s")
 COUNTED = ("step", "time", "version", "lag_max", "tokens", "rollout_tokens", "wasted_tokens")
 WEIGHTS = ("weights_version", "weights_copy_s", "weights_encode_s", "weights_delta_bytes", "weights_total_bytes")
 STAGES = ("wire", "verify", "share", "load")

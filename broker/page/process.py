@@ -13,7 +13,7 @@ from slimebus.process.launch import SLIMEBUS, ChildProcess
 from slimebus.security.exposure import OUTSIDE, advertised, is_local, reachable
 from slimebus.view.report import page_url
 
-STOP_S = 5.0
+SHOW_END_S, REAP_S = 1.0, 5.0
 
 
 class PageProcess:
@@ -31,8 +31,8 @@ class PageProcess:
             self._child = ChildProcess([*SLIMEBUS, *words], pass_fds=[listening.fileno()], on_parent_end=signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the page; it holds nothing that could be lost."""
-        self._child.kill(STOP_S)
+        """End the page, once it has shown how the run ended; one that a hung file system keeps is not waited for."""
+        self._child.stop(SHOW_END_S, reap_s=REAP_S)
 
 
 def listen(address: str, last: str = "") -> tuple[socket.socket, str]:

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import hmac
 import logging
+import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -35,6 +36,8 @@ LOOK_S, HISTORY_S = 1.0, 2.0
 TIMES_ANSWER = 50.0
 """The broker is asked again after so many times as long as it took to answer: looking costs it a fiftieth of its time at most."""
 ALIVE_S = 10.0
+SENT_S = 0.2
+"""In which viewers get the last frames."""
 MAX_BODY_BYTES = 1 << 20
 MAX_PATH = 200
 """Characters; the disk refuses longer names."""
@@ -84,11 +87,24 @@ class Page:
     async def _follow_status(self) -> None:
         while True:
             await self._wanted.wait()
-            await self.look()
-            self._send("status", self.live.summary() | await self._read(lambda: self.history.remarks(self.live.status)))
+            await self._show_status()
             await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
             if not self._viewers:
                 self._wanted.clear()
+
+    async def show_end(self) -> None:
+        """Once more what is on record, and the status that the broker wrote when it ended."""
+        if not self._viewers:
+            return
+        while await self._read(self.history.read):
+            continue
+        await self._show_records()
+        await self._show_status()
+        await asyncio.sleep(SENT_S)
+
+    async def _show_status(self) -> None:
+        await self.look()
+        self._send("status", self.live.summary() | await self._read(lambda: self.history.remarks(self.live.status)))
 
     async def look(self) -> None:
         """Ask the broker now."""
@@ -254,11 +270,18 @@ def application(page: Page) -> web.Application:
 
 
 async def serve(page: Page, listening: socket.socket) -> None:
-    """Serve the page until this is cancelled."""
+    """Serve the page until this is cancelled; on SIGTERM, as its broker ends, viewers first get how the run ended."""
+    is_over, follows = asyncio.Event(), asyncio.create_task(page.follow())
+    follows.add_done_callback(lambda _: is_over.set())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
     runner = web.AppRunner(application(page), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     try:
         await web.SockSite(runner, listening).start()
-        await page.follow()
+        await is_over.wait()
+        if follows.done():
+            follows.result()  # what ended it
+        follows.cancel()
+        await page.show_end()
     finally:
         await runner.cleanup()

@@ -14,8 +14,9 @@ WINDOW = 8
 """Steps under one bound before it is judged: batches that were chosen before a change, or gave no gradient, do not count."""
 WAITING = 0.1
 """A trainer that waits for more of its time than this could use a higher bound."""
-ESS = "lag/all/ess_sequence"
-"""The trainer's metric: effective sample size by number of samples, of the products of their tokens' ratios, not clipped."""
+ESS = "lag/all/ess_token"
+"""The trainer's metric: effective sample size by number of tokens, of their ratios, not clipped. That of whole samples falls with their
+length: an engine whose logprobs are off by 0.02 has 0.19 of samples of 4,096 tokens at lag 0, and 0.9996 of tokens."""
 NAME = "autopilot"
 
 

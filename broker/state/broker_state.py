@@ -76,6 +76,7 @@ class State:
         """Of the processes that a hello of this burst asks to replace, those without a connection."""
         self._saved_meta = b""
         self._effects: list[Effect] = []
+        self._has_news = False
         self._changed: dict[tuple[Table, str | int], None] = {}
 
     def restore(self, records: Mapping[str, Sequence[Any]]) -> None:
@@ -112,8 +113,8 @@ class State:
         self._effects.append(Record(row))
 
     def notify(self) -> None:
-        """Hint at the newest version, whether the run is over, and at recalled leases."""
-        self._effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
+        """Hint at the newest version, whether the run is over, and at recalled leases: once a flush, for every process hears each hint."""
+        self._has_news = True
 
     def save(self, table: Table, key: str, value: Any) -> None:
         """Write opaque bytes or frames."""
@@ -140,7 +141,9 @@ class State:
             record = self.find_ended(str(key)) if table == "ended" else self._kept[table].get(key)
             writes.append(Write(table, str(key), None if record is None else _encode(record)))
         effects = writes + self._effects
-        self._effects, self._changed = [], {}
+        if self._has_news:
+            effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
+        self._effects, self._changed, self._has_news = [], {}, False
         return effects
 
     # --- counting ---

@@ -178,9 +178,13 @@ def why_waiting(state: State, name: str) -> str:
     needs, consumer = state.waiting_reads[name].message.needs, state.consumers[name]
     if state.is_finished:
         return "the run is finished"
-    behind = state.groups.arrived_after(consumer.position)
-    lacking = next((n for group in behind for n in needs if not has_fields(group, [n])), "")
-    return f"{len(behind)} groups lie ahead, the first lacks field {lacking!r}" if lacking else "no group behind its position yet"
+    ahead = state.groups.arrived_after(consumer.position)
+    lacking = next((n for group in ahead for n in needs if not has_fields(group, [n])), "")
+    return (
+        f"{state.groups.num_arrived_after(consumer.position)} groups lie ahead, the first lacks field {lacking!r}"
+        if lacking
+        else "no group behind its position yet"
+    )
 
 
 # --- late fields ---
@@ -302,7 +306,7 @@ def rows(state: State) -> list[dict[str, Any]]:
         {
             "name": one.name,
             "position": one.position,
-            "behind": len(state.groups.arrived_after(one.position)),
+            "behind": state.groups.num_arrived_after(one.position),
             "read": one.num_read,
             "skipped": one.num_skipped,
             "silent_s": round(state.now - state.clients[one.name].heard_at, 3) if one.name in state.clients else None,

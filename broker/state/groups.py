@@ -7,6 +7,7 @@
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -195,9 +196,14 @@ class Groups:
         """The ready groups, those that lack a required field too."""
         return [*self.ready, *self.awaiting_fields.values()]
 
-    def arrived_after(self, position: int) -> list[Group]:
-        """The groups with samples behind the position of a consumer."""
-        return list(self.arrivals.irange_key(position, inclusive=(False, False)))
+    def arrived_after(self, position: int) -> Iterator[Group]:
+        """The groups with samples behind the position of a consumer, in order: there may be thousands."""
+        arrived: Iterator[Group] = self.arrivals.irange_key(position, inclusive=(False, False))
+        return arrived
+
+    def num_arrived_after(self, position: int) -> int:
+        """How many there are."""
+        return len(self.arrivals) - int(self.arrivals.bisect_key_right(position))
 
     def arrive(self, group: Group, position: int) -> None:
         """Samples of a group were accepted: consumers find it at this position."""

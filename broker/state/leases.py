@@ -64,11 +64,12 @@ def deal(state: State) -> None:
     kinds = _open_kinds(state, refused)
     if not kinds:
         return
-    waits = (w for w in state.waiting_leases.values() if w.kind in kinds and _can_begin(state.clients[w.client]))
-    line = deque((waiting, waiting.message.want * state.rules.samples_per_prompt) for waiting in waits)
+    waits = (w for w in list(state.waiting_leases.values()) if w.kind in kinds and _can_begin(state.clients[w.client]))
+    line = ((waiting, waiting.message.want * state.rules.samples_per_prompt) for waiting in waits)
+    wants_more: deque[tuple[Waiting[Lease], int]] = deque()
     granted: dict[Address, list[Group]] = {}
-    while line:
-        waiting, num_wanted = line.popleft()
+    while turn := next(line, None) or (wants_more.popleft() if wants_more else None):
+        waiting, num_wanted = turn
         group = _next_for(state, waiting, refused)
         if group is None:
             if not _open_kinds(state, refused):  # nobody behind it gets anything; thousands may wait
@@ -80,7 +81,7 @@ def deal(state: State) -> None:
         groups.append(group)
         num_wanted -= num_samples_of(state, group)
         if num_wanted > 0 and _fits_one_more(state, groups):
-            line.append((waiting, num_wanted))
+            wants_more.append((waiting, num_wanted))
         else:
             state.waiting_leases.take((waiting.client, waiting.to.request))
     for to, groups in granted.items():

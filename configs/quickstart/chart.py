@@ -21,7 +21,7 @@ REWARD_WINDOW = 9
 def draw_curve(report: Report, path: Path, *, dataset: str, max_staleness: float, rl_s: float, machine: str = "") -> None:
     """Write the picture of a run to `path` (PNG, 1650 x 990 pixels), making its folder. Needs matplotlib.
 
-    dataset: whose mean reward is the accuracy. rl_s: how long it all took, and machine: where it ran, for the title.
+    dataset: its mean reward is the accuracy. rl_s: how long it all took, and machine: where it ran, for the title.
     Raises SlimebusError when there is no step or no evaluation to draw.
     """
     steps, evals = report.steps, report.evaluations(dataset)

@@ -2,7 +2,7 @@
 
     slimebus up configs/quickstart/run.yaml --advantage-estimator on_policy_distillation --custom-generate-function-path teacher.py:generate
 
-It stands in the worker, as this model is small; a large one is an engine of its own whose scores are late fields (docs/consumers.md).
+It stands in the worker, as this model is small; a large one is an engine of its own, with scores as late fields (docs/consumers.md).
 """
 
 from functools import cache

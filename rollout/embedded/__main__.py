@@ -32,7 +32,7 @@ def engine(debug: bool, **options: Any) -> None:
 
     settings = Settings(**options)
     try:
-        # What is wrong is said at once, not after the import of torch.
+        # What is wrong is reported at once, not after the import of torch.
         ModelConfig.read(settings.model_path)
         sock = _bind(settings.host, settings.port)
         from rollout.embedded.server import run

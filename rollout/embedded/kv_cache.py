@@ -160,7 +160,7 @@ class KVCache:
         self._copies: list[tuple[int, int]] = []
 
     def match(self, sequence: Sequence) -> Prefix:
-        """What is known of its tokens: at most all but the last, whose logits are wanted, and none whose logprob is."""
+        """What is known of its tokens: at most all but the last (its logits are wanted), and none with a wanted logprob."""
         tokens = sequence.tokens
         most = len(tokens) - 1
         if sequence.is_scored:
@@ -186,7 +186,7 @@ class KVCache:
         sequence.pages, sequence.num_known, sequence.placed_after = prefix.shared + own, prefix.num_tokens, self._flushes
 
     def copy_begun(self) -> None:
-        """Copy the pages of which new sequences know the first tokens, before anything is written."""
+        """Copy the pages that new sequences know the first tokens of, before anything is written."""
         if self._copies:
             source, target = torch.tensor(self._copies).T
             self.storage.index_copy_(1, target, self.storage.index_select(1, source))
@@ -220,7 +220,7 @@ class KVCache:
             self._has_nan = False
 
     def _clean(self, pages: list[int]) -> None:
-        """A recycled page is read to its end, masked: whatever is behind its tokens must be finite."""
+        """A recycled page is read to its end, masked: what is behind its tokens must be finite."""
         self.storage[:, pages] = 0
         self.window = Window(self)
 

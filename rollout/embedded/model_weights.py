@@ -1,6 +1,6 @@
 """The parameters of one version, laid out for the forward pass; what did not change since the version before is the same memory.
 
-A unit is one matrix of the forward pass: a tensor of the model, or several that read the same input, fused. A unit none of whose
+A unit is one matrix of the forward pass: a tensor of the model, or several that read the same input, fused. A unit with none of its
 tensors changed is taken over from the version before as it is, unread. What changed is read and checked whole beside generation,
 then written over what it replaces between two steps: no second copy of the model, and no new pages, which cost more than the copy.
 """
@@ -158,7 +158,7 @@ class _Assembly:
         return unit.matrix
 
     def layer(self, prefix: str, config: ModelConfig) -> "LayerWeights":
-        """The matrices of the layer whose tensors have this prefix."""
+        """The matrices of the layer with this prefix of its tensors."""
         repeats, made = {"qk_norm": (config.num_attention_heads, config.num_key_value_heads)}, dict[str, torch.Tensor]()
         for matrix, tensors in layer_matrices(config).items():
             made[matrix] = self.unit(*(f"{prefix}.{name}" for name in tensors), repeats=repeats.get(matrix, ()))

@@ -24,7 +24,7 @@ class Scheduler:
     def admit(self) -> tuple[list[Sequence], list[Sequence]]:
         """Move the next sequences from waiting to running: (those that only decode, those to prefill), in the order of their rows.
 
-        As many as rows, cache and one prefill batch allow. One whose tokens are all known but the last needs no prefill. While the rows
+        As many as rows, cache and one prefill batch allow. One with all tokens known but the last needs no prefill. While the rows
         are full and the queue is deep, it waits for several free rows, for a prefill of few costs almost as much as one of many.
         """
         num_free = self.max_running - len(self.running)
@@ -88,5 +88,5 @@ class Scheduler:
 
 
 def _content(sequence: Sequence) -> object:
-    """The same for sequences of which one can go on from the other's pages; one whose prompt is scored is computed for itself."""
+    """The same for sequences where one can go on from the other's pages; one with a scored prompt is computed for itself."""
     return sequence if sequence.is_scored else (sequence.cache_key, *sequence.tokens)

@@ -38,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class UpdateWeights(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /update_weights_from_disk; known prefixes are forgotten whatever `flush_cache` says."""
+    """Body of /update_weights_from_disk; known prefixes are forgotten for any `flush_cache`."""
 
     model_path: str
     weight_version: str | None = None

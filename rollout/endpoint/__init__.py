@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint whose conversations become samples (docs/agents.md)."""
+"""An OpenAI-compatible endpoint; its conversations become samples (docs/agents.md)."""
 
 from rollout.endpoint.agents import Agent, OutsideAgents
 

@@ -17,22 +17,15 @@ One = Annotated[int, msgspec.Meta(ge=1, le=1)]
 Zero = Annotated[int, msgspec.Meta(ge=0, le=0)]
 
 
-class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds have. The second half is taken without effect: how the policy is sampled is the run's to say."""
+class _Request(msgspec.Struct, kw_only=True):
+    """What both kinds have. Any other field is taken without effect: how the policy is sampled is the run's to say."""
 
-    model: str = ""
+    model: str | None = None
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stop: str | list[Annotated[str, msgspec.Meta(min_length=1)]] | None = None
     n: One | None = 1
-
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    user: str | None = None
 
     def sampling(self, session: Session) -> dict[str, Any]:
         """What of it goes to the engine: no more tokens than the run has, and stop strings."""
@@ -40,29 +33,24 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return ({"max_new_tokens": most} if most else {}) | ({"stop": self.stop} if self.stop else {})
 
 
-class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_Request, kw_only=True):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Any = None
     logprobs: bool | None = False
     top_logprobs: Zero | None = None
-
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
     def __post_init__(self) -> None:
         self.max_tokens = self.max_completion_tokens or self.max_tokens
 
 
-class TextRequest(_Request, kw_only=True, forbid_unknown_fields=True):
+class TextRequest(_Request, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[int | str]
+    prompt: str | list[int | str | list[int]]
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     echo: Literal[False] | None = False
 
@@ -110,7 +98,7 @@ def text_answer(session: Session, made: Response, body: TextRequest, num_prompt_
 
 
 def chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
-    """The answer as a stream has it: who speaks, what is said, why it ended, and what it took."""
+    """The answer as a stream has it: role, text, finish reason and usage."""
     usage, choice = answer.pop("usage"), answer["choices"][0]
     reason = choice.pop("finish_reason")
     if answer["object"] == "chat.completion":
@@ -133,7 +121,7 @@ def _tokens(session: Session, made: Response) -> list[tuple[str, float]]:
     return list(zip(texts, made.logprobs.tolist(), strict=True))
 
 
-def _answer(kind: str, name: str, model: str, choice: dict[str, Any], num_prompt_tokens: int, made: Response) -> dict[str, Any]:
+def _answer(kind: str, name: str, model: str | None, choice: dict[str, Any], num_prompt_tokens: int, made: Response) -> dict[str, Any]:
     usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": len(made.token_ids)}
     usage["total_tokens"] = sum(usage.values())
     about = {"id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": model or "policy"}

@@ -2,7 +2,8 @@
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>         Hermes and Qwen; any number of them, after the content
 
-Of other models' formats SGLang's own parsers take care, where an SGLang serves: asked over its `/parse_function_call`.
+Of other models' formats SGLang's own parsers take care, where an SGLang serves: asked over its `/parse_function_call`. What stands within
+`<think>...</think>` is no call.
 """
 
 import json
@@ -21,9 +22,9 @@ Calls = list[dict[str, Any]]
 def parse(text: str) -> tuple[str, Calls]:
     """The content, and the calls as a message has them, arguments as a map. A call that is malformed stays content, and all behind it."""
     calls: Calls = []
-    end = 0
+    end = begin = _end_of_thinking(text)
     content = text
-    for found in CALL.finditer(text):
+    for found in CALL.finditer(text, begin):
         try:
             given = json.loads(found[1])
             call = _call(given["name"], given.get("arguments", {}))
@@ -35,13 +36,20 @@ def parse(text: str) -> tuple[str, Calls]:
     return (content.strip() + text[end:].rstrip() if calls else text), calls
 
 
+def _end_of_thinking(text: str) -> int:
+    """Where the answer begins; a thought that was not finished is all there is."""
+    end = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
+    return len(text) if "<think>" in text[end:] else end
+
+
 async def parse_by_sglang(client: object, parser: str, text: str, tools: list[dict[str, Any]]) -> tuple[str, Calls]:
     """The same by SGLang's parser of this name. UsageError where the engine has none: it is no SGLang, or the name is wrong."""
     if not isinstance(client, EngineClient):
         raise UsageError(f"the parser {parser!r} is SGLang's, and the engine is another; leave it empty for Hermes' form")
-    reply = await client.post_once("/parse_function_call", {"text": text, "tools": tools, "tool_call_parser": parser})
+    thought, answer = text[: (end := _end_of_thinking(text))], text[end:]
+    reply = await client.post_once("/parse_function_call", {"text": answer, "tools": tools, "tool_call_parser": parser})
     found = json.loads(reply)
-    return found["normal_text"], [_call(call["name"], call["parameters"]) for call in found["calls"]]
+    return thought + found["normal_text"], [_call(call["name"], call["parameters"]) for call in found["calls"]]
 
 
 def _call(name: Any, arguments: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Sampler(Protocol):
         self, prompts: Sequence[list[int]], sampling: Sequence[dict[str, Any]], rids: Sequence[str], *, cache_key: str = "",
         session: str = "",
     ) -> list[Completion]:  # fmt: skip
-        """One completion for each prompt, in order, whose tokens say which version made them.
+        """One completion for each prompt, in order, with the version that made each token.
 
         cache_key: only requests with the same one share what was computed for a common prefix. session: its requests go on from each other.
         """

@@ -226,7 +226,7 @@ class Dispatch:
         return self._tokens_of.pop(group, 0)
 
     async def leave(self) -> None:
-        """End every sample being made, whose callers get what there is; nothing new is begun."""
+        """End every sample being made; callers get what there is, and nothing new is begun."""
         self.is_leaving = True
         self._wake(itertools.chain.from_iterable(self._queues.values()))
         await self._abort(None)

@@ -114,7 +114,7 @@ class Engine(Requests):
         return self.process is not None and self.process.is_dead()
 
     def report(self) -> EngineReport:
-        """What the broker is told of it."""
+        """What the broker hears of it."""
         state = self.state
         number = state.version.rpartition(":")[2] if state.phase in ("serving", "draining") else ""
         version, phase = int(number) if number.isdigit() else NO_VERSION, "syncing" if state.phase == "updating" else state.phase
@@ -129,7 +129,7 @@ class Engine(Requests):
         await self.client.load(version, self.state.version)
 
     async def resume(self) -> None:
-        """An attached engine whose load was cut off goes on, for others; its weights may be those of two versions."""
+        """An attached engine goes on for others after a load that was cut off; its weights may be those of two versions."""
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 await self.client.resume()

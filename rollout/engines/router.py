@@ -1,6 +1,6 @@
 """sglang-router in front of a pool: samples come through it, everything else goes to the engines themselves.
 
-It passes on no pause, abort or weight update, takes one prompt a request, and asks whatever engine it was told of. So it is told of an
+It passes on no pause, abort or weight update, takes one prompt a request, and asks any engine that it knows. So it gets to know an
 engine once that serves, and again when it ceases to; its own health checks, which would take out an engine that is paused, are off.
 """
 

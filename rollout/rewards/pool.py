@@ -1,4 +1,4 @@
-"""Processes for one reward, each of which can be killed: a late reward, or one that ends its process, costs its own sample alone.
+"""Processes for one reward; each can be killed: a late reward, or one that ends its process, costs its own sample alone.
 
 call --> least busy process --> verdicts
               |  silent for reward_timeout_s, or ended: killed; the call that ran has failed

@@ -2,8 +2,8 @@
 # Runs a Python program where it can reach nothing but the interpreter: sandbox.sh ROOT PYTHON SECONDS UID DIRECTORY...
 #
 # Called by `unshare`, in mount, process, network and IPC namespaces of its own. ROOT is an empty directory, ROOT.py the program; ROOT becomes the
-# root of a file system in memory that has DIRECTORY... to read and /tmp to write. UID: whose rights the program gets, 0 for those of a user
-# namespace, without capabilities. The clock is in here, so that it runs out whatever becomes of the caller.
+# root of a file system in memory that has DIRECTORY... to read and /tmp to write. UID: the user that the program runs as, 0 for those of a user
+# namespace, without capabilities. The clock is in here, so that it runs out without the caller too.
 set -e
 root=$1 python=$2 seconds=$3 uid=$4
 shift 4

@@ -73,8 +73,8 @@ class GenerateHook:
         Raises PluginError, or what an engine raised through it.
         """
         given = await self.plugin(session, passes=session.errors)
-        chosen = session.family if given is None else [given] if isinstance(given, Session) else given
-        if not isinstance(chosen, list | tuple) or not all(any(one is s for s in session.family) for one in chosen):
+        chosen = session.branches if given is None else [given] if isinstance(given, Session) else given
+        if not isinstance(chosen, list | tuple) or not all(any(one is s for s in session.branches) for one in chosen):
             raise PluginError(f"{self.plugin.name} gave {type(given).__name__}", "expected None, its session, or a list of its branches")
         if len(set(map(id, chosen))) < len(chosen):
             raise PluginError(f"{self.plugin.name} gave a session twice", "expected each once: its tokens are trained once")

@@ -1,4 +1,4 @@
-"""Calls of plug-ins (hooks, rewards, filters, chat templates): whatever one raises is a PluginError that names it and the user's own line.
+"""Calls of plug-ins (hooks, rewards, filters, chat templates): all that one raises is a PluginError that names it and the user's own line.
 
     coroutine function --> a task of the event loop          plain function --> a thread of its own
 
@@ -58,9 +58,10 @@ class Plugin:
             return None
 
     async def __call__(
-        self, *arguments: Any, named: Mapping[str, Any] | None = None, timeout_s: float | None = None, passes: Sequence[BaseException] = ()
-    ) -> Any:
-        """What the plug-in gives for these and the named arguments.
+        self, *arguments: Any, named: Mapping[str, Any] | None = None, timeout_s: float | None = None, limit: str = "reward_timeout_s",
+        passes: Sequence[BaseException] = (),
+    ) -> Any:  # fmt: skip
+        """What the plug-in gives for these and the named arguments. limit: what timeout_s is called.
 
         Raises PluginError, also after timeout_s, or one of the errors in `passes`, a list that may grow meanwhile.
         """
@@ -68,7 +69,7 @@ class Plugin:
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             if not task.done():
-                raise PluginError(f"{self.name} took longer than reward_timeout_s = {timeout_s:g} s")
+                raise PluginError(f"{self.name} took longer than {limit} = {timeout_s:g} s")
         finally:
             if not task.done():
                 task.cancel()
@@ -129,7 +130,7 @@ def _line_of(error: BaseException, function: Callable[..., Any] | None) -> str:
 
 
 class ContainedTask(asyncio.Task[Any]):
-    """A task whose SystemExit or KeyboardInterrupt ends it alone, and not the process. Its context can be read from other threads."""
+    """A task that its own SystemExit or KeyboardInterrupt ends, and not the process. Its context can be read from other threads."""
 
     def __init__(self, work: Awaitable[Any], *, context: Context | None = None, **named: Any) -> None:
         self.context = copy_context() if context is None else context

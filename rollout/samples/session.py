@@ -11,6 +11,7 @@ One session is one trajectory: one of a group's n attempts. It is one sample, un
 not begin with the record (compacted, or with another system prompt): then the record so far is a sample, and another one begins.
 """
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,7 @@ class Session:
         """When the time for sampling began, which it does not while nobody samples: is_waiting."""
         self.engines = engines
         self._is_busy = False
-        self.family: list[Session] = [self]
+        self.branches: list[Session] = [self]
         """This session and its branches, and theirs."""
         self.turns: list[tuple[float, float]] = []
         """When each turn of this session and its branches began, seconds since the epoch, and how long it took."""
@@ -134,17 +135,22 @@ class Session:
 
         context: all that the policy is to see, as an OpenAI client would send it, or token ids; None: the record as it is. What goes
         beyond the record is added; a context that does not begin with the record begins another sample of this trajectory.
-        sampling: in SGLang's names, over those of the run, such as max_new_tokens and stop. Where the context is full, the turn has no
-        token and finish_reason length.
+        sampling: in SGLang's names, over those of the run, such as max_new_tokens and stop. Where there is no room for a token the turn has
+        none, finish_reason length and as prompt_ids all that the policy was to see; what did not fit is not recorded.
         """
         self._check_idle()
         if self.engines is None:
             raise HookError("session.generate needs an engine, and engine.engine is none")
+        before = self.snapshot()
         self._follow(context, tools)
-        request = self.request(**sampling)
+        if (request := self.request(**sampling)) is None:
+            made = self.cut_off()
+            self.restore(before)
+            self._record.finish_reason = "length"
+            return made if self.responses() else self.take(made)
         self._is_busy = True
         try:
-            made = (await self._ask([request]))[0] if request is not None else self.cut_off()
+            (made,) = await self._ask([request])
         finally:
             self._is_busy = False
         return self.take(made)
@@ -177,12 +183,22 @@ class Session:
         self._check_idle()
         other = Session(self.task, self.engines, self.tokenizer, max_context_len=self.max_context_len)
         other._record = self._record.branched()
-        other.tools, other.metadata, other.family, other.errors = self.tools, dict(self.metadata), self.family, self.errors
+        other.tools, other.metadata, other.branches, other.errors = self.tools, dict(self.metadata), self.branches, self.errors
         other.turns = self.turns
-        self.family.append(other)
+        self.branches.append(other)
         return other
 
     # --- for those that build on it ---
+
+    def snapshot(self) -> "Session":
+        """The session as it is now, to read or to restore; it shares metadata and extras."""
+        other = copy.copy(self)
+        other._record, other._closed = replace(self._record, messages=list(self._record.messages)), list(self._closed)
+        return other
+
+    def restore(self, before: "Session") -> None:
+        """Go back to what it was at this snapshot."""
+        self._record, self._closed, self.tools = before._record, before._closed, before.tools
 
     def request(self, **sampling: Any) -> Task | None:
         """The task that makes the next turn; None where the context is full."""
@@ -204,9 +220,11 @@ class Session:
         return msgspec.structs.replace(self.task, prompt_ids=ids, sampling=chosen, session=self.id)
 
     def cut_off(self) -> Response:
-        """The turn of a session whose context is full."""
+        """The turn of a session with a full context."""
         none = NONE.astype(np.float32)
-        return Response(task=self.task, token_ids=NONE, logprobs=none, versions=[], text="", finish_reason="length")
+        return Response(
+            task=self.task, prompt_ids=self.token_ids, token_ids=NONE, logprobs=none, versions=[], text="", finish_reason="length"
+        )
 
     def take(self, made: Response) -> Response:
         """Record a turn, and give it its text."""
@@ -229,7 +247,7 @@ class Session:
 
     def left_over(self) -> list[Response]:
         """What there is of it and its branches when it fails: the tokens alone."""
-        made = [response for session in self.family for response in session.responses()] or [self.cut_off()]
+        made = [response for session in self.branches for response in session.responses()] or [self.cut_off()]
         return [msgspec.structs.replace(response, reward=None, metadata={}, extras={}) for response in made]
 
     def _response(self, record: _Record) -> Response:

@@ -67,7 +67,7 @@ class WorkerHooks:
 
 
 def _misspelt(instance: Any) -> str:
-    """Of a method whose name is nearly one that is called: `; its x: did you mean 'y'?`, else nothing."""
+    """Of a method with nearly the name of one that is called: `; its x: did you mean 'y'?`, else nothing."""
     called = [*METHODS, "setup", "teardown"]
     for method in dir(type(instance)):
         if method.startswith("_") or method in called or not callable(inspect.getattr_static(type(instance), method)):
@@ -78,7 +78,7 @@ def _misspelt(instance: Any) -> str:
 
 
 def _numbers(given: dict[Any, Any]) -> dict[str, float]:
-    """Those that a heartbeat has room for, beside the worker's own. Raises ValueError, or whatever the map's own classes raise."""
+    """Those that a heartbeat has room for, beside the worker's own. Raises ValueError, or what the map's own classes raise."""
     named = {str(name): value for name, value in given.items()}
     if len(named) > MAX_NUMBERS or any(len(name) > MAX_NAME for name in named):
         raise ValueError(f"at most {MAX_NUMBERS} names, each of at most {MAX_NAME} characters")

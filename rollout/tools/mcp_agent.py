@@ -7,6 +7,7 @@ from typing import Any
 from rollout.endpoint.tool_calls import Calls, parse
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError, UsageError
+from slimebus.process.process_guard import guarded
 
 START_S = 60.0
 
@@ -47,7 +48,10 @@ class McpAgent:
 
         async with AsyncExitStack() as stack:
             for server in self.servers:
-                transport = server if isinstance(server, str) else stdio_client(StdioServerParameters(command=server[0], args=server[1:]))
+                transport: Any = server
+                if not isinstance(server, str):  # guarded: a worker that is killed leaves none behind
+                    command, *arguments = guarded(server)
+                    transport = stdio_client(StdioServerParameters(command=command, args=arguments))
                 client = await stack.enter_async_context(Client(transport))
                 for tool in (await client.list_tools()).tools:
                     if tool.name in self._clients:

@@ -17,8 +17,9 @@ from rollout.engines.pool import EnginePool
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.transport.client import Client
+from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.client.pull_keyring import PullKeyring
-from slimebus.config.schema import WeightsConfig
+from slimebus.config.schema import RunConfig, WeightsConfig
 from slimebus.security.exposure import advertised
 from slimebus.security.key_file import KeyPair
 from slimebus.telemetry.spans import Spans
@@ -35,11 +36,12 @@ from slimebus.weights.tensors import Weights, hash_bytes
 class WeightRelay:
     """A weight server beside the puller. address: where others reach it."""
 
-    def __init__(self, client: Client, config: WeightsConfig) -> None:
+    def __init__(self, client: Client, config: RunConfig) -> None:
         """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
         keyring = PullKeyring.for_client(client)
         self.payloads = RelayPayloads()
-        self.server = WeightServer(self.payloads, config.fanout_bind, keyring=keyring)
+        limits = Limits(max_connections=connections_of(config.broker.max_clients))
+        self.server = WeightServer(self.payloads, config.weights.fanout_bind, keyring=keyring, limits=limits)
         self.address = with_key(advertised(self.server.endpoint, "", client.address), keyring.pair.public if keyring else "")
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ RECALLED_HOOK = (
     "raise that bound, or lower rollout.over_sampling_batch_size"
 )
 FAILED_ALIKE = 16
-"""Least groups in a row whose failures of one kind end the worker; else as many as it samples at once."""
+"""Least groups in a row that fail alike and end the worker; else as many as it samples at once."""
 
 
 class Counts(msgspec.Struct):
@@ -94,7 +94,7 @@ class Attempts:
 
     @property
     def num_samples(self) -> int:
-        """Being sampled now, and those of which more wait for their rewards than are sampled at once."""
+        """Being sampled now, and, beyond as many as are sampled at once, those that wait for their rewards."""
         waiting = sum(attempt.leased.num_samples for attempt in self.running.values() if attempt.is_sampled)
         sampling = sum(attempt.leased.num_samples for attempt in self.running.values() if not attempt.is_sampled)
         return sampling + max(0, waiting - self.config.max_running_groups * self.config.n_samples_per_prompt)

@@ -1,4 +1,4 @@
-"""What a worker is told to do while it works: attach an engine, detach one, drain. Each once, however often it is told."""
+"""Commands to a worker while it works: attach an engine, detach one, drain. Each is done once, however often it comes."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ class Commands:
             outcome = CommandReply(done=True, text=await self._result_of(command))
         except SlimebusError as bad:
             outcome = CommandReply(done=True, failed=True, text=bad.text)
-        except Exception as bad:  # noqa: BLE001  the command is answered, whatever an engine says
+        except Exception as bad:  # noqa: BLE001  the command is answered, for any error of an engine
             outcome = CommandReply(done=True, failed=True, text=text_of(bad))
         finally:
             del self._running[command.key]
@@ -50,6 +50,6 @@ class Commands:
         return await (self.pool.attach if command.action == "attach" else self.pool.detach)(command.url)
 
     def cancel(self) -> None:
-        """Leave whatever is being done."""
+        """Leave what is being done."""
         for task in self._running.values():
             task.cancel()

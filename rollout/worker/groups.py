@@ -43,7 +43,7 @@ REWARD_PAUSES_S = (1.0, 5.0)
 
 
 class Trajectory(NamedTuple):
-    """The contexts of one session, of which the last is rewarded; problem: why it is a failed sample."""
+    """The contexts of one session; the last is rewarded; problem: why it is a failed sample."""
 
     responses: list[Response]
     problem: PluginError | None = None
@@ -121,7 +121,7 @@ class GroupMaker:
         """The group's samples, continuing the frames of `partial`; on_sampled is awaited when engines have no more to do for it.
 
         Raises Dropped when the filter refuses them; Unfinished when the worker leaves, the group is recalled, or sampling takes longer
-        than generate_timeout_s; SlimebusError when it cannot be made: PluginError for whatever a plug-in or the chat template did.
+        than generate_timeout_s; SlimebusError when it cannot be made: PluginError for anything that a plug-in or the chat template raised.
         """
         tasks = self._tasks(leased, record)
         self._check_length(leased, len(tasks[0].prompt_ids))
@@ -183,9 +183,10 @@ class GroupMaker:
         return samples
 
     def _check_length(self, leased: LeasedGroup, num_tokens: int) -> None:
-        most = self.config.rollout.rollout_max_prompt_len
-        if 0 < most < num_tokens and leased.kind == "train":
-            raise Dropped(f"a prompt of {num_tokens} tokens, above rollout_max_prompt_len", 0, [])
+        limits = {"rollout_max_prompt_len": self.config.rollout.rollout_max_prompt_len, "rollout_max_context_len": self.max_context_len}
+        for name, most in limits.items():
+            if 0 < most < num_tokens and leased.kind == "train":
+                raise Dropped(f"a prompt of {num_tokens} tokens, above {name} = {most}", 0, [])
 
     async def _is_kept(self, samples: list[Sample]) -> bool:
         if self.keep is None:
@@ -229,7 +230,7 @@ class GroupMaker:
         return self.hook is None and self.engines is not None
 
     def continues(self, leased: LeasedGroup) -> bool:
-        """True for a group whose samples can be cut off and continued: the engine makes them, not a hook."""
+        """True for a group with samples that can be cut off and continued: the engine makes them, not a hook."""
         return leased.kind == "train" and self.takes_partials
 
     def _begun(self, tasks: list[Task], partial: Sequence[Any]) -> Begun:
@@ -310,7 +311,7 @@ class GroupMaker:
             await asyncio.gather(work, return_exceptions=True)
 
     async def recall(self, group: str) -> None:
-        """End the sampling of a group whose samples can be continued: `make` raises Unfinished with what there is."""
+        """End the sampling of a group with samples that can be continued: `make` raises Unfinished with what there is."""
         assert self.engines is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RECALL_S):

@@ -74,7 +74,7 @@ class Work:
         self.busy_s += took_s
 
     def metrics(self) -> dict[str, float]:
-        """What the broker is told (docs/metrics.md)."""
+        """What the broker gets (docs/metrics.md)."""
         own = {name: float(getattr(self, name)) for name in ("groups", "samples", "tokens", "unscored", "busy_s")}
         return own | {"position": float(self.consumer.position), "groups_skipped": float(self.consumer.num_skipped)} | usage()
 

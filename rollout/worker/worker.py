@@ -37,7 +37,7 @@ LEASE_WAIT_S = 10.0
 PULL_TIMEOUT_S = 120.0
 """Of one pull, after which the worker says why and tries again."""
 LEAST_LIMIT_S = 10.0
-"""A worker whose loop is blocked for `broker.lease_s`, or for this if that is less, ends."""
+"""A worker ends when its loop is blocked for `broker.lease_s`, or for this if that is less."""
 LEAVE_S = 30.0
 """What leaving takes at most, beside handing over: engines and hooks have 10 s each to end."""
 GOODBYE_S = 1.0
@@ -107,7 +107,7 @@ class Worker:
     def _make_sync(self) -> WeightSync:
         w = self.config.weights
         credentials = self.client.credentials
-        self.relay = WeightRelay(self.client, w) if w.fanout_bind else None
+        self.relay = WeightRelay(self.client, self.config) if w.fanout_bind else None
         return WeightSync(
             self.pool,
             self.resolved.model_dir,

@@ -174,7 +174,7 @@ class HeartbeatReply(Message):
     `surplus` neither, as their groups can be in no step any more. `recalled`: of all leases, those to be given back now, as a partial
     where that can be; the broker takes them back itself after its lease time. `hints`: as in the welcome; a restarted broker may have
     another address. `commands`: those without a reported outcome. `time`: the broker's clock when it answered, seconds since the
-    epoch; 0: not said.
+    epoch; 0: not said. `keys`: the generation of the allow-list, as in the answer to `keys`; 0: no keys.
     """
 
     lineage: Lineage = ""
@@ -189,6 +189,7 @@ class HeartbeatReply(Message):
     hints: str = ""
     commands: list[Command] = []
     time: float = 0.0
+    keys: Id = 0
 
 
 class Goodbye(Message):

@@ -7,7 +7,7 @@ import threading
 
 import click
 
-from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, HookError, ProtocolError, SlimebusError, Unreachable, UsageError
+from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, HookError, ProtocolError, SlimebusError, UsageError
 
 COMMANDS = {
     "broker": ("broker.cli:broker", "Run the broker of a run."),
@@ -36,7 +36,7 @@ COMMANDS = {
     "weights": ("slimebus.cli.commands.weights:weights", "Apply and verify weights as files."),
 }
 """Command -> its module and name there, and what `slimebus --help` says of it, for which nothing is imported."""
-MISUSE = (UsageError, Unreachable, HookError, ProtocolError)
+MISUSE = (UsageError, HookError, ProtocolError)
 MISUSE_CODES = ("protocol_version", "usage", "config", "data", "hook", "wrong_run", "name_in_use")
 
 WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("slimebus")
 
 ANSWER_S = 5.0
+BROKER_AWAY_S = 600.0
+"""A member waits so long for an answer: a broker may be started again, on another machine, or wait for its disk."""
 CONNECT_S, LISTEN_POLL_S = 1.0, 0.2
 RESTART_S = 3.0
 """A broker that is started again listens within this."""

@@ -20,7 +20,7 @@ from slimebus.bus.messages import Heartbeat, HeartbeatReply, PutFields, PutField
 from slimebus.bus.samples import Sample, decode_stored, encode_fields
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
-from slimebus.client.connect import join
+from slimebus.client.connect import BROKER_AWAY_S, join
 from slimebus.security.credentials import credentials_at
 
 log = logging.getLogger("slimebus.consumer")
@@ -153,7 +153,9 @@ class Consumer:
     def put_all(self, fields_of: Sequence[tuple[ConsumedGroup, Mapping[str, Sequence[np.ndarray]]]]) -> list[bool]:
         """put_fields to several groups at once, without waiting for one answer after the other."""
         sent = [
-            self.client.submit(PutFields(group=group.id, lease=group.lease), encode_fields(fields), timeout_s=self.patience_s(2 * ANSWER_S))
+            self.client.submit(
+                PutFields(group=group.id, lease=group.lease), encode_fields(fields), timeout_s=self.patience_s(BROKER_AWAY_S)
+            )
             for group, fields in fields_of
         ]
         return [self._is_put(answer) for answer in sent]

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from slimebus.bus.messages import Keys, KeysReply
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
+from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.security.allow_list import Grants
 from slimebus.security.keyring import grants_from
 
@@ -21,7 +22,7 @@ class PullKeyring:
         self._client, self.pair = client, client.credentials.pair
         self.grants: Grants = {}
         self.generation, self.problem, self._ask_at = 0, "", 0.0
-        self._take_over(client.call(Keys(), timeout_s=60.0))
+        self._take_over(client.call(Keys(), timeout_s=BROKER_AWAY_S))
 
     @classmethod
     def for_client(cls, client: Client) -> "PullKeyring | None":
@@ -29,8 +30,11 @@ class PullKeyring:
         return cls(client) if client.credentials is not None else None
 
     def refresh(self) -> None:
-        """Ask now and then whether the list changed, and take it over when the answer comes. Does not wait."""
-        if time.monotonic() >= self._ask_at:
+        """Ask for the list when a heartbeat's answer tells of another, without heartbeats now and then, and take it over when it comes.
+
+        Does not wait.
+        """
+        if self._client.keys_generation != self.generation and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + ASK_EVERY_S
             self._client.submit(Keys(have=self.generation)).add_done_callback(self._on_reply)
 

@@ -18,10 +18,11 @@ from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.engine_plan import engine_specs
 from slimebus.config.flags import trainer_command, trainer_options
 from slimebus.config.load import Resolved
-from slimebus.config.model_folder import read_config, tokenizer_differences, vocabulary_problems
+from slimebus.config.model_folder import context_length, read_config, tokenizer_differences, vocabulary_problems, weights_problems
 from slimebus.process import hooks
 from slimebus.prompts.prompt_files import FileSpec, parse
-from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader
+from slimebus.prompts.prompt_parquet import check_columns
+from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
 from slimebus.prompts.verifiers_tasks import is_tasks, load
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -107,12 +108,30 @@ def _prompt_files(resolved: Resolved) -> Iterator[str]:
             continue
         if not spec.path.is_file():
             yield f"{place}: no such file {spec.path}; expected jsonl (also .gz) or parquet"
-        elif spec.start is not None or spec.stop is not None:
-            with contextlib.suppress(OSError, EOFError, ModuleNotFoundError):  # the broker tells what is wrong with a file
-                try:
+            continue
+        with contextlib.suppress(OSError, EOFError, ModuleNotFoundError):  # the broker tells what is wrong with a file
+            try:
+                if spec.start is not None or spec.stop is not None:
                     spec.rows_of(_num_rows(spec.path))
-                except DataError as empty:
-                    yield f"{place}: {empty.text}"
+                if not data.skip_bad_prompts:
+                    _check_first(spec, resolved.prompt_keys)
+            except DataError as bad:
+                yield f"{place}: {bad.text}"
+
+
+def _check_first(spec: FileSpec, keys: PromptKeys) -> None:
+    """Raise DataError where the file has no prompt, or the first of those used is none; the broker looks at all of them."""
+    if not spec.path.name.endswith(JSONL):
+        return check_columns(spec.path, keys)
+    with _open(spec.path) as file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
+        number, line = next(itertools.islice(lines, max(0, spec.start or 0), None), (0, b""))
+    if not number:
+        raise DataError(f"no prompts in {spec.path}; expected at least one line of JSON")
+    try:
+        LineReader(keys).record(line.removeprefix(BYTE_ORDER_MARK))
+    except DataError as bad:
+        raise DataError(f"{spec.path}:{number}: {bad.text}") from None
 
 
 def _num_rows(path: Path) -> int:
@@ -172,6 +191,18 @@ def _model(resolved: Resolved) -> Iterator[str]:
     if not any(model.glob("*.safetensors")):
         yield f"model.hf_checkpoint: {model}: no weights (*.safetensors); expected a Hugging Face directory with them"
     yield from vocabulary_problems(model)
+    yield from (f"model.hf_checkpoint: {problem}" for problem in weights_problems(model))
+    with contextlib.suppress(ConfigError):  # told already
+        yield from _room_for_prompts(resolved, context_length(model))
+
+
+def _room_for_prompts(resolved: Resolved, context: int) -> Iterator[str]:
+    config = resolved.config
+    lengths = {"rollout.rollout_max_response_len": config.rollout.rollout_max_response_len}
+    lengths |= {f"eval.datasets.{name}.max_response_len": dataset.max_response_len for name, dataset in config.eval.datasets.items()}
+    for field, length in lengths.items():
+        if 0 < context <= length:
+            yield f"{field}: {length} tokens leave no room for a prompt in the model's context of {context} (max_position_embeddings)"
 
 
 def _layout(resolved: Resolved) -> Iterator[str]:

@@ -28,6 +28,12 @@ OF_RUN = "that of the run directory, else broker.bind"
 """Which broker a command asks where none is given."""
 
 
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Flags of slime, verl and TRL without dashes -> what to write here, or why there is none."""
+    return msgspec.yaml.decode(Path(__file__).with_name("other_names.yaml").read_bytes(), type=dict[str, str])
+
+
 class ExternalOption(msgspec.Struct, frozen=True):
     """An option of another project: the config field `name`, and its value where it stands alone."""
 
@@ -70,6 +76,7 @@ class ConfigCommand(click.Command):
         while rest:
             word = rest.pop(0)
             values = _values_of(word, rest)
+            self._refuse_other_name(ctx, word)
             option = self.external_option(word, is_alone=not values)
             if option is None:
                 own.append(word)
@@ -85,6 +92,12 @@ class ConfigCommand(click.Command):
             meant = " or ".join(f"'{flag}'" for flag in dict.fromkeys(near))
             text = f"No such option '{bad.option_name}'.{f' Did you mean {meant}?' if meant else ''}"
             raise click.NoSuchOption(bad.option_name, text, ctx=ctx) from None  # its own possibilities are only those spelled alike
+
+    def _refuse_other_name(self, ctx: click.Context, word: str) -> None:
+        """Raise NoSuchOption, with what to write, for a flag of slime, verl or TRL that means something else here or nothing."""
+        name = word.partition("=")[0].removeprefix("--")
+        if word.startswith("--") and (here := other_names().get(name)) and f"--{name}" not in {one for p in self.params for one in p.opts}:
+            raise click.NoSuchOption(f"--{name}", f"No such option '--{name}'. Here: {here}", ctx=ctx)
 
     def external_option(self, word: str, *, is_alone: bool = False) -> ExternalOption | None:
         """The option of another project that this word of the command line may be; None for any other word. is_alone: no value follows."""
@@ -224,6 +237,12 @@ def take_over_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--take-over", is_flag=True, help="Replace a living process of this name; without it, one is left in place.")(
         function
     )
+
+
+def accept_changes_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--accept-changes of a command that starts a run's broker."""
+    help_ = "Go on with a run whose reward, generation, chat template or initial model changed since it was last started."
+    return click.option("--accept-changes", is_flag=True, help=help_)(function)
 
 
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,9 +37,7 @@ class Resolved(msgspec.Struct, frozen=True):
     @property
     def keys_path(self) -> Path | None:
         """The folder or file of security.keys, None when there is none; from the file relative to it, from a flag to where we are."""
-        given = os.path.expanduser(self.config.security.keys)
-        is_typed = self.origin.get("security.keys", "").startswith(TYPED)
-        return (Path(given) if is_typed else self.base / given) if given else None
+        return self._given("security.keys", self.config.security.keys) if self.config.security.keys else None
 
     @property
     def model_dir(self) -> Path:
@@ -64,8 +62,13 @@ class Resolved(msgspec.Struct, frozen=True):
 
     @property
     def run_dir(self) -> Path:
-        """Where everything the run makes is kept; relative to the current directory."""
-        return Path(self.config.run_dir or f"runs/{self.config.name}")
+        """Where everything the run makes is kept: from the file relative to it; from a flag, or by default, to where we are."""
+        return self._given("run_dir", self.config.run_dir) if self.config.run_dir else Path(f"runs/{self.config.name}")
+
+    def _given(self, name: str, value: str) -> Path:
+        """A path of the field `name`: from a flag or the environment relative to where we are, from the file to that."""
+        given = Path(os.path.expanduser(value))
+        return given if self.origin.get(name, "").startswith(TYPED) else self.base / given
 
     @property
     def expected_run(self) -> str:

@@ -8,7 +8,15 @@ import msgspec
 
 from slimebus.bus.errors import ConfigError
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
+LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100 << 20
+"""Of a safetensors file: the length that it begins with, and most of the header behind it (the format's own limit)."""
+
+
+class SavedTensor(msgspec.Struct):
+    """What a header says of a tensor, or of the file (`__metadata__`, without offsets)."""
+
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -57,6 +65,25 @@ def vocabulary_problems(folder: Path) -> Iterator[str]:
             f"model.hf_checkpoint: {folder}: the tokenizer gives token {token!r} id {tokens[token]}, but the model's vocab_size is {size}; "
             "model and tokenizer do not match, use the tokenizer that the model was made with"
         )
+
+
+def weights_problems(folder: Path) -> Iterator[str]:
+    """A sentence for each file of its weights that is missing, cut short or no safetensors file; the weights themselves are not read."""
+    named = set(read_json(folder / INDEX).get("weight_map", {}).values()) if (folder / INDEX).is_file() else set()
+    missing = [folder / name for name in sorted(named) if not (folder / name).is_file()]
+    yield from (f"{path}: no such file, which {INDEX} names; copy the model again" for path in missing)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            header = file.read(min(length, MAX_HEADER_BYTES))
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, SavedTensor])
+        except (msgspec.DecodeError, UnicodeDecodeError) as bad:
+            yield f"{path}: no safetensors file, or cut short: its header cannot be read ({bad}); copy the model again"
+            continue
+        size, needed = path.stat().st_size, LENGTH_BYTES + length + max((t.data_offsets[1] for t in tensors.values()), default=0)
+        if size < needed:
+            yield f"{path} is cut short: it has {size} bytes, and its header names {needed}; copy the model again"
 
 
 def tokenizer_differences(folder: Path, other: Path) -> Iterator[str]:

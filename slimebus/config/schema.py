@@ -51,8 +51,8 @@ class BrokerConfig(Section, frozen=True):
     """[versions] The lowest bound of max_staleness: auto."""
     staleness_ceiling: Natural = 8
     """[versions] The highest bound of max_staleness: auto."""
-    target_ess: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """[ratio] With max_staleness: auto, the least effective sample size (`lag/all/ess_sequence`, docs/algorithms.md) that is accepted."""
+    target_ess: Annotated[float, Meta(gt=0, le=1)] = 0.95
+    """[ratio] With max_staleness: auto, the least effective sample size (`lag/all/ess_token`, docs/algorithms.md) that is accepted."""
     fill_first: bool = False
     """[switch] Hold a trainer's first batch until all groups are ready that max_staleness allows before it. The lag then grows by one a
     step up to max_staleness, and falls again only where workers are slower than the trainer: for experiments with staleness."""
@@ -437,7 +437,7 @@ class RunConfig(Section, frozen=True):
     name: str = "run"
     """[name] Of the run, in logs and plots."""
     run_dir: str = ""
-    """[path] Where everything the run makes is kept; empty: runs/NAME."""
+    """[path] Where everything the run makes is kept; in a file relative to the run.yaml. Empty: runs/NAME in the current directory."""
     seed: Natural = 0
     """[number] Of data order, sampling and initialisation."""
     broker: BrokerConfig = BrokerConfig()

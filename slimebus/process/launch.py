@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from slimebus.process.process_guard import GUARD_PATH, PR_SET_PDEATHSIG, signal_group
+from slimebus.process.process_guard import PR_SET_PDEATHSIG, guarded, signal_group
 
 LineSink = Callable[[str, str], None]
 """Called with (name, line) for every line a child writes, from that child's reader thread."""
@@ -42,10 +42,9 @@ class ChildProcess:
         on_parent_end: signal.Signals | None = None,
     ) -> None:  # fmt: skip
         self.command, self.name, self.log_file, self.environment, self.ended_at = command, name, log or Path(), environment, 0.0
-        guard = [] if on_parent_end else [sys.executable, GUARD_PATH, str(os.getpid())]
         with log.open("ab") if log and not sink else contextlib.nullcontext() as out:
             self.process = subprocess.Popen(
-                [*guard, *command],
+                command if on_parent_end else guarded(command),
                 env=os.environ | (environment or {}),
                 stdin=stdin,
                 stdout=subprocess.PIPE if sink else out,
@@ -67,12 +66,12 @@ class ChildProcess:
                 if line.strip():
                     sink(self.name, line.decode(errors="replace").rstrip("\n"))
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, reap_s: float = REAP_S) -> None:
         """SIGTERM, then SIGKILL to what is left of its session after `grace_s` seconds."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
-        self.kill()
+        self.kill(reap_s)
 
     def kill(self, reap_s: float = REAP_S) -> None:
         """SIGKILL to what is left of its session. One that a hung file system keeps is not waited for after reap_s."""

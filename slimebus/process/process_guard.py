@@ -17,12 +17,18 @@ import selectors
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 KILLED_BY = 128
 GUARD_PATH = __file__
 """To run it by path."""
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command under a guard: it ends with all that it started when the guard is told to, and when this process ends, killed or not."""
+    return [sys.executable, GUARD_PATH, str(os.getpid()), *command]
 
 
 def main(parent_pid: int, command: list[str]) -> int:

@@ -1,5 +1,7 @@
 """A parquet file as lines of JSON: a row in the middle of a row group cannot be read without what stands before it."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,12 +22,25 @@ def write_lines(path: Path, keys: PromptKeys, target: BinaryIO) -> None:
     Prompts are text, or a list of structs with a `role`; metadata is a struct or a map. Keys that are null in a message or a tool are left
     out, for parquet gives each struct of a column the same keys.
     """
-    arrow, encode = _pyarrow(path), msgspec.json.Encoder().encode
+    encode = msgspec.json.Encoder().encode
+    with _opened(path, keys) as (file, columns):
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+            target.writelines(encode(_plain(fields, keys)) + b"\n" for fields in batch.to_pylist())
+
+
+def check_columns(path: Path, keys: PromptKeys) -> None:
+    """Raise DataError where `write_lines` would before it has read a row."""
+    with _opened(path, keys):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(path: Path, keys: PromptKeys) -> Iterator[tuple[Any, list[str]]]:
+    """The file, and the columns to read."""
+    arrow = _pyarrow(path)
     try:
         with arrow.parquet.ParquetFile(path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False) as file:
-            columns = _columns(path, keys, file.schema_arrow, arrow.types)
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                target.writelines(encode(_plain(fields, keys)) + b"\n" for fields in batch.to_pylist())
+            yield file, _columns(path, keys, file.schema_arrow, arrow.types)
     except (arrow.ArrowException, OSError, TypeError, ValueError) as bad:
         raise DataError(f"prompt data {path} cannot be read as parquet: {bad}") from None
 

@@ -46,7 +46,7 @@ class LocalRun:
     """Broker, trainer and workers of one config, and consumers beside them. arguments: that config as a command line.
 
     consumers: by name, the words of the command that starts each. title: what the run is called on the terminal.
-    quiet: lines of the processes go to their log files only.
+    quiet: lines of the processes go to their log files only. accepts_changes: see slimebus/config/saved.py:note_changes.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class LocalRun:
         consumers: Mapping[str, list[str]] | None = None,
         title: str = "",
         quiet: bool = False,
+        accepts_changes: bool = False,
     ) -> None:
         self.resolved, self.arguments, self.workers, self.quiet = resolved, arguments, workers, quiet
         self.consumers = consumers or {}
+        self.broker_words = ["--accept-changes"] if accepts_changes else []
         self.console = Console(highlight=False)
         self.dataset = report.main_dataset(resolved.config.eval.datasets)
         self.title = title or resolved.config.name
@@ -86,7 +88,7 @@ class LocalRun:
 
     def _run(self) -> int:
         with ProcessGroup(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as group:
-            address = start_all(group, self.resolved, self.arguments, self.workers, self.consumers)
+            address = start_all(group, self.resolved, self.arguments, self.workers, self.consumers, self.broker_words)
             with _signals() as stop, contextlib.ExitStack() as stack:
                 client = self._connect(stack, address)
                 live = stack.enter_context(Live(console=self.console, auto_refresh=False, transient=True))
@@ -181,7 +183,10 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def start_all(group: ProcessGroup, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]]) -> str:
+def start_all(
+    group: ProcessGroup, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]],
+    broker_words: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Start one broker, one trainer, `workers` rollout workers and these consumers; the broker's address.
 
     Each sees the GPUs that trainer.gpus and engine.gpus give it. Raises UsageError before any of them where those do not go round, or when
@@ -195,7 +200,7 @@ def start_all(group: ProcessGroup, resolved: Resolved, arguments: list[str], wor
     children = {"trainer": ["trainer"], **consumers}
     children |= {f"rollout-{i}" if i > 1 else "rollout": ["rollout", "--worker-name", f"worker-{i}"] for i in range(1, workers + 1)}
     gpus = placement(resolved.config, list(children))
-    group.start("broker", ["broker", *arguments, "--bind", address])
+    group.start("broker", ["broker", *arguments, "--bind", address, *broker_words])
     reach = reachable(address)
     for name, (role, *options) in children.items():
         own = gpus.get(name, ())

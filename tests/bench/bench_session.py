@@ -55,15 +55,15 @@ async def measure(path: Path, engine: EngineProcess, conversations: int) -> list
         for _ in range(conversations + 1):
             timed, messages = Timed(client), [{"role": "user", "content": "begin"}]
             task = Task(prompt=messages, prompt_ids=tokenizer.encode_prompt(messages), sampling=sampling(ANSWER_TOKENS))
-            seat = endpoint.open(Session(task, timed, tokenizer))  # type: ignore[arg-type]
+            slot = endpoint.open(Session(task, timed, tokenizer))  # type: ignore[arg-type]
             for turn in range(TURNS):
                 started = time.perf_counter()
-                url, headers = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {seat.name}"}
+                url, headers = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {slot.name}"}
                 async with http.post(url, json={"model": "x", "messages": messages, "logprobs": True}, headers=headers) as response:
                     answer = await response.json()
                 found.append(time.perf_counter() - started - timed.took_s)
                 messages += [answer["choices"][0]["message"], {"role": "user", "content": f"go on {turn}"}]
-            assert len(seat.session.responses()) == 1
-            endpoint.take_back(seat)
+            assert len(slot.session.responses()) == 1
+            endpoint.release(slot)
     await endpoint.close()
     return found[TURNS:]

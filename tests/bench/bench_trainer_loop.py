@@ -1,7 +1,7 @@
 """What `bin/bench trainer` compares the trainer with: megatron-core's schedule and optimizer alone, in a process of its own.
 
 bench_trainer_loop.py bare MODEL STEPS       {"step_s": of each step on the packed rows}
-bench_trainer_loop.py packing MODEL ROUNDS   {"packed" | "padded" | "sorted": real tokens a second}
+bench_trainer_loop.py packing MODEL ROUNDS   {"packed" | "padded" | "sorted": real tokens a second; "rows" | "fewest": of 1,024}
 bench_trainer_loop.py passes MODEL ROUNDS    {"with" | "without": seconds of a step with the forward pass for old_logprobs, and without}
 """
 
@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from trainer.batches.batch import Batch, Group  # noqa: E402
 from trainer.batches.flatten import flatten  # noqa: E402
-from trainer.batches.packing import MicroBatch, RankLayout, pack, pack_row  # noqa: E402
+from trainer.batches.packing import MicroBatch, RankLayout, pack, pack_row, plan_rows  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 
 WARM = 2
@@ -60,7 +60,7 @@ def bare_step(policy: Policy, rows: Sequence[MicroBatch]) -> None:
         logits = model(row.tokens, row.positions, None, packed_seq_params=row.packed)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            losses = tensor_parallel.vocab_parallel_cross_entropy(output.float(), row.targets)
+            losses = tensor_parallel.vocab_parallel_cross_entropy(output.float().clone(), row.targets)  # it writes there
             return (losses * row.loss_mask).sum() / tokens * len(rows), {}
 
         return logits, loss
@@ -121,7 +121,20 @@ def packing(policy: Policy, rounds: int) -> dict[str, float]:
         for name, made in rows.items():
             taken[name].append(seconds(lambda made=made: bare_step(policy, made)))  # type: ignore[misc]
     real = sum(len(sample.tokens) for sample in samples)
-    return {name: real / median(times[1:]) for name, times in taken.items()}
+    return {name: real / median(times[1:]) for name, times in taken.items()} | row_counts()
+
+
+def row_counts() -> dict[str, float]:
+    """Rows of 1,024 long-tailed lengths over 16 data-parallel ranks, and how many first-fit decreasing has, rounded up to the ranks."""
+    lengths = np.minimum(32768, np.random.default_rng(0).lognormal(np.log(32768 / 6), 0.9, 1024) + 200).astype(np.int64)
+    rooms = list[int]()
+    for length in sorted(lengths.tolist(), reverse=True):
+        at = next((i for i, room in enumerate(rooms) if room >= length), None)
+        if at is None:
+            rooms.append(32768 - length)
+        else:
+            rooms[at] -= length
+    return {"rows": sum(len(rank) for rank in plan_rows(lengths, 16, 32768)), "fewest": -(-len(rooms) // 16) * 16}
 
 
 def passes(policy: Policy, rounds: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""A well-behaved worker and its trainer in one process. `python honest_pair.py ADDRESS BATCH_SIZE`.
+"""A well-behaved worker and its trainer in one process. `python honest_pair.py ADDRESS`.
 
-The worker leases groups, puts 8 samples of 256 tokens for each, one after the other; the trainer takes batches, fetches and commits them.
+The worker leases groups and puts 8 samples of 256 tokens for each; the trainer takes batches, fetches and commits them.
 Prints a JSON line every half second: groups put so far. Ends with its stdin; the last line says `"problems"`.
 """
 
@@ -8,89 +8,67 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from made_samples import made  # noqa: E402
+from scripted import begin, lease, put, take, train  # noqa: E402
 
-from slimebus.bus import messages as m
-from slimebus.bus.errors import SlimebusError
-from slimebus.bus.samples import Sample, encode_group
-from slimebus.bus.transport.client import Client
+from slimebus.bus.errors import SlimebusError  # noqa: E402
+from slimebus.bus.messages import Heartbeat  # noqa: E402
+from slimebus.bus.transport.client import Client  # noqa: E402
 
-TOKENS, SAMPLES = 256, 8
+SAMPLES = [made((0, 256))] * 8
 
 
 class Pair:
-    """The worker in the main thread, the trainer in one of its own."""
+    """The worker and the trainer, in a thread each."""
 
-    def __init__(self, address: str, batch_size: int) -> None:
-        self.address, self.batch_size = address, batch_size
-        self.put = 0
-        self.committed = 0
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.put, self.committed = 0, 0
         self.problems: list[str] = []
         self.stop = threading.Event()
 
     def work(self) -> None:
-        client = Client(self.address, name="good")
-        client.keep_alive(
-            client.join("rollout", timeout_s=30).heartbeat_s, lambda: m.Heartbeat(state="serving"), lambda _: None, self._lost
-        )
-        sample = Sample(
-            tokens=np.arange(TOKENS, dtype=np.int32),
-            loss_mask=np.ones(TOKENS, np.uint8),
-            rollout_logprobs=np.zeros(TOKENS, np.float32),
-            versions=[(m.NO_VERSION, TOKENS)],
-            reward=1.0,
-        )
-        frames = encode_group([sample] * SAMPLES)
-        while not self.stop.is_set():
-            try:
-                self._round(client, frames)
-            except SlimebusError as bad:
-                self.problems.append(f"worker: {bad.code}: {bad.text}")
-                time.sleep(0.1)
-        client.close()
+        """Lease and put until stopped."""
+        self._repeat(self._join("good", "rollout"), self._round)
 
-    def _round(self, client: Client, frames: list[bytes]) -> None:
-        leased = client.call(m.Lease(want=8, wait_s=1.0, needs_weights=False)).message
-        assert isinstance(leased, m.LeaseReply)
-        for group in leased.groups:
-            put = m.Put(group=group.group, lease=group.lease, lineage="")
-            answer = client.call(put, frames).message
-            assert isinstance(answer, m.PutReply)
+    def _round(self, worker: Client) -> None:
+        for group in lease(worker, 8, wait_s=1.0):
+            answer = put(worker, group, SAMPLES)
             if answer.result == "accepted":
                 self.put += 1
             else:
                 self.problems.append(f"put {answer.result}: {answer.reason}")
 
     def train(self) -> None:
-        client = Client(self.address, name="trainer")
-        client.keep_alive(
-            client.join("trainer", timeout_s=30).heartbeat_s, lambda: m.Heartbeat(state="training"), lambda _: None, self._lost
-        )
-        client.call(m.Resume(step=0, version=0, lineage="l"))
-        client.call(m.Publish(lineage="l", version=0, publishers=[], digest="d"))
+        """Train what the worker puts until stopped."""
+        trainer = self._join("trainer", "trainer")
+        begin(trainer)
+        self._repeat(trainer, self._step)
+
+    def _step(self, trainer: Client) -> None:
+        if take(trainer, self.committed, wait_s=1.0).groups:
+            train(trainer, self.committed, checkpoint=self.committed + 1)
+            self.committed += 1
+
+    def _repeat(self, client: Client, turn: Callable[[Client], None]) -> None:
         while not self.stop.is_set():
             try:
-                batch = client.call(m.Batch(step=self.committed, wait_s=1.0)).message
-                assert isinstance(batch, m.BatchReply)
-                if not batch.groups:
-                    continue
-                client.call(m.Fetch(groups=[g.group for g in batch.groups]))
-                client.call(m.Publish(lineage="l", version=self.committed + 1, publishers=[], digest="d"))
-                client.call(m.Commit(step=self.committed, checkpoint=self.committed + 1))
-                self.committed += 1
+                turn(client)
             except SlimebusError as bad:
-                self.problems.append(f"trainer: {bad.code}: {bad.text}")
+                self.problems.append(f"{client.name}: {bad.code}: {bad.text}")
                 time.sleep(0.1)
         client.close()
 
     def _join(self, name: str, role: str) -> Client:
         client = Client(self.address, name=name)
-        welcome = client.join(role, timeout_s=30)
-        client.keep_alive(welcome.heartbeat_s, lambda: m.Heartbeat(state="busy"), lambda _: None, self._lost)
+        beat = Heartbeat(state="serving" if role == "rollout" else "training")
+        client.keep_alive(client.join(role, timeout_s=30).heartbeat_s, lambda: beat, lambda reply: None, self._lost)
         return client
 
     def _lost(self, problem: SlimebusError) -> None:
@@ -98,7 +76,8 @@ class Pair:
 
 
 def main() -> None:
-    pair = Pair(sys.argv[1], int(sys.argv[2]))
+    """See the head of this file."""
+    pair = Pair(sys.argv[1])
     threads = [threading.Thread(target=pair.work), threading.Thread(target=pair.train)]
     for thread in threads:
         thread.start()

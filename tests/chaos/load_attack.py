@@ -97,7 +97,7 @@ class LoadAttack:
         self.pair_log = folder / "pair.log"
         with self.pair_log.open("wb") as out:
             self.pair = subprocess.Popen(
-                [sys.executable, str(HERE / "honest_pair.py"), self.address, str(BATCH_SIZE)],
+                [sys.executable, str(HERE / "honest_pair.py"), self.address],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -17,7 +17,7 @@ SHORT = {"sft.yaml": 100, "run.yaml": 20}
 
 def write(folder: Path, name: str) -> Path:
     """The recipe's file with all it reads and writes in `folder`, and fewer steps."""
-    text = (RECIPE / name).read_text().replace("../../runs/agent-calculator", str(folder)).replace("runs/agent-calculator", str(folder))
+    text = (RECIPE / name).read_text().replace("../../runs/agent-calculator", str(folder))
     tree = yaml.safe_load(text)
     tree["broker"]["bind"] = "tcp://127.0.0.1:0"
     tree["rollout"]["num_rollout"] = SHORT[name]

@@ -128,7 +128,7 @@ def test_a_port_in_use_is_named(run: Run, task: Path) -> None:
 
 @pytest.mark.parametrize("role", ["trainer", "rollout"])
 def test_an_unreachable_broker_is_named_with_who_asked_and_for_how_long(run: Run, role: str) -> None:
-    refusal = refused(run, role, "--connect-timeout-s", "2")
+    refusal = Refusal(run, role, str(run.file), "--connect-timeout-s", "2", code=1)
     assert role in refusal.said
     assert run.address in refusal.said
     assert "in 2 s" in refusal.said

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import zmq
 from live_broker import LiveBroker
-from made_samples import frames, made
+from made_samples import made
+from scripted import begin, lease, put, take
 from waiting import wait_until
 
 from slimebus.bus import envelope
@@ -49,20 +50,14 @@ def memory(broker: LiveBroker) -> int:
 
 def _put(worker: Client, size: int) -> str:
     """Lease a group and put `size` bytes for it; the result, or nothing when no lease was to be had."""
-    leased = worker.call(m.Lease(want=1, wait_s=0.2, needs_weights=False), timeout_s=20).message
-    assert isinstance(leased, m.LeaseReply)
-    for group in leased.groups:
-        put = m.Put(group=group.group, lease=group.lease, lineage="")
-        reply = worker.call(put, frames(*[made((m.NO_VERSION, size // 18))] * 2), timeout_s=60).message
-        assert isinstance(reply, m.PutReply)
-        return reply.result
+    for group in lease(worker, wait_s=0.2):
+        return put(worker, group, [made((0, size // 18))] * 2).result
     return ""
 
 
 def _trainer(live: LiveBroker, lineage: str = "L") -> Client:
     trainer = live.client("t", "trainer")
-    trainer.call(m.Resume(step=0, version=0, lineage=lineage))
-    trainer.call(m.Publish(lineage=lineage, version=0, publishers=["x"], digest="d"))
+    begin(trainer, lineage)
     return trainer
 
 
@@ -89,8 +84,7 @@ def test_a_fetch_that_nobody_reads_is_put_off_while_another_is_served(live: Call
     worker = broker.client("w", "rollout")
     for _ in range(2):
         assert _put(worker, 24 * MIB) == "accepted"
-    batch = trainer.call(m.Batch(step=0, wait_s=10), timeout_s=20).message
-    assert isinstance(batch, m.BatchReply)
+    batch = take(trainer, 0, wait_s=10)
     names = [g.group for g in batch.groups]
     assert len(names) == 2, batch.reason
     before = memory(broker)

@@ -1,4 +1,4 @@
-"""A live broker among peers that speak nonsense."""
+"""A live broker among peers that send valid messages in an absurd order, or anything in an envelope. Plain nonsense: tests/chaos."""
 
 import random
 import threading
@@ -22,9 +22,6 @@ from slimebus.bus.transport.client import Client
 
 pytestmark = pytest.mark.integration
 
-MESSAGES = 6000
-A_PEER = 60
-
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
@@ -41,33 +38,6 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
     assert not thread.is_alive()
 
 
-def _value(chance: random.Random, depth: int = 0) -> object:
-    kinds = [None, True, -1, 2**63 - 1, 1.5, float("nan"), "x", "L", "0/1", b"\xff", "y" * 300]
-    if depth < 3:
-        kinds += [[_value(chance, depth + 1) for _ in range(chance.randint(0, 3))], {"a": _value(chance, depth + 1)}]
-    return chance.choice(kinds)
-
-
-def _nonsense(chance: random.Random) -> list[bytes]:
-    kind = chance.randint(0, 5)
-    if kind == 0:
-        return [chance.randbytes(chance.randint(0, 200)) for _ in range(chance.randint(1, 4))]
-    if kind == 1:
-        return [b"\x91" * chance.randint(1, 5000)]
-    if kind == 2:
-        return [b"x" * 70_000]
-    cls = chance.choice(m.REQUESTS)
-    body = {field.name: _value(chance) for field in msgspec.structs.fields(cls) if chance.random() < 0.8}
-    header = {"v": 1, "type": m.wire_name(cls), "id": chance.randint(0, 50), "body": body, "sender": chance.choice(["w", "t", "", "zz"])}
-    header |= {"run": chance.choice(["r", "", "s"]), "epoch": chance.choice([0, 1, 2**40])}
-    if kind == 3:
-        header[chance.choice(list(header))] = _value(chance)
-    frame = bytearray(msgspec.msgpack.encode(header))
-    if kind == 4:
-        frame[chance.randrange(len(frame))] ^= chance.randint(1, 255)
-    return [bytes(frame), *(chance.randbytes(10) for _ in range(chance.randint(0, 3)))]
-
-
 def _attack(context: zmq.Context[zmq.Socket[bytes]], address: str, messages: list[list[bytes]]) -> int:
     """Send them through a connection of their own; the number of answers."""
     answers = 0
@@ -81,21 +51,6 @@ def _attack(context: zmq.Context[zmq.Socket[bytes]], address: str, messages: lis
             envelope.decode(hostile.recv_multipart())
             answers += 1
     return answers
-
-
-def test_nonsense_neither_ends_the_broker_nor_a_worker_beside_it(broker: Broker) -> None:
-    worker = Client(broker.endpoint, name="good")
-    worker.join("rollout", timeout_s=60)
-    chance = random.Random(1)
-    answers = 0
-    with zmq.Context() as context:
-        for _ in range(MESSAGES // A_PEER):  # one that is refused again and again is not answered any more
-            answers += _attack(context, broker.endpoint, [_nonsense(chance) for _ in range(A_PEER)])
-            assert worker.call(m.Lease(want=1, wait_s=0.0, needs_weights=False), timeout_s=20).message
-    assert answers >= MESSAGES // 2, "what can be answered is answered"
-    assert broker.server.refused["protocol"] > MESSAGES // 4
-    assert len(broker.machine.state.waiting_leases) <= broker.machine.state.rules.max_parked
-    worker.close()
 
 
 def test_valid_messages_in_an_absurd_order_get_errors_not_a_crash(broker: Broker) -> None:
@@ -133,6 +88,7 @@ def test_valid_messages_in_an_absurd_order_get_errors_not_a_crash(broker: Broker
     status = people[0].call(m.Status(), timeout_s=60)
     assert msgspec.json.decode(bytes(status.bulk[0]))["run"] == "r"
     assert len(broker.machine.state.meta.moves) <= 256
+    assert len(broker.machine.state.waiting_leases) <= broker.machine.state.rules.max_parked
     for client in people:
         client.close()
 
@@ -156,7 +112,7 @@ HEADERS = st.fixed_dictionaries(
 )
 
 
-def test_whatever_is_put_into_an_envelope_is_answered_or_dropped(broker: Broker) -> None:
+def test_anything_in_an_envelope_is_answered_or_dropped(broker: Broker) -> None:
     worker = Client(broker.endpoint, name="good")
     worker.join("rollout", timeout_s=60)
     with zmq.Context() as context:
@@ -168,4 +124,5 @@ def test_whatever_is_put_into_an_envelope_is_answered_or_dropped(broker: Broker)
             assert worker.call(m.Lease(want=1, wait_s=0.0, needs_weights=False), timeout_s=20).message
 
         strike()
+    assert broker.server.refused["protocol"] > 0
     worker.close()

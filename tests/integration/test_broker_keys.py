@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from live_broker import LiveBroker
+from scripted import begin, publish
 from waiting import wait_until
 
 from slimebus.bus import messages as m
@@ -111,14 +112,13 @@ def test_hints_reach_keys_that_are_allowed_and_stop_when_they_are_revoked(live: 
     live.clients.append(plain)
     trainer = live.with_key("trainer", "t")
     trainer.join("trainer", timeout_s=60)
-    trainer.call(m.Resume(step=0, version=0, lineage="L"), timeout_s=60)
-    trainer.call(m.Publish(lineage="L", version=0, publishers=["x"], digest="d"), timeout_s=60)
+    begin(trainer)
     wait_until("hint for both", lambda: heard["rollout"] and heard["node2"])
     key_folder.revoke(live.keys, "node2")
     wait_until("end of it", lambda: not [c for c in live.status()["clients"] if c["name"] == "listener-node2"])
     time.sleep(1.0)
     before = {key: len(hints) for key, hints in heard.items()}
-    trainer.call(m.Publish(lineage="L", version=0, publishers=["y"], digest="d"), timeout_s=60)
+    publish(trainer, 0, address="tcp://other")
     wait_until("hint", lambda: len(heard["rollout"]) > before["rollout"])
     assert len(heard["node2"]) == before["node2"], "the revoked one hears no more"
     assert strange == []

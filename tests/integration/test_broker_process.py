@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from live_broker import LiveBroker
-from raw_cast import LINEAGE, begin, put, sample, train
+from scripted import LINEAGE, begin, make, train
 from slimebus_command import slimebus
 from waiting import wait_until
 
 from slimebus.bus.errors import Fenced, SlimebusError
-from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply, Lease, LeaseReply, Resume
+from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply, Lease, Resume
 from slimebus.bus.transport.client import Client
 from slimebus.cli.commands.status import EXIT_UNREACHABLE
 from slimebus.client.connect import live_endpoint
@@ -33,16 +33,6 @@ def broker(tmp_path: Path) -> Iterator[LiveBroker]:
         yield live
 
 
-def _put_one(worker: Client, version: int) -> str:
-    """Lease one group and put its samples; its id, or nothing when none was to be had."""
-    reply = worker.call(Lease(want=1, wait_s=5.0, lineage=LINEAGE, serving=version), timeout_s=15).expect(LeaseReply)
-    for group in reply.groups:
-        done = put(worker, group, [sample(version)] * group.num_samples)
-        assert done.result in ("accepted", "duplicate"), done
-        return group.group
-    return ""
-
-
 def _begin(broker: LiveBroker) -> tuple[Client, Client]:
     trainer, worker = broker.client("t", "trainer"), broker.client("w", "rollout")
     begin(trainer)
@@ -54,7 +44,7 @@ def test_a_worker_and_a_trainer_finish_a_run_and_the_broker_leaves_with_them(bro
     trained = []
     for step in range(6):
         for _ in range(2):
-            assert _put_one(worker, step)
+            assert make(worker, version=step)
         groups = train(trainer, step)
         assert [len(samples) for samples in groups.values()] == [2, 2]
         trained += groups
@@ -75,7 +65,7 @@ def test_a_broker_killed_between_put_and_reply_loses_nothing(broker: LiveBroker)
     threads = []
     groups: list[str] = []
     for _ in range(4):
-        thread = threading.Thread(target=lambda: groups.append(_put_one(worker, 0)))
+        thread = threading.Thread(target=lambda: groups.extend(make(worker)))
         thread.start()
         threads.append(thread)
     time.sleep(0.05)
@@ -94,7 +84,7 @@ def test_a_second_worker_of_the_same_name_fences_the_first_with_take_over(broker
     _, worker = _begin(broker)
     second = broker.client("w")
     second.join("rollout", timeout_s=60, take_over=True)
-    assert _put_one(second, 0), "with its first request the newer one takes the place"
+    assert make(second), "with its first request the newer one takes the place"
     with pytest.raises(Fenced, match="newer"):
         worker.call(Lease(want=1, wait_s=0))
 

@@ -89,7 +89,5 @@ def test_a_live_run_is_listed_shown_exported_and_changed_with_and_without_a_brok
         assert "a broker" not in buffer("verify", here)
         assert f"{second}: queued" in buffer("replay", here, second)
         assert {row["group"]: row["state"] for row in listed("--state", "queued")}[second] == "queued"
-        for role in ("broker", "trainer"):
-            run.start(role)
-        run.start("rollout", name="w2")
+        run.start_all("w2")
         run.wait_for("the run goes on", lambda s: s["moves"].get("assigned>committed trained", 0) > 0 and 2 <= s["step"] < 400)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from answering import Answering, polite
 from live_broker import LiveBroker
-from raw_cast import begin, put, sample, train
+from scripted import begin, make, train
 from slimebus_command import ROOT
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import Commit, Finish, Goodbye, Heartbeat, HeartbeatReply, Lease, LeaseReply, Message, Read
+from slimebus.bus.messages import Commit, Finish, Goodbye, Heartbeat, HeartbeatReply, Message, Read
 from slimebus.bus.transport.server import Request
 from slimebus.client.consumer import Consumer
 from slimebus.process.launch import free_port
@@ -33,11 +33,7 @@ class Bench(LiveBroker):
         begin(self.trainer)
 
     def make(self, count: int, version: int) -> list[str]:
-        reply = self.worker.call(Lease(want=count, wait_s=20, lineage="L", serving=version), timeout_s=60).message
-        assert isinstance(reply, LeaseReply)
-        for group in reply.groups:
-            put(self.worker, group, [sample(version, 3 + i) for i in range(group.num_samples)])
-        return [group.group for group in reply.groups]
+        return make(self.worker, count, version=version)
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from live_broker import LiveBroker
+from scripted import beat, begin
 from waiting import wait_until
 
-from slimebus.bus.messages import Heartbeat, Hint, Publish, Resume
+from slimebus.bus.messages import Hint
 
 pytestmark = pytest.mark.integration
 
@@ -18,8 +19,7 @@ def test_a_worker_hears_the_hints_of_a_broker_that_was_started_again(tmp_path: P
         worker = broker.client("w")
         welcome = worker.join("rollout", timeout_s=60)
         heard: list[Hint] = []
-        worker.keep_alive(0.2, Heartbeat, lambda reply: None, lambda problem: None)
-        worker.listen(welcome.hints, heard.append)
+        beat(worker, 0.2).listen(welcome.hints, heard.append)
         broker.kill()
         if is_taken:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -29,6 +29,5 @@ def test_a_worker_hears_the_hints_of_a_broker_that_was_started_again(tmp_path: P
         trainer = broker.client("t")
         again = trainer.join("trainer", timeout_s=60)
         assert (again.hints == welcome.hints) is not is_taken, "the same address where it is free"
-        trainer.call(Resume(step=0, version=0, lineage="L"))
-        trainer.call(Publish(lineage="L", version=0, publishers=["x"], digest="d"))
+        begin(trainer)
         wait_until("hint", lambda: any(hint.version == 0 for hint in heard), timeout_s=20)

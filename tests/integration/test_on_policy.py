@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from bf16 import to_bf16
 from live_run import Run
+from scripted import fetch, take
 
-from slimebus.bus.messages import NO_VERSION, Batch, BatchReply, Commit, Fetch, FetchReply, Finish, Publish, Resume
-from slimebus.bus.samples import Sample, decode_stored
+from slimebus.bus.messages import NO_VERSION, Commit, Finish, Publish, Resume
+from slimebus.bus.samples import Sample
 from slimebus.bus.transport.client import Client
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
@@ -39,12 +40,10 @@ class HandTrainer:
         self.client.call(news)
 
     def take(self, step: int) -> list[Sample]:
-        reply = self.client.call(Batch(step=step, wait_s=90), timeout_s=100).message
-        assert isinstance(reply, BatchReply)
+        reply = take(self.client, step, wait_s=90)
         assert reply.groups, reply.reason
         assert reply.version == step
-        fetched = self.client.call(Fetch(groups=[g.group for g in reply.groups]))
-        return [sample for group in decode_stored(fetched.expect(FetchReply).num_frames, fetched.bulk) for sample in group]
+        return [sample for group in fetch(self.client, [g.group for g in reply.groups]) for sample in group]
 
     def close(self) -> None:
         self.client.close()

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 from browser import Browser
 from live_broker import LiveBroker
 from made_samples import frames, made
-from raw_cast import LINEAGE, begin, put, sample
+from scripted import LINEAGE, beat, begin, lease, make, publish, take
 
-from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Heartbeat, Lease, LeaseReply, Publish
+from slimebus.bus.messages import Commit, GiveBack, Heartbeat
 from slimebus.bus.sample_table import check_group
 from slimebus.bus.transport.client import Client
 from slimebus.client.exported_groups import GROUPS_FILE, arrays_of, write_arrays
@@ -57,16 +56,14 @@ class SeededRun:
         self.browser = Browser(folder / "chromium")
         self.browser.goto(page_url(self.broker.run_dir))
         self.browser.wait_for("state.records")  # of a run without a step
-        self.trainer.keep_alive(0.5, Heartbeat, lambda reply: None, lambda problem: None)
-        begin(self.trainer)
+        begin(beat(self.trainer, 0.5))
         self.worker, self.victim = (self._worker(name) for name in ("w1", "w2"))
         self.killed_at = time.monotonic()
         self.victim.close(goodbye=False)  # all that the broker sees of a kill -9
         for step in range(STEPS):
-            for group in self.lease(GROUPS):
-                put(self.worker, group, [sample(step)])
+            make(self.worker, GROUPS, version=step)
             self.train(step)
-        dead = self.lease(1)[0]
+        (dead,) = lease(self.worker)
         self.worker.call(GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason=f"the hook failed: {HOSTILE}"))
         self.dead = dead.group
         self.browser.goto(page_url(self.broker.run_dir))
@@ -83,14 +80,13 @@ class SeededRun:
         stages = {"sync_s": 0.5, "sync_wire_s": 0.2, "sync_verify_s": 0.1, "sync_share_s": 0.05, "sync_load_s": 0.15}
         return Heartbeat(state="serving", lineage=LINEAGE, serving=0, metrics={"tokens": self.tokens, **stages})
 
-    def lease(self, want: int) -> Any:
-        return self.worker.call(Lease(want=want, wait_s=30.0, lineage=LINEAGE, serving=0), timeout_s=60).expect(LeaseReply).groups
-
     def train(self, step: int) -> None:
-        assert self.trainer.call(Batch(step=step, wait_s=30.0), timeout_s=60).expect(BatchReply).groups
-        self.trainer.call(Publish(lineage=LINEAGE, version=step + 1, publishers=["tcp://t"], digest="d"))
+        assert take(self.trainer, step).groups
+        publish(self.trainer, step + 1)
         metrics = {"reward": 0.25 * (step + 1), "wait_s": 1.0, "train_s": 3.0, "publish_s": 0.0, "save_s": 0.0}
         metrics |= {"weights_version": float(step), "weights_copy_s": 0.25, "weights_encode_s": 0.5}
+        metrics |= {"loss": -0.5, "grad_norm": 2.0, "entropy": 1.25, "approx_kl": 0.01, "pg_clipfrac": 0.1, "lr": 1e-6}
+        metrics |= {"lag/all/ess_sequence": 0.75, "lag/all/ess_token": 0.9}
         metrics |= {f"lag/{lag}/tokens": count for lag, count in LAG_TOKENS[step].items()} if step < len(LAG_TOKENS) else {}
         self.trainer.call(Commit(step=step, checkpoint=0, metrics=metrics))
 
@@ -139,6 +135,36 @@ def test_each_panel_shows_the_true_figures(run: SeededRun) -> None:
     page.wait_for("document.querySelector('#config-table').innerText.includes('hostile.jsonl')")
     assert "very-secret" not in page.text("#config-table")
     assert page.errors == []
+
+
+def test_what_an_optimizer_step_reports_has_charts_over_whole_steps(run: SeededRun) -> None:
+    page = run.browser
+    shown = {"loss": [-0.5], "grad": [2.0], "entropy": [1.25], "kl": [None, 0.01], "clip": [0.1], "ess": [0.9, 0.75], "lr": [1e-6]}
+    for name, values in shown.items():
+        page.js(f"document.querySelector('#chart-{name}').scrollIntoView()")
+        page.wait_for(f"charts['chart-{name}'].plot")
+        assert page.js(f"charts['chart-{name}'].plot.data.slice(1).map((column) => column.at(-1))") == values, name
+    assert page.js("charts['chart-loss'].plot.axes[0].incrs().every(Number.isInteger)")
+    page.wait_for("document.querySelector('#chart-loss .u-legend').innerText.includes('-0.5')")  # without the mouse
+    assert "1e-6" in page.text("#chart-lr .u-legend").replace("\u2212", "-")
+
+
+def test_tokens_sampled_are_those_of_the_chart_and_not_the_last_reports(run: SeededRun) -> None:
+    page = run.browser
+    for seen in (0, 0, 99_000):  # workers report in bursts
+        page.js(f"state.status.workers.forEach((row) => row[row.length - 1] = {seen}); showTiles()")
+        assert page.js("[...document.querySelectorAll('.tile')].find((tile) => tile.innerText.includes('sampled')).innerText").startswith(
+            page.js("short(recent(state.records.rollout_tokens_per_s))")
+        )
+
+
+def test_a_setting_that_was_changed_has_its_value_of_now(run: SeededRun) -> None:
+    page = run.browser
+    page.wait_for("state.status.settings && document.querySelector('#config-table').innerText.includes('max_staleness')")
+    page.js("state.status.settings.max_staleness = 3; showConfig()")
+    rows = page.js("Object.fromEntries([...document.querySelectorAll('#config-table tr')].map((row) => row.innerText.split('\t')))")
+    assert rows["broker.max_staleness"] == "3 (at the start 4)"
+    assert rows["rollout.rollout_batch_size"] == str(GROUPS)
 
 
 def test_hostile_text_is_shown_as_text(run: SeededRun) -> None:
@@ -206,11 +232,13 @@ def test_the_page_outlives_a_killed_broker(run: SeededRun) -> None:
     url, asked = page_url(run.broker.run_dir), page.js("window.loaded = 1")
     run.broker.kill()
     page.wait_for("!document.querySelector('#problem').hidden")
+    assert (page.text("#state"), page.text("#eta")) == ("no answer", "")
+    assert "running" not in page.js("document.querySelector('#state').className")
+    assert page.text("#waiting") == "not known: the broker does not answer"
     run.broker.start()
     page.wait_for("document.querySelector('#problem').hidden && state.status.step === 3")
     assert page_url(run.broker.run_dir) == url
-    for group in run.lease(GROUPS):
-        put(run.worker, group, [sample(3)])
+    make(run.worker, GROUPS, version=3)
     run.train(STEPS)
     page.wait_for(f"state.records.step.length === {STEPS + 1}")
     assert page.js("window.loaded") == asked  # it was not loaded anew
@@ -221,3 +249,15 @@ def test_a_killed_worker_is_lost_within_its_deadline(run: SeededRun) -> None:
     page.wait_for("[...document.querySelectorAll('tr.lost')].some((row) => row.innerText.startsWith('w2'))", 2 * LOST_S)
     assert page.js("document.querySelector('#worker-table tbody tr').innerText").startswith("w2")  # what is lost comes first
     assert "1 · 1" in page.text("#tiles")
+
+
+def test_an_open_page_shows_how_the_run_ended(run: SeededRun) -> None:
+    page = run.browser
+    row = {"evaluation": "k", "dataset": "held", "version": 4, "step": 4, "mean_reward": 0.986, "low": 0.9, "high": 1.0, "done": True}
+    with (run.broker.run_dir / "metrics" / "broker.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    run.broker.process.terminate()
+    page.wait_for("state.records.evaluations.some((row) => row.mean_reward === 0.986)")
+    page.js("state.status.state = 'finished'; showStatus(); showLost()")
+    assert (page.text("#state"), page.text("#problem")) == ("finished", "the run is over")
+    assert page.js("document.querySelector('#problem').className") == "over"

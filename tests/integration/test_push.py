@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from live_broker import LiveBroker
-from raw_cast import begin
+from scripted import begin
 from slimebus_command import slimebus
 from waiting import wait_until
 

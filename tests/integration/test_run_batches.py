@@ -32,9 +32,7 @@ def test_filtered_over_sampled_and_chosen_groups_fill_every_step(tmp_path: Path,
         rollout__n_samples_per_prompt=2,
         rollout__num_rollout=8,
     ) as run:
-        broker = run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
+        broker, *_ = run.start_all()
         run.complete(180.0)
         run.assert_accounted(num_steps=8)
         final = run.final_status()
@@ -71,9 +69,7 @@ def test_a_run_in_which_everything_is_filtered_ends_with_a_word(tmp_path: Path, 
 
 def test_a_step_of_tokens_holds_as_many_groups_as_fit(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task, broker__batch_tokens=400, broker__max_staleness=2, rollout__num_rollout=8) as run:
-        run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
+        run.start_all()
         run.complete(180.0)
         steps = [row for row in run.rows("broker") if "groups" in row]
         assert len(steps) == 8

@@ -64,9 +64,7 @@ def test_a_blocked_worker_ends_when_it_is_told_to_and_its_groups_are_free_at_onc
     tmp_path: Path, task: Path, number: signal.Signals
 ) -> None:
     with blocking_run(tmp_path, task, lease_s=600) as run:
-        run.start("broker")
-        trainer = run.start("trainer")
-        worker = run.start("rollout", name="w1")
+        _, trainer, worker = run.start_all()
         worker.expected.add(1)
         blocked(run, worker)
         family = worker.family()

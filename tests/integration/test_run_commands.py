@@ -26,9 +26,7 @@ def test_a_run_is_evaluated_on_request_shown_and_exported(tmp_path: Path, task: 
     sets = {"held": {"path": f"{task}/heldout.jsonl@[0:12]", "max_response_len": 8}}
     hook = slow_hook(tmp_path, 0.3)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook, eval__datasets=sets, eval__skip_eval_before_train=True) as run:
-        run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
+        run.start_all()
         run.wait_for("a trained step", lambda s: s["step"] >= 1)
         evaluated = run.command("eval", [sys.executable, "-m", "slimebus", "eval", "--broker", run.address])
         shown = run.command("status", [sys.executable, "-m", "slimebus", "status", "--broker", run.address])

@@ -65,9 +65,7 @@ def test_engines_are_attached_hang_and_are_detached_while_it_runs_and_no_group_i
 ) -> None:
     first, second = two
     with Run(tmp_path, task, rollout__num_rollout=100_000, broker__max_staleness=4, engine__engine_url=[first.url]) as run:
-        for role in ("broker", "trainer"):
-            run.start(role)
-        worker = run.start("rollout", name="w")
+        *_, worker = run.start_all("w")
         run.wait_for("a step", lambda s: s["step"] >= 1)
 
         def engines() -> dict[str, Any]:

@@ -50,9 +50,7 @@ def test_what_a_stopped_worker_has_begun_is_continued_by_another(tmp_path: Path,
     # One version throughout: a worker that loads another one lets its engine go on afterwards, however it was paused.
     changes = {"rollout__num_rollout": 12, "data__prompt_data": [f"{task}/rl.jsonl@[0:1000]"], "weights__update_weights_interval": 12}
     with Run(tmp_path, task, engine__engine_api_key="of the test", rollout__drain_timeout_s=20.0, broker__lease_s=60, **changes) as run:
-        for role in ("broker", "trainer"):
-            run.start(role)
-        first = run.start("rollout", name="w1")
+        *_, first = run.start_all()
         run.wait_for("a trained step", lambda s: s["step"] >= 1)
         freeze_in_the_middle(run, engine_of(first))
         first.send(signal.SIGTERM)

@@ -40,9 +40,7 @@ def test_a_second_worker_raises_the_rate_and_has_verified_weights_before_its_fir
         broker__max_staleness=4,
         data__prompt_data=[f"{task}/rl.jsonl@[0:1000]"],
     ) as run:
-        run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
+        run.start_all()
         run.wait_for("two trained steps", lambda s: s["step"] >= 2)
         alone = rate(run)
         run.start("rollout", name="w2")

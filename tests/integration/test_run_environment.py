@@ -42,9 +42,7 @@ def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, m
     with Run(tmp_path, task, **changes) as run:
         shutil.copytree(ROOT / "tests/fixtures/environment/sums", tmp_path / "sums")
         (tmp_path / "watch.py").write_text(HOOKS)
-        for role in ("broker", "trainer"):
-            run.start(role)
-        run.start("rollout", name="w1")
+        run.start_all()
         run.complete()
         run.assert_accounted(STEPS)
         rows = run.rows("trainer")

@@ -6,18 +6,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_run import SLIMEBUS, Run, clients, slow_hook
+from live_run import SLIMEBUS, Process, Run, clients, slow_hook
 
 pytestmark = pytest.mark.integration
 
 
-def test_the_groups_of_a_killed_worker_are_finished_by_another_and_its_engine_dies_with_it(tmp_path: Path, task: Path) -> None:
+def engine_of(worker: Process) -> psutil.Process:
+    (engine,) = [p for p in worker.family() if p.cmdline()[1:3] == ["-m", "rollout.embedded"]]
+    return engine
+
+
+def test_a_killed_engine_is_replaced_and_another_worker_finishes_what_a_killed_one_had(tmp_path: Path, task: Path) -> None:
     hook = slow_hook(tmp_path, 0.3)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
-        run.start("broker")
-        run.start("trainer")
-        first = run.start("rollout", name="w1")
-        run.wait_for("groups in w1's hands after a trained step", lambda s: s["step"] >= 1 and s["groups"]["leased"] >= 2)
+    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8) as run:
+        *_, first = run.start_all()
+        before = run.wait_for("a trained step", lambda s: s["step"] >= 1)
+        engine_of(first).kill()
+        run.wait_for("another engine", lambda s: first.text().count("started engine") == 2)
+        run.wait_for("groups in w1's hands again", lambda s: s["step"] > before["step"] and s["groups"]["leased"] >= 2)
         family = first.family()
         assert len(family) >= 2, "the worker has an engine below it"
         first.send(signal.SIGSTOP)  # so that what it holds cannot change between looking and killing
@@ -27,32 +33,16 @@ def test_the_groups_of_a_killed_worker_are_finished_by_another_and_its_engine_di
         assert not alive, f"outlived their worker: {[p.cmdline() for p in alive]}"
         run.start("rollout", name="w2")
         run.complete()
-        run.assert_accounted(num_steps=6)
+        run.assert_accounted(num_steps=8)
         moves = run.final_status()["moves"]
         assert held >= 1
         assert sum(count for move, count in moves.items() if move.startswith("leased>queued")) >= held, moves
 
 
-def test_a_killed_engine_is_replaced_and_serves_nothing_before_it_has_the_weights(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 0.2)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
-        run.start("broker")
-        run.start("trainer")
-        worker = run.start("rollout", name="w1")
-        run.wait_for("a trained step", lambda s: s["step"] >= 1)
-        (engine,) = [p for p in worker.family() if p.cmdline()[1:3] == ["-m", "rollout.embedded"]]
-        engine.kill()
-        run.complete()
-        run.assert_accounted(num_steps=6)
-    assert worker.text().count("started engine") == 2
-
-
 def test_a_worker_told_to_end_gives_its_groups_back_at_once(tmp_path: Path, task: Path) -> None:
     hook = slow_hook(tmp_path, 600)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook, broker__lease_s=60) as run:
-        run.start("broker")
-        trainer = run.start("trainer")
-        worker = run.start("rollout", name="w1")
+        _, trainer, worker = run.start_all()
         run.wait_for("groups in w1's hands", lambda s: s["groups"]["leased"] >= 4)
         worker.send(signal.SIGTERM)
         assert worker.wait(30) == 0, worker.tail()  # its leases last 60 s, its groups take 600
@@ -67,28 +57,12 @@ def test_up_starts_a_killed_broker_again_and_completes_the_run(tmp_path: Path, t
     hook = slow_hook(tmp_path, 0.3)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
         up = run.start("up")
-        run.wait_for("two trained steps", lambda s: s["step"] >= 2)
+        before = run.wait_for("two trained steps", lambda s: s["step"] >= 2)
         port = int(run.address.rpartition(":")[2])
         (broker,) = [p for p in up.family() for c in p.net_connections() if (c.status, c.laddr.port) == (psutil.CONN_LISTEN, port)]
         broker.kill()
-        run.complete()
-        assert up.text().count("broker was killed by SIGKILL") == 1
-        run.assert_accounted(num_steps=6)
-
-
-def test_a_broker_killed_and_started_again_completes_the_run(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 0.3)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
-        broker = run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
-        before = run.wait_for("two trained steps", lambda s: s["step"] >= 2)
-        broker.kill()
-        time.sleep(1)
-        run.start("broker")
-        after = run.wait_for("the broker again", lambda s: True)
-        assert after["step"] >= before["step"]
-        assert after["lineage"] == before["lineage"]
+        after = run.wait_for("the broker again", lambda s: up.text().count("broker was killed by SIGKILL") == 1)
+        assert (after["step"] >= before["step"], after["lineage"]) == (True, before["lineage"])
         run.complete()
         run.assert_accounted(num_steps=6)
         assert [row["step"] for row in run.rows("batches")] == list(range(6)), "no step was trained twice"
@@ -97,9 +71,7 @@ def test_a_broker_killed_and_started_again_completes_the_run(tmp_path: Path, tas
 def test_a_killed_trainer_resumes_from_its_checkpoint_in_a_new_lineage(tmp_path: Path, task: Path) -> None:
     hook = slow_hook(tmp_path, 0.3)
     with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8, trainer__save_interval=3) as run:
-        run.start("broker")
-        trainer = run.start("trainer")
-        run.start("rollout", name="w1")
+        _, trainer, _ = run.start_all()
         before = run.wait_for("a step after the checkpoint", lambda s: s["oldest_checkpoint"] == 3 and s["step"] >= 5)
         trainer.kill()
         run.start("trainer")

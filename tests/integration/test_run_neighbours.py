@@ -40,9 +40,7 @@ def test_a_worker_killed_in_the_middle_of_a_pull_leaves_its_neighbour_serving(tm
     shm = tmp_path / "shm"
     shm.mkdir()
     with Run(tmp_path, task, weights__weights_shm=str(shm), broker__lease_s=3, rollout__num_rollout=12) as run:
-        for role in ("broker", "trainer"):
-            run.start(role)
-        first = run.start("rollout", name="w1")
+        *_, first = run.start_all()
         # it has verified the first tensors, and has the turn
         wait_until("tensor", lambda: list(shm.glob("slimebus-weights-*/tensors/*")), 60, every_s=0.001)
         first.kill()

@@ -1,39 +1,40 @@
-"""Three terminals, started in any order."""
+"""Processes started in any order, by hand or by `slimebus up`, on a new run and on a finished one that gets more steps."""
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import ROOT, Run, clients
+from live_run import Run, clients
 
 pytestmark = pytest.mark.integration
 
+ORDERS = (("broker", "rollout", "trainer"), ("rollout", "trainer", "broker"), ("trainer", "broker", "rollout"))
 
-def test_processes_started_in_the_wrong_order_find_each_other_within_seconds_and_finish(tmp_path: Path, task: Path) -> None:
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_a_run_and_its_continuation_find_each_other_in_any_order(tmp_path: Path, task: Path, order: tuple[str, ...]) -> None:
     with Run(tmp_path, task) as run:
-        run.start("rollout", name="w1")
-        run.start("trainer")
-        time.sleep(3)
-        run.start("broker")
-        run.wait_for("a broker", lambda s: True)
-        found = time.monotonic()
-        run.wait_for("trainer and worker", lambda s: clients(s, "trainer") and clients(s, "rollout"))
-        assert time.monotonic() - found < 10
-        asked = subprocess.run(
-            [sys.executable, "-m", "slimebus", "status", "--broker", run.address, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            cwd=ROOT,
-            check=True,
-        )
-        assert {c["role"] for c in json.loads(asked.stdout)["clients"]} >= {"trainer", "rollout"}
-        run.complete()
-        run.assert_accounted(num_steps=6)
+        for steps in (2, 4):
+            for role in order:
+                run.start(role, "--num-rollout", str(steps), name="w1" if role == "rollout" else "")
+                if role != order[-1]:
+                    time.sleep(3.0)
+            if order[-1] == "broker":
+                run.wait_for("a broker", lambda s: True)
+                found = time.monotonic()
+                run.wait_for("trainer and worker", lambda s: clients(s, "trainer") and clients(s, "rollout"))
+                assert time.monotonic() - found < 10
+            run.complete(timeout_s=300)
+            run.assert_accounted(steps)
+
+
+def test_up_with_more_steps_goes_on_again_and_again(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task) as run:
+        for steps in (2, 3, 4):
+            up = run.start("up", "--num-rollout", str(steps))
+            assert up.wait() == 0, up.tail()
+            run.assert_accounted(steps)
 
 
 def test_a_trainer_that_loads_its_model_is_heard_meanwhile(tmp_path: Path, task: Path) -> None:

@@ -24,9 +24,7 @@ def test_bound_batch_group_size_and_pace_change_in_a_live_run(tmp_path: Path, ta
     with Run(
         tmp_path, task, broker__max_staleness=3, rollout__num_rollout=30, rollout__num_steps_per_rollout=2, trainer__save_interval=7
     ) as run:
-        run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
+        run.start_all()
         run.wait_for("three steps", lambda s: s["step"] >= 3)
         lower = change(run, "max-staleness", "0", "rollout-batch-size", "5", "n-samples-per-prompt", "2")
         assert lower["changed"] == {"max_staleness": [3, 0], "rollout_batch_size": [4, 5], "n_samples_per_prompt": [4, 2]}

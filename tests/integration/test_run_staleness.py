@@ -18,9 +18,7 @@ def test_no_trained_token_of_a_whole_run_is_older_than_the_bound(tmp_path: Path,
         rollout__rollout_max_response_len=48,
         trainer__mismatch_interval=1,
     ) as run:
-        run.start("broker")
-        run.start("trainer")
-        run.start("rollout", name="w1")
+        run.start_all()
         if eta == 2:
             run.start("rollout", name="w2")
         run.complete()

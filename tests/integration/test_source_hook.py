@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from live_broker import LiveBroker
-from raw_cast import begin, put, sample
+from made_samples import made
+from scripted import begin, publish, put, take
 from waiting import wait_until
 
 from broker.store import open_store
-from slimebus.bus.messages import Batch, BatchReply, Commit, GiveBack, Lease, LeaseReply, Publish
+from slimebus.bus.messages import Commit, GiveBack, Lease, LeaseReply
 from slimebus.bus.transport.client import Client
 
 pytestmark = pytest.mark.integration
@@ -47,7 +48,7 @@ def _work(worker: Client, version: int, prompts: list[str]) -> int:
             back = GiveBack(group=group.group, lease=group.lease, outcome="drop", reason="filtered", rewards=[1.0])
             worker.call(back, timeout_s=60)
             continue
-        put(worker, group, [msgspec.structs.replace(sample(version), reward=0.5) for _ in range(SAMPLES)])
+        put(worker, group, [made((version, 5), reward=0.5)] * SAMPLES)
         done += 1
     return done
 
@@ -58,10 +59,8 @@ def _train(trainer: Client, worker: Client, prompts: list[str]) -> list[str]:
         groups: list[str] = []
         while not groups:
             _work(worker, step, prompts)
-            reply = trainer.call(Batch(step=step, wait_s=0.0), timeout_s=60).message
-            assert isinstance(reply, BatchReply)
-            groups = [group.group for group in reply.groups]
-        trainer.call(Publish(lineage="L", version=step + 1, publishers=["tcp://t"], digest="d"), timeout_s=60)
+            groups = [group.group for group in take(trainer, step, wait_s=0.0).groups]
+        publish(trainer, step + 1)
         trainer.call(Commit(step=step, checkpoint=step), timeout_s=60)
         trained += groups
     return trained

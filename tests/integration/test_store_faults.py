@@ -1,6 +1,5 @@
 """A broker process whose disk fills up, is read-only or is damaged, with real clients around it."""
 
-import functools
 import json
 import os
 import subprocess
@@ -12,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from live_broker import LiveBroker
-from raw_cast import begin, put, train
+from scripted import beat, begin, lease, put, train
 from small_disk import fill, small_disk
 from waiting import wait_until
 
-from slimebus.bus.messages import Heartbeat, Lease, LeaseReply, PutReply
+from slimebus.bus.messages import Lease, PutReply
 from slimebus.bus.samples import Sample
 
 pytestmark = pytest.mark.integration
@@ -39,14 +38,13 @@ class Cast:
         self.leases: list[int] = []
         self.put_ids: list[str] = []
         for client, leases in ((self.trainer, []), (self.worker, self.leases)):
-            beat = functools.partial(Heartbeat, lineage="L", leases=leases)
-            client.keep_alive(0.5, beat, lambda reply: None, lambda problem: None)
+            beat(client, 0.5, lineage="L", leases=leases)
 
     def put_one(self) -> PutReply | None:
-        reply = self.worker.call(Lease(want=1, wait_s=0.2, lineage="L", serving=0), timeout_s=60).expect(LeaseReply)
-        if not reply.groups:
+        groups = lease(self.worker, wait_s=0.2)
+        if not groups:
             return None
-        group = reply.groups[0]
+        (group,) = groups
         self.leases.append(group.lease)
         noise = np.random.default_rng(group.lease)
         sample = Sample(

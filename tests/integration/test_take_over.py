@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from live_broker import LiveBroker
 from live_run import Run, slow_hook
-from raw_cast import begin
+from scripted import beat, begin
 
 from slimebus.bus.errors import Fenced, SlimebusError
 from slimebus.bus.messages import Heartbeat
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.integration
 
 BEAT_S = 2.0
 WAITS = "waits for a sign of"
-
-
-def beating(client: Client) -> Client:
-    client.keep_alive(0.2, Heartbeat, lambda reply: None, lambda problem: None)
-    return client
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -69,7 +64,7 @@ def test_a_refused_process_writes_nothing_into_the_run_directory(tmp_path: Path,
         client = Client(run.address, name="trainer" if role == "trainer" else "w1")
         try:
             client.join(role, timeout_s=60)
-            beating(client)
+            beat(client, 0.2)
             run.wait_for("the page's config", lambda s: (run.run_dir / "config.json").exists())
             found = contents(run.run_dir)
             second = run.start(role, name="" if role == "trainer" else "w1")
@@ -108,7 +103,7 @@ def test_a_process_that_was_stopped_is_replaced_when_it_is_silent_and_fenced_whe
 
 def test_after_a_restart_of_the_broker_a_living_process_keeps_its_place_and_a_dead_one_is_soon_replaced(tmp_path: Path) -> None:
     with LiveBroker(tmp_path, broker={"heartbeat_s": 10.0}, rollout={"num_rollout": 6}) as broker:
-        trainer, worker = broker.client("t", "trainer"), beating(broker.client("w", "rollout"))
+        trainer, worker = broker.client("t", "trainer"), beat(broker.client("w", "rollout"), 0.2)
         begin(trainer)
         broker.kill()
         trainer.close(goodbye=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from live_broker import LiveBroker
-from raw_cast import begin, train
+from scripted import beat, begin, take, train
 from slimebus_command import slimebus
 from waiting import wait_until
 
-from slimebus.bus.messages import Batch, Heartbeat
+from slimebus.bus.messages import Batch
 from slimebus.bus.transport.client import Client
 from slimebus.process.launch import free_port
 from slimebus.view.run_status import ask_status
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.integration
 
 WORKER = """
 import sys, time
-from raw_cast import put, sample
-from slimebus.bus.messages import Heartbeat, Lease
+from made_samples import made
+from scripted import lease, put
+from slimebus.bus.messages import Heartbeat
 from slimebus.bus.transport.client import Client
 client = Client(sys.argv[1], name="w2")
 client.join("rollout", timeout_s=30)
@@ -33,11 +34,11 @@ def beat():
     return Heartbeat(state="serving", lineage=seen["lineage"], serving=seen["version"], leases=list(held))
 client.keep_alive(0.2, beat, hear, lambda problem: None)
 while True:
-    reply = client.call(Lease(want=4, wait_s=5, lineage=seen["lineage"], serving=seen["version"]), timeout_s=60).message
-    held = [g.lease for g in reply.groups]
-    for g in reply.groups:
+    groups = lease(client, 4, version=seen["version"], wait_s=5)
+    held = [g.lease for g in groups]
+    for g in groups:
         time.sleep(0.1)
-        put(client, g, [sample(seen["version"], 4)] * g.num_samples)
+        put(client, g, [made((seen["version"], 4))] * g.num_samples)
 """
 
 TRIES = 4
@@ -59,8 +60,7 @@ def test_status_names_a_stopped_worker_and_ends_with_3(tmp_path: Path) -> None:
     with LiveBroker(tmp_path, num_prompts=4000, broker=times, rollout=rollout) as broker:
         worker = broker.start_beside("-c", WORKER, broker.address)
         command = ("status", "--broker", broker.address, "--timeout-s", "10")
-        trainer = broker.client("t", "trainer")
-        trainer.keep_alive(0.2, lambda: Heartbeat(state="training"), lambda reply: None, lambda problem: None)
+        trainer = beat(broker.client("t", "trainer"), 0.2, state="training")
         begin(trainer)
         well, step = slimebus_beside_training(trainer, 0, *command)
         assert (well.returncode, "stalled for" in well.stdout) == (0, False), well
@@ -69,7 +69,7 @@ def test_status_names_a_stopped_worker_and_ends_with_3(tmp_path: Path) -> None:
         wait_until("lease", lambda: ask_status(trainer, 10.0)["groups"]["leased"], every_s=0)
         worker.send_signal(signal.SIGSTOP)
         step += 1
-        while trainer.call(Batch(step=step, wait_s=0.5)).message.groups:  # what was ready when the worker stopped
+        while take(trainer, step, wait_s=0.5).groups:  # what was ready when the worker stopped
             train(trainer, step)
             step += 1
         waiting = trainer.submit(Batch(step=step, wait_s=500), timeout_s=530)

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +31,9 @@ FOLDER = Path(__file__).parents[1] / "fixtures" / "environment"
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run's folder, in which nothing of verifiers outside of it is found or left."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER))  # of tool servers, which are processes of their own
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("PYTHONPATH", "")  # set by the worker for servers of tools, which are processes of their own
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "tools.toml").write_text('[env.taskset]\nid = "sums"\nhas_tool = true\nnum_tasks = 3\n')
     return tmp_path
 

@@ -136,11 +136,10 @@ class BrokerProcess:
             decided = machine.apply(part, now, store_problem=problem, lost_peers=lost)
             watch.applied(machine, part, decided)
             effects += decided
-        if self.broker_clock.may_check_deadlines(all_heard=len(events) < BURST):
-            watch.before_tick(machine)
-            late = machine.tick(now)
-            watch.ticked(machine, late)
-            effects += late
+        watch.before_tick(machine)
+        late = machine.tick(now, self.broker_clock.heard_until(all_heard=not self.inbox))
+        watch.ticked(machine, late)
+        effects += late
         self._perform(machine, effects)
 
     def _parts(self, events: list[Event]) -> list[list[Event]]:

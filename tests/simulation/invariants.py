@@ -12,7 +12,7 @@ from broker.state.clients import RECONNECT_S, SILENT_BEATS
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
 from broker.state.records import Client
-from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNCHECKED_S
+from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNREAD_S
 from slimebus.bus import messages as m
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Invariants:
         self._in_charge = self._durably_in_charge = b""
         self._left: dict[str, str] = {}
         self._freed: set[str] = set()
+        self._freed_before: dict[str, set[str]] = {}
+        """Lineage of a trainer that began anew -> what was freed before it."""
         self._parked: Counter[Address] = Counter()
         self._heard: dict[int, float] = {}
         self._unread: dict[Address, dict[int, float]] = {}
@@ -56,6 +58,8 @@ class Invariants:
         self._heard.clear()
         self._unread.clear()
         self._restore_charge(self._machine.state)
+        for lineage in self._freed_before.keys() - set(self._machine.state.meta.lineages):  # it never began: its resume is not on the disk
+            self._freed |= self._freed_before.pop(lineage)
         self._note_freed(self._machine.state)
         self.deep(self._machine)
         require(_durable(self.world.broker.restored().state) == _durable(self._machine.state), "two restores of one disk differ")
@@ -141,6 +145,7 @@ class Invariants:
             if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
                 self._in_charge = event.to.peer
                 if self._begins_anew:  # what was freed is to be sampled again: from here on it counts as lost
+                    self._freed_before[event.message.lineage] = self._freed
                     self._freed, self._left = set(), {}
         if self._diverged:
             is_refused = all(isinstance(replies.get(e.to), m.Error) for e in events if isinstance(e.message, m.Resume))
@@ -368,7 +373,7 @@ class Invariants:
         needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
         needed |= {("recalled lease", lease) for lease, group in state.groups.by_lease.items() if group.lease.is_recalled}
         overdue_s = self.world.broker.broker_clock.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
-        require(overdue_s <= LONGEST_TURN_S + MAX_UNCHECKED_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
+        require(overdue_s <= LONGEST_TURN_S + MAX_UNREAD_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
         needed |= {(table.name, key) for table in _parked(state) for key in table}
         needed |= {("client", name) for name in state.clients}
         timers -= {("unserved evaluation", key) for key, one in state.evaluations.items() if not one.is_done}

@@ -70,6 +70,17 @@ def test_a_heartbeat_is_no_word_for_its_leases_where_the_broker_asks_for_their_l
     assert (world.invariants._heard.keys() >= worker.held.keys()) != lists_leases
 
 
+@pytest.mark.parametrize("is_torn_off", [True, False])
+def test_prompts_that_were_freed_before_a_resume_count_as_lost_unless_the_power_cut_took_the_resume_along(is_torn_off: bool) -> None:
+    world = World(0, faults=False)
+    while not world.trainer.trained:
+        world.step()
+    watch, lineage = world.invariants, "never stored" if is_torn_off else world.trainer.lineage
+    watch._freed_before[lineage] = {"freed"}
+    watch.started()
+    assert ("freed" in watch._freed) == is_torn_off
+
+
 def test_a_seed_replays_to_the_same_event_in_another_process() -> None:
     """Strings hash differently in each process; nothing may depend on it."""
     command = [sys.executable, str(ROOT / "tests" / "simulation" / "simtest.py"), "--seed", "7", "--trace"]

@@ -9,6 +9,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from slimebus.bus.messages import NO_VERSION
 from slimebus.config.schema import NonNegative
 from trainer.algorithms.grpo import Grpo
 from trainer.batches.batch import Batch
@@ -37,12 +38,13 @@ class Dapo(Grpo):
 
     def rewards(self, batch: Batch) -> np.ndarray:
         s, longest = self.settings, self.config.rollout.rollout_max_response_len
-        lengths = batch.sample_sums(np.ones(batch.num_tokens))
+        lengths = batch.trajectory_sums(np.add.reduceat((batch["versions"] != NO_VERSION).astype(np.float64), batch.starts))
+        # what the policy wrote of a trajectory, trained or masked
         return super().rewards(batch) + s.overlong_penalty_factor * overlong_punishment(lengths, longest, s.overlong_buffer_len)
 
 
 def overlong_punishment(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarray:
-    """R_length of eq. 13, [S] in -1..0: 0 up to `longest - buffer` trained tokens, then falling by 1 / buffer a token to -1."""
+    """R_length of eq. 13, [S] in -1..0: 0 up to `longest - buffer` tokens, then falling by 1 / buffer a token to -1."""
     if not buffer:
         return np.zeros(len(lengths))
     return np.clip((longest - buffer - lengths) / buffer, -1.0, 0.0)

@@ -12,7 +12,7 @@ class Topr(MeanBaseline):
     """-a A log p_new per token, A = r - mean; a = 1 for a sequence of A >= 0, else sg(min(1, p_new / p_rollout of the whole sequence)).
 
     A sequence is bad where the mean of its advantages is below 0. The losses are summed (`constant`), as the paper's gradient is that of
-    the log-probability of sequences. It always compares with the sampler, whatever use_rollout_logprobs says.
+    the log-probability of sequences. It always compares with the sampler, for any use_rollout_logprobs.
     """
 
     aggregation = "constant"

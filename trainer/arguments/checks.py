@@ -46,7 +46,6 @@ class OptionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_options: dict[str, str]
     spellings: dict[str, Spelling]
     rejected_with_hint: dict[str, str]
-    other_names: dict[str, str]
 
 
 @cache

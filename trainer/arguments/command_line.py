@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slimebus.bus.errors import UsageError
 from slimebus.config import Resolved
 from slimebus.config.fields import docstrings
 from slimebus.config.flags import ExternalOption
@@ -22,12 +21,10 @@ class TrainerOptions:
     """The settings of algorithms and corrections; every other option is taken for one of Megatron's, and judged with the config."""
 
     def option(self, name: str) -> ExternalOption | None:
-        """What `--name` sets; None where Megatron is not installed. Raises UsageError for a name of slime's or verl's."""
+        """What `--name` sets; None where Megatron is not installed."""
         key = name.replace("-", "_")
         if key in known_settings():
             return ExternalOption(f"algorithm.settings.{key}")
-        if other := option_table().other_names.get(name):
-            raise UsageError(f"no option --{name}; did you mean {other}?")
         if not key.isidentifier() or not is_installed():
             return None
         return ExternalOption("trainer.params_dtype", "bfloat16") if key == "bf16" else ExternalOption(f"megatron.{key}")

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import ConfigError
 from slimebus.config import RunConfig
-from slimebus.config.agreement import folder_hash, shortened
+from slimebus.config.agreement import OF_SAMPLING, OF_TRAINER, folder_hash, hook_text, shortened
 
 log = logging.getLogger("trainer")
 
@@ -26,11 +25,8 @@ MAY_DIFFER = {f"trainer.{name}" for name in ("nproc_per_node", "train_threads", 
 """Of these sections: each node's own. Launchers compare the number of ranks."""
 ALSO = (
     *("name", "seed", "model.family", "weights.update_weights_interval", "broker.required_fields"),
-    *(
-        f"rollout.{name}"
-        for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "num_passes_per_rollout")
-    ),
-    *(f"rollout.rollout_{name}" for name in ("temperature", "top_p", "top_k", "max_response_len")),
+    *(f"rollout.{name}" for name in OF_TRAINER),
+    *(f"rollout.rollout_{name}" for name in OF_SAMPLING),
 )
 UNSET = "unset"
 
@@ -43,8 +39,8 @@ def shared_settings(config: RunConfig, base: Path | None = None, model_dir: Path
     found = {name: operator.attrgetter(name)(config) for name in ALSO}
     for section in SECTIONS:
         found |= dict(_leaves(section, tree[section]))
-    found["algorithm.advantage_estimator"] = _plugin(config.algorithm.advantage_estimator, base)
-    found["algorithm.corrections"] = [_plugin(name, base) for name in config.algorithm.corrections]
+    found["algorithm.advantage_estimator"] = hook_text(config.algorithm.advantage_estimator, base)
+    found["algorithm.corrections"] = [hook_text(name, base) for name in config.algorithm.corrections]
     said = {name: shortened(_text(value)) for name, value in found.items()}
     return {name: said[name] for name in sorted(said.keys() - MAY_DIFFER)} | {
         "model.hf_checkpoint": f"hash {folder_hash(model_dir)}" if model_dir else UNSET
@@ -65,15 +61,6 @@ def _text(value: object) -> str:
     if isinstance(value, str) and value:
         return value
     return msgspec.json.encode(value, order="sorted").decode()
-
-
-def _plugin(name: str, base: Path | None) -> str:
-    """A name as it is; of `path/own.py:Class` the file's name and a hash of its bytes."""
-    path, colon, what = name.rpartition(":")
-    file = (base or Path()) / path
-    if not colon or not path.endswith(".py") or not file.is_file():
-        return name
-    return f"{file.name}:{what} (hash {xxhash.xxh3_64_hexdigest(file.read_bytes())[:8]})"
 
 
 def check_agreement(said: Sequence[Mapping[str, str]]) -> None:

@@ -16,7 +16,7 @@ from slimebus.bus.errors import DataError
 from slimebus.bus.samples import Sample
 
 Scope = Literal["token", "sample", "group", "row"]
-"""What the first axis of a column counts: N, S, G, or rows of which each sample has its own number."""
+"""What the first axis of a column counts: N, S, G, or rows, of each sample its own number."""
 
 
 class Group(msgspec.Struct):
@@ -48,7 +48,7 @@ class Column:
         object.__setattr__(self, "values", read_only(self.values))
 
     def select(self, samples: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> "Column":
-        """The entries of these samples (indices), whose tokens and groups are these."""
+        """The entries of these samples (indices), with these tokens and groups."""
         if self.row_ends is not None:
             counts = np.diff(self.row_ends, prepend=0)[samples]
             return Column(self.values[spans(self.row_ends[samples] - counts, counts)], "row", np.cumsum(counts))

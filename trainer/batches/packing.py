@@ -1,7 +1,7 @@
 """From a batch to micro-batches of packed rows, the same number on every data-parallel rank.
 
 A row holds whole samples without their last token (nothing is predicted from it): position i reads tokens[i] and predicts tokens[i + 1].
-Samples are sorted by length before they are cut into micro-batches, so that those of one row are about equally long.
+The samples of a row are sorted by length, so that neighbours are about equally long (packed_layout.py: runs).
 
     sample  p0 p1 c0 c1 c2        row      p0 p1 c0 c1   (padded to the multiple that context and sequence parallelism need)
                                   target   p1 c0 c1 c2
@@ -11,6 +11,7 @@ With context parallelism a rank holds a zigzag part of each sequence. A rank wit
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from trainer.batches.batch import Batch
 from trainer.batches.on_device import on_device
 from trainer.batches.packed_layout import packed_parameters, zigzag_positions
+
+EVENNESS = 0.01
+"""Of the tokens of a row: how much rows may differ by before a lower limit is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class RankLayout:
     """Tensor-parallel ranks with sequence parallelism, else 1; each rank's row is padded to a multiple of it."""
     device: torch.device | None = None
     """Where the rows go."""
+    attention_tokens: float = math.inf
+    """The length of a sequence whose attention costs as much as all else that is computed of it."""
 
     @property
     def sequence_multiple(self) -> int:
@@ -79,28 +85,43 @@ class MicroBatch:
     """PackedSeqParams with the layout on it."""
 
 
-def cut_even(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Cut samples, sorted by length, into `parts` runs of about equal tokens; indices into `lengths`, runs may be empty."""
-    order = np.argsort(lengths, kind="stable")
-    ordered = lengths[order]
-    middles = np.cumsum(ordered) - ordered / 2
-    part_of = np.minimum(parts - 1, (middles * parts / max(1, ordered.sum())).astype(np.int64))
-    return [order[part_of == part] for part in range(parts)]
+def best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Rows of at most max_tokens, or of one sample: each sample (index), from the longest on, goes into the fullest row that has room."""
+    rows, rooms = list[list[int]](), list[tuple[int, int]]()  # rooms: of each row what is left and its index, rising
+    for sample, length in sorted(enumerate(lengths.tolist()), key=lambda pair: -pair[1]):
+        at = bisect_left(rooms, (length, -1))
+        if at < len(rooms):
+            room, row = rooms.pop(at)
+        else:
+            room, row = max_tokens, len(rows)
+            rows.append([])
+        rows[row].append(sample)
+        insort(rooms, (max(0, room - length), row))
+    return rows
 
 
-def plan_rows(lengths: np.ndarray, dp_size: int, max_tokens: int) -> list[list[np.ndarray]]:
+def plan_rows(lengths: np.ndarray, dp_size: int, max_tokens: int, attention_tokens: float = math.inf) -> list[list[np.ndarray]]:
     """For each data-parallel rank its rows, each the indices of its samples; every rank has the same number of rows, at least one.
 
-    `lengths` are row lengths (padded, without the last token). A row has at most max_tokens, or one sample.
+    `lengths` are row lengths (padded, without the last token). A row has at most max_tokens, or one sample. There are as few rows as best
+    fit finds, rounded up to the ranks; then the lowest limit is taken that gives no more (Coffman et al., MULTIFIT, 1978), so rows are full
+    and even. Ranks get rows of about equal cost at the same time, in turn the dearest and the cheapest of these: where experts are spread
+    they wait for each other at each row, and else at the end.
     """
-    parts = dp_size * max(1, math.ceil(int(lengths.sum()) / (dp_size * max_tokens)))
-    while True:
-        runs = cut_even(lengths, parts)
-        if all(len(run) <= 1 or lengths[run].sum() <= max_tokens for run in runs):
-            break
-        parts += dp_size
-    # neighbours in length go to different ranks, so that all ranks do the same work at the same time
-    return [runs[rank::dp_size] for rank in range(dp_size)]
+    rows = best_fit(lengths, max_tokens)
+    num_steps = max(1, math.ceil(len(rows) / dp_size))
+    low, high = math.ceil(int(lengths.sum()) / (num_steps * dp_size)), max_tokens
+    while high - low > EVENNESS * high:
+        middle = (low + high) // 2
+        if len(tried := best_fit(lengths, middle)) <= num_steps * dp_size:
+            rows, high = tried, middle
+        else:
+            low = middle + 1
+    made = [np.array(sorted(row, key=lambda sample: int(lengths[sample])), np.int64) for row in rows]
+    made += [np.zeros(0, np.int64)] * (num_steps * dp_size - len(made))
+    made.sort(key=lambda row: -float((lengths[row] * (1 + lengths[row] / attention_tokens)).sum()))
+    steps = [made[i : i + dp_size] for i in range(0, len(made), dp_size)]
+    return [[step[rank if i % 2 == 0 else dp_size - 1 - rank] for i, step in enumerate(steps)] for rank in range(dp_size)]
 
 
 def row_lengths(lengths: np.ndarray, layout: RankLayout) -> np.ndarray:
@@ -147,5 +168,6 @@ def pack(batch: Batch, samples: Sequence[int] | np.ndarray, max_tokens: int, lay
     """This rank's micro-batches of the given samples of the batch (indices). Samples of one token are left out."""
     chosen = np.asarray(samples, dtype=np.int64)
     chosen = chosen[batch.lengths[chosen] > 1]
-    rows = plan_rows(row_lengths(batch.lengths[chosen], layout), layout.dp_size, max_tokens * layout.cp_size)[layout.dp_rank]
+    lengths = row_lengths(batch.lengths[chosen], layout)
+    rows = plan_rows(lengths, layout.dp_size, max_tokens * layout.cp_size, layout.attention_tokens)[layout.dp_rank]
     return [pack_row(batch, chosen[row], layout) for row in rows]

@@ -200,7 +200,7 @@ def remove(path: Path) -> None:
 
 
 def complete(building: Path, target: Path, manifest: bytes) -> None:
-    """Give a checkpoint whose files are written its name; an older one of that name goes. Does nothing where another node has done it."""
+    """Give a written checkpoint its name; an older one of that name goes. Does nothing where another node has done it."""
     try:
         if (target / MANIFEST).read_bytes() == manifest:
             return

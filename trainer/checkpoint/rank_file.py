@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: a safetensors file whose tensors are boxes of whole tensors, named KEY@OFFSET."""
+"""One rank's file of a checkpoint: a safetensors file of boxes of whole tensors, named KEY@OFFSET."""
 
 import math
 import os

@@ -79,7 +79,7 @@ class BackgroundSave:
             self._confirm()
         dist.barrier()
         if parallel.is_first_of_node():
-            with contextlib.suppress(OSError):  # whoever writes there next says what is wrong
+            with contextlib.suppress(OSError):  # the next write there says what is wrong
                 clear_unfinished(self._target.parent)
         dist.barrier()
 
@@ -96,7 +96,7 @@ class BackgroundSave:
         try:
             self._building.mkdir(parents=True, exist_ok=True)
             self._file.set_result(write_rank_file(self._path, socket.gethostname(), boxes))
-        except Exception as bad:  # noqa: BLE001  # whatever it was, the ranks hear of it in finish()
+        except Exception as bad:  # noqa: BLE001  # the ranks hear of any of them in finish()
             self._file.set_exception(bad)
 
     def is_written(self) -> bool:
@@ -194,7 +194,7 @@ class CheckpointSchedule:
         self.saved_step = 0
         """What the newest complete checkpoint goes on with."""
         self.lineage = ""
-        """Of this trainer; whoever goes on from its checkpoints says so to the broker."""
+        """Of this trainer; one that goes on from its checkpoints says so to the broker."""
         self.position = 0
         """Of a critic: up to which the groups of the bus are learned."""
         self._writing: BackgroundSave | None = None
@@ -219,7 +219,7 @@ class CheckpointSchedule:
     def save_if_due(self, policy: Learner, next_step: int, version: int) -> int:
         """Begin to save when the interval or the end says so, with the version that `next_step` trains; the last one is waited for.
 
-        The first step whose samples a trainer may need again: that of the oldest complete checkpoint kept.
+        The first step with samples that a trainer may need again: that of the oldest complete checkpoint kept.
         """
         if self._writing and self._writing.is_written():
             self._complete()

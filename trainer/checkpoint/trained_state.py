@@ -83,7 +83,7 @@ def optimizer_state(policy: Learner) -> Iterator[LocalBox]:
 
 
 def _boxes(piece: ShardedTensor, name: str, flat: torch.Tensor, start: int, is_saved: bool) -> Iterator[LocalBox]:
-    """The boxes of entries start .. of a piece, whose values are `flat`."""
+    """The boxes of entries start .. of a piece with the values `flat`."""
     at = 0
     for offset, shape in boxes_of_range(tuple(piece.local_shape), start, start + flat.numel()):
         size = math.prod(shape)

@@ -135,7 +135,7 @@ def bridge_collectives(dist: Any) -> None:
 
 
 class NullCudaObject:
-    """A CUDA stream or event on a machine where everything has already happened: whatever it is asked to do is nothing."""
+    """A CUDA stream or event on a machine where everything has already happened: each of its methods does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -157,7 +157,7 @@ class GroupedRow(Grouped):
 
 
 def part(made: Any) -> Any:
-    """A method of megatron's BackendSpecProvider that gives this, whatever it is asked with."""
+    """A method of megatron's BackendSpecProvider that gives this, for any arguments."""
     return staticmethod(lambda *args, **options: made)
 
 

@@ -9,7 +9,7 @@ from trainer.objective.row import Row
 
 
 class Decoupled(Correction):
-    """w = p_old / p_rollout per token times the loss, whose ratio and clip are against old, the policy before the batch; 0 where w is above
+    """w = p_old / p_rollout per token times the loss, with ratio and clip against old, the policy before the batch; 0 where w is above
     decoupled_cap.
 
         sg(w) min(r A, clip(r) A),  r = p_new / p_old

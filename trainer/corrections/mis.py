@@ -13,7 +13,7 @@ from trainer.objective.row import Row
 class Mis(Correction):
     """w where mis_low <= w <= mis_high, else 0; w = p_old / p_rollout of the token, of its sample, or the sample's geometric mean.
 
-    `sequence` is the product, as in TRL, whose size grows with length: a mean difference of 0.012 makes 3.3 of 100 tokens. No denominator
+    `sequence` is the product, as in TRL, which grows with length: a mean difference of 0.012 makes 3.3 of 100 tokens. No denominator
     changes: what is out counts as a loss of 0 (as in TRL, slime and AReaL).
     """
 

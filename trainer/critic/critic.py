@@ -43,7 +43,7 @@ class Critic(Learner):
         return np.split(self._forward(batch), batch.ends[:-1])
 
     def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
-        """Train on groups whose samples have their field `values`, in `num_steps` optimizer steps a pass; metrics on every rank
+        """Train on groups of samples with the field `values`, in `num_steps` optimizer steps a pass; metrics on every rank
         (docs/critic.md).
 
         Raises SlimebusError `nonfinite`, as the policy.

@@ -8,7 +8,7 @@ import numpy as np
 from slimebus.bus.errors import DataError, Unreachable
 from slimebus.bus.messages import Heartbeat
 from slimebus.bus.samples import Sample
-from slimebus.client.connect import broker_address
+from slimebus.client.connect import BROKER_AWAY_S, broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
 from slimebus.config import Resolved
 from slimebus.telemetry.metrics import MetricsWriter, usage
@@ -18,7 +18,6 @@ from trainer.batches.flatten import check_sample, is_failed
 log = logging.getLogger("critic")
 
 NAME, FIELD = "critic", "values"
-CONFIRM_TIMEOUT_S = 600.0
 
 
 class CriticSession:
@@ -37,7 +36,7 @@ class CriticSession:
         self._lacking: list[ConsumedGroup] = []
 
     def begin(self, position: int, vocab_size: int) -> None:
-        """Go on behind `position`, where a checkpoint ends, whatever was read after it."""
+        """Go on behind `position`, where a checkpoint ends, also where more was read after it."""
         self.vocab_size = vocab_size
         self.consumer.rewind(position)
 
@@ -119,7 +118,7 @@ class CriticSession:
         Raises Fenced when another has taken its place.
         """
         try:
-            self.client.call(Heartbeat(), timeout_s=self.consumer.patience_s(CONFIRM_TIMEOUT_S))
+            self.client.call(Heartbeat(), timeout_s=self.consumer.patience_s(BROKER_AWAY_S))
         except Unreachable:
             if not self.consumer.is_finished:
                 raise

@@ -75,7 +75,7 @@ class Family:
         return {}
 
     def unmapped(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """A clause for each feature that only this family could have and whose meaning is not mapped."""
+        """A clause for each feature that only this family could have and that is not mapped."""
         return iter(())
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -189,7 +189,7 @@ class SigmoidRouted(Family):
                 yield f"{name} is {config[name]!r}, and only {mapped!r} is mapped"
         groups, chosen, topk = (config.get(name) or 1 for name in ("n_group", "topk_group", "num_experts_per_tok"))
         if topk < 2:
-            yield "it chooses one expert a token, whose weight megatron does not normalise"
+            yield "it chooses one expert a token, and megatron does not normalise its weight"
         if groups > 1 and topk // chosen != 2:
             yield f"num_experts_per_tok {topk} is not twice topk_group {chosen}: megatron would score its groups otherwise"
 

@@ -50,7 +50,7 @@ class NodeConnection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def send(self, **message: Any) -> None:
-        """Never raises: whom it no longer reaches is found gone by `receive`."""
+        """Never raises: `receive` finds a node gone that it no longer reaches."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -167,7 +167,7 @@ def _connect(plan: Plan, deadline: float) -> NodeConnection:
 
 POLL_S = 0.1
 GONE_CODE = 70
-"""Of a node whose launcher is gone: without it nothing can start again. It becomes the exit code."""
+"""Of a node without its launcher: without it nothing can start again. It becomes the exit code."""
 FINAL_CODES = (0, EXIT_USAGE, GONE_CODE)
 """Exit codes after which starting again makes no sense."""
 MAX_ERROR_BYTES = 2000

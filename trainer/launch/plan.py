@@ -71,7 +71,7 @@ def make_plan(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]
 
 
 def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str, str]) -> Plan:
-    """Started by torchrun, or by whatever else sets its variables."""
+    """Started by torchrun, or by another that sets its variables."""
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in environ]
     if missing and environ.get("WORLD_SIZE") != "1":

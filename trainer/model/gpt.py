@@ -155,7 +155,7 @@ def make_gpt(settings: Any, family: Family, hf_config: Any) -> Any:
 
 
 def head_input(hidden: torch.Tensor, *, sequence_parallel: bool, **options: Any) -> tuple[torch.Tensor, None]:
-    """In place of the output layer's own product, whose logits of a whole row would not fit: its input, [s, b, h], whole on each
+    """In place of the output layer's own product, as its logits of a whole row would not fit: its input, [s, b, h], whole on each
     tensor-parallel rank. The loss applies the layer to some tokens at a time (logprobs.py).
     """
     return (gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region)(hidden), None

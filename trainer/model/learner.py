@@ -57,7 +57,7 @@ class Learner:
         self.num_updates = 0
         """Steps of the learning-rate schedule done so far."""
         self.num_nonfinite = 0
-        """Optimizer steps in a row whose loss or gradient was not finite; they were not applied."""
+        """Optimizer steps in a row with a loss or gradient that was not finite; they were not applied."""
 
     def close(self) -> None:
         """Leave the other ranks."""

@@ -1,6 +1,6 @@
 """Log-probability and entropy of each token from hidden states and the output layer, split over the vocabulary, with gradient.
 
-t tokens   h hidden size   V vocabulary, of which each of tp ranks holds V / tp columns
+t tokens   h hidden size   V vocabulary; each of tp ranks holds V / tp columns of it
 
 Both are of softmax(logits / temperature), as engines report their logprobs: the same temperature in every pass, or ratios mean nothing.
 Logits of a long row never exist: they are made for a block of tokens at a time, in the model's dtype, and in the backward again. What is
@@ -19,7 +19,7 @@ LOWEST = -1e30
 BLOCK_VALUES = 1 << 28
 """Logits of a block: 512 MiB in bfloat16, 1,766 tokens of a vocabulary of 152,000, so that its products still fill a GPU."""
 CHUNK_VALUES = 1 << 24
-"""Logits of a chunk: 64 MiB in fp32, of which up to three copies exist at a time. Enough to fill a GPU."""
+"""Logits of a chunk: 64 MiB in fp32; up to three copies exist at a time. Enough to fill a GPU."""
 
 
 class LogProbEntropy(torch.autograd.Function):

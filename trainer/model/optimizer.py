@@ -78,7 +78,7 @@ class GradientCosine:
 
     @torch.no_grad()
     def measure(self, optimizer: Any, norm: float) -> None:
-        """Compare the gradients, ready for the step, whose norm over all ranks is `norm`, and keep a copy."""
+        """Compare the gradients, ready for the step, with `norm` over all ranks, and keep a copy."""
         chain, dot = getattr(optimizer, "chained_optimizers", [optimizer]), 0.0
         grads = [[grad.float() for grad in part.get_main_grads_for_grad_norm()] for part in chain]
         for part, now, before in zip(chain, grads, self._before, strict=False):  # nothing before the first

@@ -42,7 +42,16 @@ def rank_layout(model: Model) -> RankLayout:
         cp_rank=parallel_state.get_context_parallel_rank(),
         sp_size=parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1,
         device=parallel.device(),
+        attention_tokens=attention_tokens(model.config),
     )
+
+
+def attention_tokens(config: Any) -> float:
+    """The length of a sequence whose attention costs as much as the matrices of a layer: of queries, keys, values, output, FFN."""
+    width, groups = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
+    is_moe = config.num_moe_experts is not None
+    ffn = config.moe_ffn_hidden_size * config.moe_router_topk if is_moe else config.ffn_hidden_size
+    return float(config.hidden_size * (2 * width + 2 * groups + 3 * ffn) / width)
 
 
 def run_schedule(model: Model, rows: Sequence[MicroBatch], reduce: Any, *, forward_only: bool) -> list[Any]:
@@ -117,7 +126,7 @@ class TokenValues:
 def choose_samples(part: Batch, objective: Objective) -> tuple[np.ndarray, dict[str, float]]:
     """Indices of the samples that have a gradient, and counts for the metrics.
 
-    Groups whose advantages are all 0 have none, unless a KL or entropy term or the algorithm gives them one.
+    Groups with advantages of 0 have none, unless a KL or entropy term or the algorithm gives them one.
     """
     trained, has_signal = part.sample_sums(np.ones(part.num_tokens)), part.has_signal
     kept = (trained > 0) & (objective.trains_without_advantage | has_signal[part.group_of])

@@ -7,7 +7,7 @@ import torch
 from slimebus.config.schema import NonNegative
 from trainer.objective.plugin import Clip, PolicyGradient, TokenLoss
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it a term is an outlier whose size carries nothing
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it a term is an outlier, and its size carries nothing
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip, 
 
 
 class ClippedPolicyGradient(PolicyGradient):
-    """The base of algorithms whose loss is clipped_loss: its settings."""
+    """The base of algorithms with clipped_loss: its settings."""
 
     class Settings(PolicyGradient.Settings, frozen=True):
         """Of the clip."""

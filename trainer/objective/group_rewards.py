@@ -33,7 +33,7 @@ def rewards_with_kl(batch: Batch, algorithm: AlgorithmConfig) -> np.ndarray:
 
 
 def shares(batch: Batch) -> np.ndarray:
-    """[S]: 1 / the number of samples of each sample's trajectory, so that each trajectory counts once, whatever their number."""
+    """[S]: 1 / the number of samples of each sample's trajectory, so that each trajectory counts once."""
     return 1 / np.bincount(batch.trajectories)[batch.trajectories]
 
 

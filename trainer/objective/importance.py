@@ -25,7 +25,7 @@ def log_weight(row: Row, level: Level = "token") -> torch.Tensor:
 
 
 def drift(row: Row) -> torch.Tensor:
-    """[1, t], no gradient: log(p_new / p_rollout) of each token, whatever p_old is."""
+    """[1, t], no gradient: log(p_new / p_rollout) of each token, for any p_old."""
     return (row.new_logprobs - row.rollout_logprobs).detach()
 
 

@@ -15,7 +15,7 @@ from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.config import RunConfig
 from slimebus.process import hooks
 from trainer.batches.batch import Batch, Column, Group
-from trainer.batches.flatten import COLUMNS, flatten
+from trainer.batches.flatten import COLUMNS, advantage_problems, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.lag_metrics import by_lag
@@ -38,7 +38,7 @@ METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")
 
 
 MOST_CLIPPED = 0.3
-"""Share of tokens whose gradient may be clipped away at lag 0, where the sampler differs by its engine alone, before it is warned of."""
+"""Share of gradients of tokens that may be clipped away at lag 0, where the sampler differs by its engine alone, before it is warned of."""
 
 
 class Objective:
@@ -69,6 +69,11 @@ class Objective:
         required = self.config.broker.required_fields
         needs = self.needs | ({"old_logprobs"} & set(required) if self.recomputes_old_logprobs else set())
         return {name for name in needs if name not in COLUMNS and (name not in PASSES or name in required)}
+
+    @property
+    def row_fields(self) -> frozenset[str]:
+        """Fields of any number of rows that each sample must bring."""
+        return frozenset[str]().union(*(plugin.row_fields for plugin in self.plugins))
 
     def needs_pass(self, name: str) -> bool:
         """Whether the trainer makes this forward pass for advantages, `prepare` or a term of the loss."""
@@ -101,10 +106,12 @@ class Objective:
     # --- what the host computes, on rank 0 ---
 
     def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
-        """The batch of these groups."""
-        passes = set(PASSES) - self.fields
-        needed = self.fields | {"advantages"}
-        return flatten(groups, version=version, is_supervised=self.algorithm.is_supervised, reserved=passes, needed=needed)
+        """The batch of these groups. Raises DataError where some samples alone bring advantages."""
+        for problem in advantage_problems(groups).values():
+            raise DataError(problem)
+        passes, needed = set(PASSES) - self.fields, self.fields | {"advantages"}
+        is_supervised, row_fields = self.algorithm.is_supervised, self.row_fields
+        return flatten(groups, version=version, is_supervised=is_supervised, reserved=passes, needed=needed, row_fields=row_fields)
 
     def advantages(self, batch: Batch) -> dict[str, Column]:
         """The column `advantages`, of each token: the samples' own, else the algorithm's. Raises DataError for one of a wrong shape."""

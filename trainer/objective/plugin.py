@@ -33,7 +33,7 @@ class TokenWeight:
     """What a correction multiplies the loss of each token with, and what to report of it."""
 
     weight: torch.Tensor
-    """[1, t], at least 0 and without gradient; 0 takes the token out of the loss, whatever its value (the denominator stays)."""
+    """[1, t], at least 0 and without gradient; 0 takes the token out of the loss, at any value (the denominator stays)."""
     measures: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """As those of a TokenLoss."""
 
@@ -53,13 +53,16 @@ class Plugin:
         """Its own settings under `algorithm.settings`, typed, each with a default and a docstring `[unit] meaning`."""
 
     settings: Settings
+    row_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields with rows of their own, such as a reward for each turn: each sample must bring them, with any number of rows."""
 
     def __init__(self, config: RunConfig, settings: Settings) -> None:
         self.config, self.settings = config, settings
 
     def needs(self) -> set[str]:
         """Columns that must be in the batch before `advantages` and `prepare` are called: those that the trainer can compute in a forward
-        pass (`old_logprobs`, `current_logprobs`, `reference_logprobs`; objective.py:PASSES), and fields of the samples.
+        pass (`old_logprobs`, `current_logprobs`, `reference_logprobs`; objective.py:PASSES), and fields of the samples, numbers of each
+        token or of the sample, which each of its tokens then has.
         """
         return set()
 
@@ -101,7 +104,7 @@ class Algorithm(Plugin):
 
     @property
     def clip(self) -> Clip | None:
-        """What it clips; None: nothing. Its settings of the clip are those whose names begin with eps_clip."""
+        """What it clips; None: nothing. Its settings of the clip are those with names that begin with eps_clip."""
         return None
 
     def advantages(self, batch: Batch) -> np.ndarray:

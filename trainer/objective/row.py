@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # packing imports megatron, which no check of a config should
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks of a group, whose gradient is the sum of the ranks' gradients."""
+    """The sum over the ranks of a group; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Coordinator:
         log.debug("version %d published in %d parts, %.1f%% changed", version, len(parts), 100 * self.metrics["changed_fraction"])
 
     def on_heartbeat(self, lineage: str, version: int) -> None:
-        """What the broker says is the newest. If it lost the last publish in a power cut, it is told again; does not wait."""
+        """What the broker says is the newest. If it lost the last publish in a power cut, that is sent again; does not wait."""
         announced = self._announced
         if announced is not None and announced.lineage == lineage and version < announced.version:
             self.client.submit(announced)
@@ -139,7 +139,7 @@ class Publication:
             first_version=version,
             threads=num_threads(shared_by=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
-        self.part = RankPart(weights, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
+        self.part = RankPart(self.config, store, keyring, self._report, place=place, broker=self.broker, chain=chain, spans=self.spans)
         part = f", part {place + 1} of {len(owners)}" if len(owners) > 1 else ""
         log.info("weights at %s%s, codec %s", self.part.address, part, codec_path())
 

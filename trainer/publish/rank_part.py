@@ -5,8 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.client.pull_keyring import PullKeyring
-from slimebus.config.schema import WeightsConfig
+from slimebus.config.schema import RunConfig
 from slimebus.security.exposure import advertised
 from slimebus.telemetry.spans import Spans
 from slimebus.weights.files.disk_chain import DiskChain
@@ -83,13 +84,13 @@ class RankPart:
     """The weight server of a rank in one trainer timeline (`store.lineage`), or its part of the timeline's chain of files.
 
     report: called with (version, part) in the publishing thread when the part is complete, or has failed (`part.problem`).
-    place: which publisher this is, from 0. broker: its address; a server that is bound everywhere is told by this machine's address on
+    place: which publisher this is, from 0. broker: its address; a server that is bound everywhere is announced by this machine's address on
     the way there.
     """
 
     def __init__(
         self,
-        config: WeightsConfig,
+        config: RunConfig,
         store: VersionStore,
         keyring: PullKeyring | None,
         report: Callable[[int, Part], None],
@@ -105,9 +106,10 @@ class RankPart:
         if chain is not None:
             self.address = chain.address
         else:
-            self.server = WeightServer(store, bind=bind_of(config.weights_bind, place), keyring=keyring, degree=FANOUT)
+            bind, limits = bind_of(config.weights.weights_bind, place), Limits(max_connections=connections_of(config.broker.max_clients))
+            self.server = WeightServer(store, bind=bind, keyring=keyring, degree=FANOUT, limits=limits)
             public = keyring.pair.public if keyring else ""
-            self.address = with_key(advertised(self.server.endpoint, config.weights_advertise, broker), public)
+            self.address = with_key(advertised(self.server.endpoint, config.weights.weights_advertise, broker), public)
         self._snapshot = HostSnapshot()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pending: Future[None] | None = None
@@ -127,13 +129,13 @@ class RankPart:
                 work.about["delta_bytes"] = made.delta_bytes
             if self.chain is not None:
                 self.chain.write(self.store)
-        except BaseException as problem:  # whatever it is: rank 0 must not wait for a part that never comes
+        except BaseException as problem:  # of any kind: rank 0 must not wait for a part that never comes
             self.report(version, Part(problem=f"{type(problem).__name__}: {problem}"))
             raise
         self.report(version, Part(address=self.address, made=made, wait_s=wait_s, copy_s=copy_s))
 
     def wait(self) -> None:
-        """Until the last publish is told of. Raises what made it fail."""
+        """Until the last publish is announced. Raises what made it fail."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None

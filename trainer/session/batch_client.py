@@ -19,9 +19,10 @@ from slimebus.bus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, 
 from slimebus.bus.samples import Sample, decode_group
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.request import Reply
+from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.config import RunConfig
 from trainer.batches.batch import Group
-from trainer.batches.flatten import check_sample, is_failed
+from trainer.batches.flatten import advantage_problems, check_sample, is_failed
 from trainer.objective.objective import Objective
 from trainer.session.step_batch import StepBatch, lag_of
 
@@ -53,7 +54,7 @@ class BatchClient:
 
     def resume(self, step: int, version: int, lineage: str, parent: str) -> None:
         """Tell the broker which timeline goes on: that of `parent`'s checkpoint. `step` is trained next, `version` published first."""
-        self.client.call(Resume(step=step, version=version, lineage=lineage, parent=parent), timeout_s=60.0)
+        self.client.call(Resume(step=step, version=version, lineage=lineage, parent=parent), timeout_s=BROKER_AWAY_S)
         self._trained = step
 
     def take(self, step: int, wait_s: float | None = None) -> StepBatch | None:
@@ -106,7 +107,7 @@ class BatchClient:
                 except SlimebusError as bad:
                     problems[group] = f"group {group}: {bad.text}"
             del wanted[: len(records)]
-        return batch, problems
+        return batch, problems | advantage_problems(batch.groups)
 
     def _decode(self, frames: Sequence[Any]) -> list[Sample]:
         """The samples of a group that are trained. Raises SlimebusError for a group that cannot be."""
@@ -116,7 +117,8 @@ class BatchClient:
         for index, sample in enumerate(samples):
             reads_logprobs = not self.objective.algorithm.is_supervised
             fields = self.objective.fields | (sample.extras.keys() & {"advantages"})
-            check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=reads_logprobs, fields=fields)
+            rows = self.objective.row_fields
+            check_sample(sample, f"sample {index}", self.vocab_size, reads_logprobs=reads_logprobs, fields=fields, row_fields=rows)
             if self.config.algorithm.kl_coef and "advantages" in sample.extras:
                 why = "algorithm.kl_coef is a part of rewards and would have no effect; leave the field out, or use kl_loss_coef"
                 raise DataError(f"sample {index}: it brings its own field 'advantages', but {why}")
@@ -162,8 +164,8 @@ class BatchClient:
                 log.debug("%s; asked again", away.text)
 
     def commit(self, step: int, *, checkpoint: int, unused: dict[str, str], metrics: dict[str, float]) -> None:
-        """`step` is trained. checkpoint: the first step whose samples a trainer may need again."""
-        self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=600.0)
+        """`step` is trained. checkpoint: the first step with samples that a trainer may need again."""
+        self.client.call(Commit(step=step, checkpoint=checkpoint, unused=unused, metrics=metrics), timeout_s=BROKER_AWAY_S)
         self._trained = step + 1
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class BatchClient:
 
 
 def checked_lag(sample: Sample, batch: BatchReply) -> int:
-    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds whatever the broker was told."""
+    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds without trust in the broker."""
     lag = lag_of(sample, batch.version)
     bound = math.inf if batch.max_staleness is None else batch.max_staleness
     if not 0 <= lag <= bound:

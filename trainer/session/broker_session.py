@@ -64,7 +64,7 @@ class Tracker:
         self.writer.track(status["step"], scalars(status))
 
     def close(self) -> None:
-        """The last status is told too."""
+        """The last status is forwarded too."""
         self._closing.set()
         self._thread.join(2 * ANSWER_S)
 
@@ -81,8 +81,6 @@ def scalars(status: dict[str, Any]) -> dict[str, float]:
     return found | {grouped("rollout", name): fmean(values) if name.endswith("_s") else sum(values) for name, values in workers.items()}
 
 
-CONFIRM_TIMEOUT_S = 600.0
-"""As long as a commit waits for a broker that is away."""
 FINISH_WAIT_S = 20.0
 """Besides what a group may take: after the last step the trainer still serves weights to workers that have not left."""
 
@@ -159,12 +157,12 @@ class BrokerSession:
 
     def confirm(self) -> None:
         """Return when the broker says that this is still the run's trainer. Raises Fenced when another has taken its place."""
-        self.client.call(self._beat(), timeout_s=CONFIRM_TIMEOUT_S)
+        self.client.call(self._beat(), timeout_s=connect.BROKER_AWAY_S)
 
     def finish(self) -> None:
         """Serve the last version until the broker says that evaluation and workers are done, then stop."""
         self.publication.wait()
-        self.client.call(Finish(reason="all steps are trained"), timeout_s=60.0)
+        self.client.call(Finish(reason="all steps are trained"), timeout_s=connect.BROKER_AWAY_S)
         if not self._finished.wait(FINISH_WAIT_S + self.config.rollout.generate_timeout_s):
             log.warning("left before the broker said that the run is finished")
 

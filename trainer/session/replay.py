@@ -65,7 +65,7 @@ class ReplaySource:
         self._fields: set[str] = set()
 
     def _recorded(self, metrics: Path) -> dict[int, BatchRow]:
-        """The steps, without a gap, whose groups are all here: as the last row of each says."""
+        """The steps, without a gap, with all their groups here: as the last row of each says."""
         own = [file for folder in self.folders if (file := folder / BATCHES_FILE).exists()]
         files = own or [file for file in [metrics / BATCHES_FILE] if file.exists()]
         if not files:
@@ -192,8 +192,8 @@ class ReplayStart:
             except (SafetensorError, KeyError) as bad:
                 raise DataError(f"{random} is damaged: {bad}; remove it to replay with the random state of the seed") from None
         if found.step != first:
-            whose = f"the checkpoint of step {newest}" if newest >= 0 else "the initial model"
-            log.warning("step %d is replayed with the weights of %s: the batches between are not here", first, whose)
+            source = f"the checkpoint of step {newest}" if newest >= 0 else "the initial model"
+            log.warning("step %d is replayed with the weights of %s: the batches between are not here", first, source)
         return Progress(first, self._version(first), found.num_updates, found.lineage)
 
     def _version(self, step: int) -> int:

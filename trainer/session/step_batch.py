@@ -119,7 +119,7 @@ class BatchSource(Protocol):
         """It is trained next, and as it was planned."""
 
     def commit(self, step: int, batch: StepBatch, checkpoint: int, metrics: dict[str, float]) -> None:
-        """`step` is trained. checkpoint: the first step whose batch may be needed again."""
+        """`step` is trained. checkpoint: the first step with a batch that may be needed again."""
 
     def finish(self) -> None:
         """All steps are trained."""

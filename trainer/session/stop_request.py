@@ -40,7 +40,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, a signal sets `is_made`; whoever is inside looks at it often, and comes out when it is set."""
+        """Inside, a signal sets `is_made`; the code inside polls it often, and leaves when it is set."""
         self._is_deferred = True
         try:
             yield

@@ -34,7 +34,7 @@ SPIKE = 10.0
 LEAST_LOSS = 0.5
 """A smaller loss is no spike: that of a policy gradient is about 0, and a multiple of that says nothing."""
 MIN_STEPS, WINDOW = 16, 64
-"""Steps that are needed to call something a spike, and of which the median is taken."""
+"""Steps that are needed to call something a spike; their median is compared with."""
 MAX_DUMPS = 4
 """A run keeps so many, the first ones: what comes after a step that went wrong is often its consequence."""
 MAX_BYTES = 1 << 30

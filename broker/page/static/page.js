@@ -4,6 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const COLOURS = ["a", "b", "c", "d", "e", "f"];
 const WORKERS_A_PAGE = 100;
+const UNKNOWN = "not known: the broker does not answer";
 const state = { status: null, records: null, sort: ["state", 1], page: 0, dead: [] };
 
 function make(tag, text = "", cls = "") {
@@ -23,6 +24,7 @@ function short(value, digits = 3) {
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(digits)}G`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(digits)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(digits)}k`;
+  if (size > 0 && size < 1e-3) return (+value.toPrecision(digits)).toExponential();
   return Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits));
 }
 function duration(seconds) {
@@ -31,7 +33,7 @@ function duration(seconds) {
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
 }
-const last = (values) => values ? values.findLast((value) => value !== null) : undefined;
+const last = (values) => values ? values.findLast((value) => value !== null && value !== undefined) : undefined;
 function recent(values, count = 16) {
   const known = (values || []).slice(-count).filter((value) => value !== null);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : undefined;
@@ -69,10 +71,10 @@ function draw(one) {
     ...size(one.element),
     cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { range: one.more.range || ((plot, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05]) } },
-    axes: [{ ...axis }, { ...axis, size: 52, values: (plot, ticks) => ticks.map((value) => short(value)) }],
-    series: [{ label: "step", value: (plot, value) => value === null ? "–" : String(Math.round(value)) }, ...series.map(([label, tone, own = {}]) => ({
+    axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 52, values: (plot, ticks) => ticks.map((value) => short(value)) }],
+    series: [{ label: "step", value: (plot, value) => short(value ?? last(plot.data[0])) }, ...series.map(([label, tone, own = {}]) => ({
       label, stroke: colour(tone), width: 1.5, spanGaps: true, points: { show: data[0].length < 2 },
-      value: (plot, value) => short(value, 4), ...(typeof own === "function" ? own() : own),
+      value: (plot, value, i, row) => short(row === null ? last(plot.data[i]) : value, 4), ...(typeof own === "function" ? own() : own),
     }))],
     bands: one.more.bands ? one.more.bands(series) : [],
   };
@@ -86,9 +88,11 @@ new ResizeObserver(() => {
   resizing = requestAnimationFrame(() => { for (const one of Object.values(charts)) if (one.plot) one.plot.setSize(size(one.element)); });
 }).observe($("learning"));
 
+const WHOLE_STEPS = [1, 2, 5].flatMap((first) => Array.from({ length: 12 }, (_, i) => first * 10 ** i)).sort((one, two) => one - two);
 const EDGE = { width: 0.5, alpha: 0.5, points: { show: false }, class: "edge" };
 const filled = (tone) => () => ({ fill: colour(tone) + "30" });
-const columns = (...names) => (records) => records.step.length ? [records.step, ...names.map((name) => records[name])] : null;
+const isKnown = (records, name) => (records[name] || []).some((value) => value !== null);
+const columns = (...names) => (records) => names.some((name) => isKnown(records, name)) ? [records.step, ...names.map((name) => records[name])] : null;
 const datasets = (records) => [...new Set(records.evaluations.map((row) => row.dataset))];
 
 function smooth(values = [], window = 9) {
@@ -132,7 +136,8 @@ function shares(records) {
 chart("chart-lag", (records) => Object.keys(records.lags || {}).map((name, i, names) => [`lag ${name}`, COLOURS[i % 6], () => ({
   width: 1, fill: i === 0 ? colour(COLOURS[0]) + "60" : undefined,
   value: (plot, value, at, row) => {
-    if (row === null || !state.records.lags[name]) return "–";
+    row ??= plot.data[0].length - 1;  // without the mouse the newest step
+    if (!state.records.lags[name]) return "–";
     const total = names.reduce((sum, _, j) => sum + (Object.values(state.records.lags)[j][row] || 0), 0);
     return total ? `${Math.round(100 * (state.records.lags[name][row] || 0) / total)}%` : "–";
   },
@@ -140,6 +145,13 @@ chart("chart-lag", (records) => Object.keys(records.lags || {}).map((name, i, na
   range: () => [0, 1],
   bands: (series) => series.slice(1).map(([, tone], i) => ({ series: [i + 2, i + 1], fill: colour(tone) + "60" })),
 });
+chart("chart-loss", [["loss", "a"]], columns("loss"));
+chart("chart-grad", [["gradient norm", "f"]], columns("grad_norm"));
+chart("chart-kl", [["to the reference", "c"], ["of the update", "d"]], columns("kl_loss", "approx_kl"));
+chart("chart-entropy", [["entropy", "b"]], columns("entropy"));
+chart("chart-clip", [["share of tokens clipped", "d"]], columns("pg_clipfrac"));
+chart("chart-ess", [["of tokens", "a"], ["of samples", "c"]], columns("lag/all/ess_token", "lag/all/ess_sequence"));
+chart("chart-lr", [["learning rate", "e"]], columns("lr"));
 chart("chart-tokens", [["trained", "a"], ["sampled by workers", "b"]], columns("tokens_per_s", "rollout_tokens_per_s"));
 chart("chart-steps", [["steps per second", "a"]], columns("steps_per_s"));
 chart("chart-times", [["wait for samples", "f"], ["train", "a"], ["publish", "c"], ["save", "d"]], columns("wait_s", "train_s", "publish_s", "save_s"));
@@ -170,15 +182,18 @@ function showStatus() {
   document.title = `${s.run || "slimebus"} · ${s.step ?? "?"}/${s.num_steps ?? "?"}`;
   $("run").textContent = s.run || "slimebus";
   $("state").textContent = stalled ? `stalled for ${duration(stalled.since_s)}` : s.state || "unknown";
-  $("state").className = `badge ${stalled ? "stalled" : s.state === "running" ? "running" : ""}`;
+  const isSilent = s.problem && s.state !== "finished";
+  if (isSilent) $("state").textContent = "no answer";
+  $("state").className = `badge ${stalled || isSilent ? "stalled" : s.state === "running" ? "running" : ""}`;
   $("progress").max = s.num_steps || 1;
   $("progress").value = s.step || 0;
   $("steps").textContent = `step ${s.step ?? "?"} of ${s.num_steps ?? "?"}, version ${s.version ?? "?"}`;
   const left = s.pace && s.pace.step_s && s.step < s.num_steps ? s.pace.step_s * (s.num_steps - s.step) : null;
   $("eta").textContent = left && s.state === "running" && !s.problem ? `${duration(left)} left` : "";
   warn(s.problem);
+  showConfig();
   const waiting = [...(stalled ? [stalled.reason] : []), ...(s.waiting || [])];
-  fill($("waiting"), (waiting.length ? [...new Set(waiting)] : ["nobody waits"]).slice(0, 12).map((line) => make("li", line)));
+  fill($("waiting"), (isSilent ? [UNKNOWN] : waiting.length ? [...new Set(waiting)] : ["nobody waits"]).slice(0, 12).map((line) => make("li", line)));
   fill($("advice"), (s.advice && s.advice.length ? s.advice : ["none before steps were trained"]).map((line) => make("li", line)));
   showPhases(s);
   showWaste(s);
@@ -191,6 +206,16 @@ function showStatus() {
   }) : [make("caption", "no process on this machine has logged any", "empty")]);
   const dead = s.groups ? s.groups.dead : 0;
   $("dead-count").textContent = dead ? `${dead} groups failed too often` : "none";
+}
+// the page's server ended: with its broker
+function showLost() {
+  const isOver = state.status?.state === "finished";
+  warn(isOver ? "the run is over" : "The run's broker does not answer; this is what it last said. The page goes on when it is back.");
+  if (isOver) return;
+  $("state").textContent = "no answer";
+  $("state").className = "badge stalled";
+  $("eta").textContent = "";
+  fill($("waiting"), [make("li", UNKNOWN)]);
 }
 function warn(text) {
   $("problem").hidden = !text;
@@ -227,7 +252,6 @@ function showTiles() {
   const at = Object.fromEntries((s.worker_columns || []).map((name, i) => [name, i]));
   const workers = rows.filter((row) => row[at.role] === "rollout");
   const present = workers.filter((row) => !["lost", "fenced"].includes(row[at.state]));
-  const sampled = present.reduce((sum, row) => sum + (row[at.tokens_per_s] || 0), 0);
   const evals = (r.evaluations || []).slice().sort((one, two) => one.version - two.version);
   const newest = evals[evals.length - 1];
   fill($("tiles"), [
@@ -235,7 +259,7 @@ function showTiles() {
     [newest ? `${newest.dataset} at version ${newest.version}` : "evaluation", newest ? short(newest.mean_reward) : "–"],
     ["steps per second", short(recent(r.steps_per_s))],
     ["tokens/s trained", short(recent(r.tokens_per_s))],
-    ["tokens/s sampled", short(s.state === "running" && present.length ? sampled : recent(r.rollout_tokens_per_s))],
+    ["tokens/s sampled", short(recent(r.rollout_tokens_per_s))],
     ["lag, mean and largest", s.lag ? `${s.lag.mean.toFixed(2)} · ${s.lag.max}` : "–"],
     ["workers, lost", `${present.length} · ${workers.length - present.length}`],
     ["wasted tokens", short(Object.values(s.waste || {}).reduce((sum, waste) => sum + waste.tokens, 0))],
@@ -422,13 +446,22 @@ async function replay(groups) {
 // --- config ---
 
 async function loadConfig() {
-  const found = await ask("/config");
-  const rows = [];
+  state.config = await ask("/config");
+  showConfig();
+}
+// settings that `slimebus set` changed have their value of now
+function showConfig() {
+  const rows = [], now = (state.status || {}).settings || {};
   const walk = (prefix, value) => {
-    if (value && typeof value === "object" && !Array.isArray(value)) for (const [name, one] of Object.entries(value)) walk(prefix ? `${prefix}.${name}` : name, one);
-    else rows.push(cells([[prefix, ""], [typeof value === "string" ? value : JSON.stringify(value), "text"]]));
+    const name = prefix.split(".").pop();
+    const isChanged = /^(broker|rollout)\.\w+$/.test(prefix) && name in now && String(now[name]) !== String(value) && now[name] !== "unbounded";
+    if (value && typeof value === "object" && !Array.isArray(value)) for (const [key, one] of Object.entries(value)) walk(prefix ? `${prefix}.${key}` : key, one);
+    else rows.push(cells([[prefix, ""], [isChanged ? `${now[name]} (at the start ${value})` : typeof value === "string" ? value : JSON.stringify(value), "text"]]));
   };
-  walk("", found);
+  const seen = JSON.stringify(now);
+  if (!state.config || state.settings === seen && $("config-table").rows.length) return;
+  state.settings = seen;
+  walk("", state.config);
   fill($("config-table"), rows);
 }
 
@@ -446,7 +479,7 @@ function connect() {
   take("status", showStatus);
   take("history", showRecords);
   source.onerror = () => {
-    warn("The run's broker does not answer; this is what it last said. The page goes on when it is back.");
+    showLost();
     if (source.readyState === EventSource.CLOSED) { setTimeout(connect, 2000); }
   };
 }

@@ -22,10 +22,10 @@ Sampling = dict[str, Any]
 GENERATE_TIMEOUT_S = 3600.0
 """The longest that one call may take."""
 WAIT_NOTE_S = 15.0
-"""How often a wait for an engine that starts is told."""
+"""How often a wait for an engine that starts is logged."""
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 2.0
-# SGLang aborts every request whose id begins with the given one: a closing mark keeps "w-1" from ending "w-10".
+# SGLang aborts every request with an id that begins with the given one: a closing mark keeps "w-1" from ending "w-10".
 RID_END = "."
 UNAUTHORIZED = 401
 DONE_STATUS, RETRIED_STATUS = (200, 202), (502, 503, 504)
@@ -101,7 +101,7 @@ class EngineClient:
         cache_key: only requests with the same one share keys and values of a common prefix. session: what a router keeps together.
         A lost connection is retried under other names of the same rids, since SGLang refuses one that it still runs: a sequence may be
         generated twice, but is returned once.
-        UsageError for a request that the engine refuses (400) or whose token ids are outside the vocabulary, EngineError
+        UsageError for a request that the engine refuses (400) or with token ids outside the vocabulary, EngineError
         for any other answer.
         """
         body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}

@@ -1,6 +1,6 @@
 """An engine as a child process: start it, wait until it is ready, end it and everything it started; SGLang's, with CUDA or without.
 
-worker --> process_guard.py --> engine --> what it starts         whoever ends first, those on its right end too
+worker --> process_guard.py --> engine --> what it starts         when one ends, those on its right end too
 """
 
 import os

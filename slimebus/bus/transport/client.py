@@ -1,9 +1,11 @@
 """A client of one server: deadlines, retries, reconnects and heartbeats, from one background thread.
 
 The thread owns the DEALER socket, so requests may come from any thread and heartbeats go on while the caller computes.
-Every request has an id and is sent again when no answer came within `resend_s`, one with bulk frames only on a new connection;
-servers treat repeats as the same request, so a lost connection or a restarted broker costs time and nothing else. Bulk waits here
-while MAX_BULK_BYTES are unanswered, so that heartbeats and leases are not queued behind it and a slow server is not handed more.
+Every request has an id and is sent again on a new connection, one without bulk frames also when no answer came within `resend_s`;
+servers treat repeats as the same request, so a lost connection or a restarted broker costs time and nothing else. Without a connection
+nothing is sent, and at most one heartbeat is under way: a broker that comes back finds one message of each request and not a backlog.
+Bulk waits here while MAX_BULK_BYTES are unanswered, so that heartbeats and leases are not queued behind it and a slow server is not
+handed more.
 
     caller --queue--> thread --DEALER--> server        caller <--Future-- thread <-- reply
 """
@@ -85,7 +87,10 @@ class Client:
         self.on_clock: Callable[[float, float], None] = lambda took_s, offset_s: None
         """Told with each heartbeat's answer how long it took, and by how much the server's clock is ahead of ours, by half of that unsure
         (the offset of NTP, RFC 5905, section 8)."""
+        self.keys_generation = 0
+        """Of the server's allow-list, as the last heartbeat's answer says; 0 without heartbeats or keys."""
         self._beat_every_s, self._next_beat = 0.0, float("inf")
+        self._last_beat: Future[Reply] | None = None
         self._on_hint: Callable[[m.Hint], None] = lambda hint: None
         self._hints: Any = None
         self._hints_address = self._subscribed_to = ""
@@ -98,6 +103,8 @@ class Client:
         os.set_blocking(self._wake_r, False)
         self._context = zmq.Context()
         identity = f"{self.name}/{self.instance}".encode()[:200]
+        self._connection = 0
+        """The number of the connection that requests were last sent through."""
         self._dealer = Dealer(self._context, address, peer=peer, identity=identity, credentials=credentials)
         self._thread = threading.Thread(target=self._loop, name=f"bus-{name}", daemon=True)
         self._thread.start()
@@ -208,15 +215,13 @@ class Client:
     def _loop(self) -> None:
         while not self._closing.is_set():
             self._wait()
-            if self._dealer.follow():
-                for pending in self._pending.values():
-                    pending.resend_at = 0.0
+            self._follow_connection()
             self._receive_hints()
             while not self._outbox.empty():
                 self._add(*self._outbox.get_nowait())
             self._receive()
-            self._expire_and_resend()
             self._heartbeat()
+            self._expire_and_resend()
             self._send_bulk()
         while not self._outbox.empty():
             self._outbox.get_nowait()[1].future.cancel()
@@ -228,9 +233,10 @@ class Client:
         self._context.term()
 
     def _wait(self) -> None:
-        now = time.monotonic()  # bulk that is due and was not sent waits for an answer or a connection, which wake us
-        due = (p.deadline if p.bulk and p.resend_at <= now else min(p.deadline, p.resend_at) for p in self._pending.values())
-        until = min(self._next_beat, self._dealer.reopen_at, now + LONGEST_POLL_S, min(due, default=float("inf")))
+        now = time.monotonic()  # what is due and was not sent waits for an answer or a connection, which wake us
+        due = (p.deadline if p.resend_at <= now else min(p.deadline, p.resend_at) for p in self._pending.values())
+        next_beat = self._next_beat if self._may_beat else float("inf")
+        until = min(next_beat, self._dealer.reopen_at, now + LONGEST_POLL_S, min(due, default=float("inf")))
         poller = zmq.Poller()
         for source in (self._wake_r, self._dealer.socket, self._dealer.monitor, self._hints):
             if source is not None:
@@ -238,6 +244,15 @@ class Client:
         poller.poll(max(0, int((until - now) * 1000) + 1))
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
+
+    def _follow_connection(self) -> None:
+        """Have what was sent through an earlier connection sent again through a new one."""
+        self._dealer.follow()
+        if self._dealer.num_connections != self._connection:
+            self._connection = self._dealer.num_connections
+            for pending in self._pending.values():
+                if pending.sent_on:
+                    pending.resend_at = 0.0
 
     def _receive_hints(self) -> None:
         if self._hints_address != self._subscribed_to:
@@ -259,8 +274,6 @@ class Client:
             pending.resolve(self._fenced)
             return
         self._pending[request_id] = pending
-        if not pending.bulk:
-            self._send(request_id, pending)
 
     def _send_bulk(self) -> None:
         """Send the requests with bulk frames that this connection has not had, oldest first, as far as there is room."""
@@ -365,7 +378,7 @@ class Client:
             return
         self._is_rejoining = True
         log.warning("the %s at %s does not know %s any more; joining again", self.peer, self.address, self.name)
-        self._submit_own(self._hello(), REJOIN_S, self._rejoined)
+        self._submit_own(self._hello(), REJOIN_S, self._rejoined, resend_s=self.resend_s)
 
     def _rejoined(self, future: "Future[Reply]") -> None:
         self._is_rejoining = False
@@ -378,11 +391,14 @@ class Client:
         except SlimebusError as problem:
             self._on_lost(problem)
 
-    def _submit_own(self, message: m.Message, timeout_s: float, then: "Callable[[Future[Reply]], None]") -> None:
+    def _submit_own(
+        self, message: m.Message, timeout_s: float, then: "Callable[[Future[Reply]], None]", *, resend_s: float
+    ) -> "Future[Reply]":
         """Send a request of the thread itself."""
-        pending = Pending(message, (), timeout_s, self.resend_s)
+        pending = Pending(message, (), timeout_s, resend_s)
         pending.future.add_done_callback(then)
         self._add(next(self._ids), pending)
+        return pending.future
 
     def _expire_and_resend(self) -> None:
         now = time.monotonic()
@@ -395,7 +411,7 @@ class Client:
                 text = f"no answer from the {self.peer} at {self.address} to {what!r} in {pending.timeout_s:.0f} s"
                 why = self.refusal or "is it running and is the address right?"
                 pending.resolve(Unreachable(f"{text}; {why} (asked by {self.name} on {host_socket.gethostname()})"))
-            elif now >= pending.resend_at and not pending.bulk:
+            elif now >= pending.resend_at and not pending.bulk and self._dealer.is_connected:
                 pending.resend_at = now + pending.resend_s
                 self._send(request_id, pending)
 
@@ -406,9 +422,15 @@ class Client:
         self._silence.log(self.refusal or "what waits for it is sent again until it does")
         if self._beat is None or now < self._next_beat:
             return
-        self._next_beat = now + self._beat_every_s
         self._silence.begin()
-        self._submit_own(self._beat(), 4 * self._beat_every_s, functools.partial(self._beaten, time.time()))
+        if self._may_beat:
+            self._next_beat, limit_s = now + self._beat_every_s, 4 * self._beat_every_s
+            self._last_beat = self._submit_own(self._beat(), limit_s, functools.partial(self._beaten, time.time()), resend_s=limit_s)
+
+    @property
+    def _may_beat(self) -> bool:
+        """False while a heartbeat waits for its answer, and without a connection: a later one will say what is true then."""
+        return self._dealer.is_connected and (self._last_beat is None or self._last_beat.done())
 
     def _beaten(self, sent_at: float, future: "Future[Reply]") -> None:
         if future.cancelled():
@@ -425,6 +447,7 @@ class Client:
             return
         if self._hints_address and message.hints:  # a broker that was started again may have bound another port
             self._hints_address = message.hints
+        self.keys_generation = message.keys
         if message.time:
             took_s = time.time() - sent_at
             self.on_clock(took_s, message.time - sent_at - took_s / 2)

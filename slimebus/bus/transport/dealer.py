@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -17,15 +17,19 @@ REOPEN_S = 0.5
 """Before the second connection after a refusal; four times as long from the fourth on."""
 
 
-def connect(socket: Any, address: str, pair: KeyPair | None, server_key: str) -> None:
-    """Connect a new socket to the address, encrypted for the server's key where there is a pair. Raises ZMQError for no address."""
-    socket.linger = 0
-    socket.ipv6 = "[" in address
-    close_dead_connections(socket)
-    if pair is not None and server_key:
-        socket.curve_serverkey = server_key.encode()
-        socket.curve_publickey, socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
-    socket.connect(address.replace("localhost", "127.0.0.1"))
+class ServerKey(NamedTuple):
+    """What Credentials are without a file: our pair, and the one public key to expect of the server."""
+
+    pair: KeyPair
+    server: str
+
+    @property
+    def path(self) -> str:
+        """For people."""
+        return f"({self.pair.public})"
+
+    def after_refusal(self) -> None:
+        """There is no other key to try."""
 
 
 class Dealer:
@@ -35,8 +39,12 @@ class Dealer:
     caller sees what it sent through an earlier one.
     """
 
-    def __init__(self, context: Any, address: str, *, peer: str, identity: bytes, credentials: Credentials | None) -> None:
+    def __init__(
+        self, context: Any, address: str, *, peer: str, identity: bytes, credentials: Credentials | ServerKey | None, max_bytes: int = -1
+    ) -> None:
+        """Raises ZMQError, or ValueError, for no address. max_bytes: a server that sends a larger frame is disconnected."""
         self._context, self.address, self.peer, self.identity, self.credentials = context, address, peer, identity, credentials
+        self._max_bytes = max_bytes
         self.refusal, self._num_refusals, self.reopen_at = "", 0, float("inf")
         self.num_connections = 0
         self._open()
@@ -45,13 +53,19 @@ class Dealer:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.identity, self.socket.sndhwm, self.socket.rcvhwm = self.identity, 4096, 4096
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 1000
+        self.socket.maxmsgsize = self._max_bytes
         self.monitor = watch_handshakes(self.socket, CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
         self.is_connected = False
         self._connect(self.socket, self.address)
 
     def _connect(self, socket: Any, address: str) -> None:
-        key = self.credentials
-        connect(socket, address, key.pair if key else None, key.server if key else "")
+        socket.linger = 0
+        socket.ipv6 = "[" in address
+        close_dead_connections(socket)
+        if (key := self.credentials) is not None:
+            socket.curve_serverkey = key.server.encode()
+            socket.curve_publickey, socket.curve_secretkey = key.pair.public.encode(), key.pair.secret.encode()
+        socket.connect(address.replace("localhost", "127.0.0.1"))
 
     def subscribe(self, address: str) -> Any:
         """A new SUB socket for everything published at an address, with the same key."""
@@ -60,8 +74,16 @@ class Dealer:
         self._connect(socket, address)
         return socket
 
-    def follow(self) -> bool:
-        """Note what became of handshakes; True when a refused connection was made anew: libzmq does not try again by itself."""
+    def follow(self) -> None:
+        """Note what became of handshakes; a refused connection is made anew, for libzmq does not try again by itself."""
+        self.note_handshakes()
+        if time.monotonic() >= self.reopen_at:
+            if self.credentials is not None:
+                self.credentials.after_refusal()
+            self.reopen()
+
+    def note_handshakes(self) -> None:
+        """Whether the server took us in, and else why not."""
         for event, value in handshakes(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.refusal, self._num_refusals, self.reopen_at = "", 0, float("inf")
@@ -70,14 +92,12 @@ class Dealer:
                 self.is_connected = False
             elif self.reopen_at == float("inf"):
                 self._note_refusal(event, value)
-        if time.monotonic() < self.reopen_at:
-            return False
+
+    def reopen(self) -> None:
+        """Another connection in the place of this one."""
         self.reopen_at = float("inf")
-        if self.credentials is not None:
-            self.credentials.after_refusal()
         self.close()
         self._open()
-        return True
 
     def _note_refusal(self, event: int, value: int) -> None:
         self._num_refusals += 1

@@ -27,12 +27,12 @@ class Reply(NamedTuple):
 
 
 class Pending:
-    """A request without its answer. sent_on: with bulk, number of the connection that it was sent through."""
+    """A request without its answer. sent_on: number of the connection that it was sent through, 0 before it is sent or sent again."""
 
     def __init__(self, message: Message, bulk: Sequence[Any], timeout_s: float, resend_s: float) -> None:
         now = time.monotonic()
         self.message, self.bulk, self.timeout_s, self.resend_s = message, bulk, timeout_s, resend_s
-        self.deadline, self.resend_at = now + timeout_s, now + (0.0 if bulk else resend_s)
+        self.deadline, self.resend_at = now + timeout_s, now
         self.size_bytes, self.sent_on = sum(map(len, bulk)), 0
         self.future: Future[Reply] = Future()
 

@@ -82,7 +82,7 @@ def _exported(checkpoint: Path, folder: Path) -> Path:
     """The model of RUN_DIR/checkpoints/step_*, in Hugging Face layout, made in this folder by the trainer's command."""
     saved = saved_config(checkpoint.parents[1])
     model = msgspec.structs.replace(saved.config.model, hf_checkpoint=str(saved.model_dir.resolve()))
-    parts = {"run_dir": saved.config.run_dir, "model": model, "trainer": saved.config.trainer, "megatron": saved.config.megatron}
+    parts = {"run_dir": str(saved.run_dir.resolve()), "model": model, "trainer": saved.config.trainer, "megatron": saved.config.megatron}
     (folder / "run.yaml").write_bytes(msgspec.json.encode(parts))
     words = ["export", str(folder / "run.yaml"), "--step", checkpoint.name.removeprefix("step_"), "--out", str(folder / checkpoint.name)]
     if subprocess.run([*SLIMEBUS, *words], check=False, stdout=sys.stderr).returncode:

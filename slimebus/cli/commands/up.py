@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
+from slimebus.config.flags import META, ConfigCommand, accept_changes_option, config_argument, from_context, trainer_options
 from slimebus.config.schema import OPEN_MAPS, flag_of
 from slimebus.process.launch import SLIMEBUS
 
@@ -16,8 +16,9 @@ from slimebus.process.launch import SLIMEBUS
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="[processes] Rollout workers to start.")
 @click.option("--critic", is_flag=True, help="Also start a critic, for advantage_estimator ppo.")
 @click.option("--teacher", metavar="MODEL", help="[path or URL] Also start a teacher: this model, or the engine that runs there.")
+@accept_changes_option
 @click.pass_context
-def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, teacher: str | None) -> None:
+def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, teacher: str | None, accept_changes: bool) -> None:
     """Start broker, trainer and rollout workers of RUN.yaml on this machine, with one log.
 
     Every line carries the role that wrote it; a terminal also shows the run as it goes, and its result. Ctrl-C ends all of them within 5 s.
@@ -33,7 +34,8 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, te
         sys.exit(code)
     consumers = {"critic": ["trainer", "--role", "critic"]} if critic else {}
     consumers |= {"teacher": ["rollout", "--teacher", teacher]} if teacher else {}
-    sys.exit(LocalRun(from_context(ctx, run_yaml), arguments, workers=workers, consumers=consumers).run())
+    run = LocalRun(from_context(ctx, run_yaml), arguments, workers=workers, consumers=consumers, accepts_changes=accept_changes)
+    sys.exit(run.run())
 
 
 def arguments_of(run_yaml: Path | None, flags: dict[str, object]) -> list[str]:

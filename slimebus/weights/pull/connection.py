@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import secrets
 import threading
 import time
 import weakref
@@ -15,8 +16,7 @@ import zmq
 from slimebus.bus import envelope
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable
 from slimebus.bus.messages import Error, Message
-from slimebus.bus.transport.curve import end_watch, handshakes, refusal, watch_handshakes
-from slimebus.bus.transport.dealer import connect
+from slimebus.bus.transport.dealer import Dealer, ServerKey
 from slimebus.security.exposure import is_local
 from slimebus.security.key_file import KeyPair
 from slimebus.weights.messages import TYPES
@@ -47,26 +47,31 @@ class WeightServerConnection:
 
     stall_s: silence after which the connection is taken for lost; twice as long after each time that a new one was silent too.
     endpoint: tcp://HOST:PORT, with `?key=` and the server's public key where it has one; then `pair` is the key to show there.
-    refusal: why the server did not take us in, when the last handshake failed.
     """
 
     def __init__(self, endpoint: str, *, name: str, stall_s: float, pair: KeyPair | None = None) -> None:
-        self.endpoint, _, self._server_key = endpoint.partition(KEY_MARK)
-        if self._server_key and pair is None:
+        self.endpoint, _, server_key = endpoint.partition(KEY_MARK)
+        if server_key and pair is None:
             raise FatalWeightsError(f"the weight server at {self.endpoint} takes nobody without a key; give the folder of keys with --keys")
-        self._name, self.stall_s, self._pair = name, stall_s, pair
+        self._name, self.stall_s = name, stall_s
         self._open: set[int] = set()
         self._patience = 1
-        self.refusal = ""
         self.refused: Counter[str] = Counter()
-        self._context = zmq.Context()
         self._next_id = 0
-        self._sockets: list[Any] = []
+        key = ServerKey(pair, server_key) if pair is not None and server_key else None
+        identity, context = f"{name}/{secrets.token_hex(4)}".encode(), zmq.Context()
+        try:
+            self.dealer = Dealer(
+                context, self.endpoint, peer="weight server", identity=identity, credentials=key, max_bytes=MAX_FRAME_BYTES
+            )
+        except (zmq.ZMQError, ValueError) as bad:
+            context.destroy(0)
+            raise FatalWeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}") from None
         # Left to the collector, a context would wait for its sockets for ever, in whichever thread that happens to be.
-        self.close = weakref.finalize(self, _end, self._context, self._sockets)
+        self.close = weakref.finalize(self, _end, context, self.dealer)
         """Closing again does nothing."""
         self.close.atexit = False
-        self._connect()
+        self.listen()
 
     def send(self, message: Message) -> int:
         """Send a request and return its id."""
@@ -76,16 +81,16 @@ class WeightServerConnection:
             self.listen()  # before, there was nothing to say
         self._open.add(self._next_id)
         with contextlib.suppress(zmq.Again):  # the queue to a server that is away is full: a stall, after which all is sent again
-            self.socket.send(header, zmq.NOBLOCK)
+            self.dealer.socket.send(header, zmq.NOBLOCK)
         return self._next_id
 
     def receive(self, timeout_s: float) -> list[Answer]:
         """The answers that came; waits at most timeout_s for the first."""
         answers: list[Answer] = []
-        if self.socket.poll(round(timeout_s * 1000)):
+        if self.dealer.socket.poll(round(timeout_s * 1000)):
             with contextlib.suppress(zmq.Again):
                 while len(answers) < MAX_BURST:
-                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = self.dealer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                     answers += self._parse([frame.buffer for frame in frames])
         return answers
 
@@ -120,7 +125,7 @@ class WeightServerConnection:
                 self.reconnect()
                 wanted = self.send(message)
         silent = f"no answer from the weight server at {self.endpoint} in {time.monotonic() - started:.0f} s"
-        raise Unreachable(f"{silent}; {self.refusal or self._advice}")
+        raise Unreachable(f"{silent}; {self.dealer.refusal or self._advice}")
 
     @property
     def _advice(self) -> str:
@@ -130,7 +135,7 @@ class WeightServerConnection:
 
     def listen(self) -> None:
         """Silence counts from now."""
-        self._heard_at = time.monotonic()
+        self._heard_at, self._jitter = time.monotonic(), random.uniform(0.8, 1.2)
 
     @property
     def is_stalled(self) -> bool:
@@ -149,38 +154,14 @@ class WeightServerConnection:
         """A new connection; requests that were under way are lost."""
         self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._open.clear()
-        for event, value in handshakes(self._monitor):
-            key = f"({self._pair.public})" if self._server_key and self._pair else ""
-            self.refusal = refusal(event, value, server="weight server", key=key)
-        log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, self._silent_s, self.refusal or self._advice)
-        _close(*self._sockets)
-        self._connect()
-
-    def _connect(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)
-        """The connection of the moment, to wait on."""
-        self.socket.rcvhwm = self.socket.sndhwm = 1000
-        self.socket.maxmsgsize = MAX_FRAME_BYTES
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = watch_handshakes(self.socket)
-        self._sockets[:] = self.socket, self._monitor
-        try:
-            connect(self.socket, self.endpoint, self._pair, self._server_key)
-        except (zmq.ZMQError, ValueError) as bad:
-            self.close()
-            raise FatalWeightsError(f"{self.endpoint[:200]!r} is no address of a weight server: {bad}") from None
+        self.dealer.note_handshakes()
+        log.info("no word from the weight server at %s for %.0f s; %s", self.endpoint, self._silent_s, self.dealer.refusal or self._advice)
+        self.dealer.reopen()
         self.listen()
-        self._jitter = random.uniform(0.8, 1.2)
 
 
-def _close(socket: Any, monitor: Any) -> None:
-    end_watch(socket, monitor)
-    socket.close(linger=0)
-
-
-def _end(context: Any, sockets: list[Any]) -> None:
-    _close(*sockets)
+def _end(context: Any, dealer: Dealer) -> None:
+    dealer.close()
     context.term()
 
 
@@ -188,5 +169,5 @@ def wait_for_any(connections: Sequence[WeightServerConnection], timeout_s: float
     """Return when something has come on one of the connections, or after timeout_s seconds."""
     poller = zmq.Poller()
     for connection in connections:
-        poller.register(connection.socket, zmq.POLLIN)
+        poller.register(connection.dealer.socket, zmq.POLLIN)
     poller.poll(round(1000 * timeout_s))

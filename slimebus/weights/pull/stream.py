@@ -98,7 +98,7 @@ class Stream:
     def missing_text(self) -> str:
         """For people: what has not come, and from whom."""
         total, missing = sum(download.size for download in self.downloads), sum(download.missing_bytes for download in self.downloads)
-        problem = f": {self.connection.refusal}" if self.connection.refusal else ""
+        problem = f": {self.connection.dealer.refusal}" if self.connection.dealer.refusal else ""
         return f"{self.connection.endpoint} had not sent {missing} of {total} bytes, and nothing for {self.quiet_s:.1f} s{problem}"
 
     def _send(self, chunk: Chunk) -> None:

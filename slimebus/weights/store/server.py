@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from slimebus.bus.envelope import error_reply
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, WeightsError
 from slimebus.bus.messages import Message
-from slimebus.bus.transport.server import Request, Server, describe
+from slimebus.bus.transport.server import Limits, Request, Server, describe
 from slimebus.security.keyring import Keyring
 from slimebus.weights.messages import (
     MAX_CHUNK_BYTES,
@@ -137,14 +137,15 @@ class WeightServer:
     """Answers pullers until `close`. endpoint: the address it got (port 0 binds any free port).
 
     degree: how many workers pull from this server when they pass on what they have; the others pull from them. 0: all from here.
-    keyring: the keys that may pull; None: anyone.
+    keyring: the keys that may pull; None: anyone. limits: every worker of the run keeps a connection.
     """
 
     def __init__(
-        self, store: VersionStore | RelayPayloads, bind: str = "tcp://127.0.0.1:0", *, degree: int = 0, keyring: Keyring | None = None
-    ) -> None:
+        self, store: VersionStore | RelayPayloads, bind: str = "tcp://127.0.0.1:0", *, degree: int = 0, keyring: Keyring | None = None,
+        limits: Limits | None = None,
+    ) -> None:  # fmt: skip
         self._store, self._fanout = store, Fanout(degree) if degree else None
-        self._server = Server(bind, name="weights", types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring)
+        self._server = Server(bind, name="weights", types=TYPES, max_message_bytes=MAX_REQUEST_BYTES, keyring=keyring, limits=limits)
         self.endpoint = self._server.endpoint
         self.refused = self._server.refused
         """Messages refused, by error code."""

@@ -1,5 +1,6 @@
 """The staleness bound that changes by itself: down when stale samples weigh too little, up when the trainer waits, within its range."""
 
+import math
 from typing import Any
 
 import pytest
@@ -110,6 +111,14 @@ def test_steps_of_an_abandoned_timeline_do_not_judge_the_bound(new_desk: Any) ->
     assert [row["step"] for row in pilot.desk.status["steps"]] == list(range(2 * WINDOW - 3))
     pilot.steps(1, ess=0.5, wait_s=0.0, train_s=1.0)
     assert pilot.bound == 1  # the change counts from where the timeline was gone back to
+
+
+def test_the_error_of_the_engine_alone_lowers_no_bound_however_long_samples_are(new_desk: Any) -> None:
+    """Logprobs off by a deviation of 0.02, samples of 4,096 tokens: 0.19 of the samples, at every lag."""
+    pilot = Pilot(new_desk, max_staleness=3, target_ess=0.95)
+    sizes = {"lag/all/ess_sequence": math.exp(-(0.02**2) * 4096), "lag/all/ess_token": math.exp(-(0.02**2))}
+    pilot.steps(2 * WINDOW, **sizes, wait_s=0.0, train_s=1.0)
+    assert pilot.bound == 3
 
 
 def test_nobody_sets_a_bound_above_the_ceiling(new_desk: Any) -> None:

@@ -1,6 +1,7 @@
 """Consumers: cursors of their own, fields put late, groups that are held until their fields are there."""
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -55,6 +56,20 @@ def test_a_consumer_reads_every_group_once_it_is_acknowledged_and_takes_none_fro
     assert names(second) == made[3:]
     assert not read(critic, after=second.groups[-1].position).groups
     assert critic.batch(0) == made[:2]
+
+
+def test_a_read_looks_at_no_more_groups_than_it_is_answered_with(critic: Any) -> None:
+    made = critic.fill(4)
+    seen: list[str] = []
+    rest = critic.state.groups.arrived_after
+
+    def arrived_after(position: int) -> Iterator[Any]:
+        return (seen.append(group.id) or group for group in rest(position))  # type: ignore[func-returns-value]
+
+    critic.state.groups.arrived_after = arrived_after
+    assert names(read(critic, count=1)) == made[:1] == seen
+    assert isinstance(rest(0), Iterator), "nothing makes a list of what lies behind"
+    assert critic.status["consumers"][0]["behind"] == 4
 
 
 def test_consumers_have_cursors_of_their_own(critic: Any) -> None:

@@ -283,3 +283,12 @@ def test_no_key_of_the_store_is_longer_than_lmdb_takes(desk: Any) -> None:
     longest = "import/" + "x" * (m.MAX_GROUP_BYTES - 7)
     assert desk.ask("me", m.Import(group=longest), bulk=[b"\x81\xa6prompt\xa1p"], run="").done
     assert len(field_key(longest, "f" * 64).encode()) <= 511
+
+
+def test_a_lease_is_left_while_a_heartbeat_sent_before_its_deadline_may_be_unread(desk: Any) -> None:
+    desk.lease()
+    desk.now += 11.0
+    desk.perform(desk.machine.tick(desk.now, heard_until=desk.now - 2.0))
+    assert desk.status["groups"]["leased"] == 1
+    desk.perform(desk.machine.tick(desk.now, heard_until=desk.now))
+    assert desk.status["groups"]["leased"] == 0

@@ -52,6 +52,18 @@ def test_what_a_batch_leaves_behind_is_recalled_and_goes_first_under_the_next_ve
     assert desk.status["waste"] == {}
 
 
+def test_one_hint_tells_of_all_leases_that_are_recalled_together(new_desk: Any) -> None:
+    desk = new_desk(max_staleness=5, masks_offpolicy=True)
+    desk.begin()
+    groups = lease(desk, 12)
+    for group in groups[:2]:
+        desk.put(group)
+    desk.train(0)
+    before = len(desk.hints)
+    assert desk.ask("operator", m.Set(key="k", settings={"max_staleness": 0.0})).changed
+    assert [hint.recalls for hint in desk.hints[before:]] == [10]
+
+
 def test_without_the_mask_it_is_taken_back_at_once(new_desk: Any) -> None:
     desk, groups = begun(new_desk, masks_offpolicy=False)
     assert (desk.hints[-1].recalls, desk.status["groups"]["leased"]) == (0, 0)

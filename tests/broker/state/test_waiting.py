@@ -107,6 +107,19 @@ def test_bursts_look_at_one_waiting_lease_of_each_kind_while_nobody_can_be_serve
     assert not crowd.state.groups.leased_by("w8")
 
 
+def test_one_free_place_looks_at_the_first_of_those_that_wait_for_it(new_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = new_desk(max_staleness=0, max_clients=500)
+    desk.begin()
+    (group, _) = desk.lease(2)
+    for number in range(200):
+        desk.join(f"w{number}", "rollout")
+        desk.send(f"w{number}", m.Lease(want=1, wait_s=600.0, lineage="L", serving=0))
+    looked_at = Calls(monkeypatch, leases, "_can_begin")
+    desk.ask("w", m.GiveBack(group=group.group, lease=group.lease, outcome="requeue", reason="leaves"))
+    assert [g.id for g in desk.state.groups.leased_by("w0")] == [group.group]
+    assert looked_at.count <= 2
+
+
 def test_an_ended_source_is_not_asked_for_each_waiting_lease(new_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = new_desk(prompts=0, max_clients=500)
     desk.begin()

@@ -78,43 +78,6 @@ def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(qwen3, core
         torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_a_stop_token_ends_the_sequence_and_is_kept(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    prompt = prompts(1)[0]
-    tokens, _ = greedy(model, prompt, 6)
-    stop = tokens[3]
-    core = core_of(path)
-    sequence = sequence_of("a", prompt, max_new_tokens=20, stop_ids=frozenset({EOS, stop}))
-    core.add([sequence])
-    run(core)
-    assert sequence.output_ids == tokens[: tokens.index(stop) + 1]
-    assert sequence.finish_reason == {"type": "stop", "matched": stop}
-
-
-def test_min_new_tokens_forbids_an_early_stop(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    prompt = prompts(1)[0]
-    stop = greedy(model, prompt, 1)[0][0]
-    sequence = sequence_of("a", prompt, max_new_tokens=6, min_new_tokens=4, stop_ids=frozenset({stop}))
-    core = core_of(path)
-    core.add([sequence])
-    run(core)
-    assert len(sequence.output_ids) >= 4
-    assert stop not in sequence.output_ids[:4]
-
-
-def test_a_shared_prompt_is_computed_once_and_gives_every_copy_the_same(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    prompt = prompts(1)[0]
-    core = core_of(path)
-    sequences = [sequence_of(f"{i}.", prompt) for i in range(4)]
-    core.add(sequences)
-    run(core)
-    expected, _ = greedy(model, prompt, 8)
-    assert [sequence.output_ids for sequence in sequences] == [expected] * 4
-    assert [sequence.num_cached_tokens for sequence in sequences] == [0, *[len(prompt) - 1] * 3]
-
-
 def test_an_aborted_sequence_keeps_what_it_has_and_the_others_go_on(qwen3, core_of, sequence_of):
     path, model = qwen3
     core = core_of(path)
@@ -174,30 +137,6 @@ def test_retract_and_swap_recompute_the_cache_with_the_new_weights(qwen3, core_o
     run(core)
     assert sequence.output_ids[2:] == greedy(other, sequence.prompt + sequence.output_ids[:2], 4)[0]
     assert sequence.version_spans == [("v1", 0, 2), ("v2", 2, 6)]
-
-
-def test_input_logprobs_score_the_prompt(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    prompt = [5, 6, 7, 8, 9]
-    core = core_of(path)
-    scored = sequence_of("a", prompt, logprob_start=1, max_new_tokens=0)
-    core.add([scored, sequence_of("b", [3, 4], max_new_tokens=2)])
-    run(core)
-    with torch.no_grad():
-        rows = model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
-    expected = [float(rows[i, prompt[i + 1]]) for i in range(1, 4)]
-    torch.testing.assert_close(scored.input_logprobs, expected, atol=1e-5, rtol=0)
-    assert (scored.output_ids, scored.finish_reason) == ([], {"type": "length", "length": 0})
-
-
-def test_a_frequency_penalty_counts_only_what_was_generated(qwen3, core_of, sequence_of):
-    path, _ = qwen3
-    core = core_of(path)
-    plain, penalised = sequence_of("a", [4, 5], max_new_tokens=24), sequence_of("b", [4, 5], max_new_tokens=24, frequency_penalty=2.0)
-    core.add([plain, penalised])
-    run(core)
-    assert plain.output_ids[0] == penalised.output_ids[0]
-    assert len(set(penalised.output_ids)) > len(set(plain.output_ids))
 
 
 def test_a_small_cache_queues_instead_of_failing(qwen3, core_of, sequence_of):

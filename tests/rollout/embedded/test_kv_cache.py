@@ -70,8 +70,10 @@ def test_a_scored_prompt_is_computed_from_where_its_scores_begin(qwen3, core_of,
     path, model = qwen3
     core, prompt = core_of(path), tokens(random.Random(3), 30)
     run(core, sequence_of("a", prompt))
-    scored = sequence_of("b", prompt, logprob_start=18, max_new_tokens=0)
-    run(core, scored)
+    scored, beside = sequence_of("b", prompt, logprob_start=18, max_new_tokens=0), sequence_of("c", [3, 4])
+    run(core, scored, beside)
+    assert (scored.output_ids, scored.finish_reason) == ([], {"type": "length", "length": 0})
+    assert_exact(model, beside)
     with torch.no_grad():
         rows = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     expected = [float(rows[i, prompt[i + 1]]) for i in range(18, 29)]

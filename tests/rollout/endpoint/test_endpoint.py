@@ -2,17 +2,24 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from talk import CALL, CHAT, END, TOOLS, Policy, ask, client_of, post, session, visit
+from waiting import wait_until
 
 from rollout.endpoint import Agent, OutsideAgents
+from rollout.endpoint.server import Endpoint
 from rollout.samples.plugins import PluginError
 from rollout.samples.response import Response, Task
 from rollout.samples.session import Session
@@ -130,8 +137,6 @@ def test_a_conversation_that_was_rewritten_is_another_sample_and_counted() -> No
     ("more", "words"),
     [
         ({"n": 2}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
         ({"messages": []}, "messages"),
@@ -147,6 +152,20 @@ def test_what_it_cannot_do_is_a_400_that_says_so(more: dict[str, Any], words: st
     assert len(play(session(Policy("A")), agent).responses()) == 1
 
 
+def test_what_else_a_request_has_is_taken_without_effect() -> None:
+    async def agent(task: Task, client: AsyncOpenAI) -> None:
+        named = {"type": "function", "function": {"name": "add"}}
+        more = {"response_format": {"type": "json_object"}, "reasoning_effort": "low", "logit_bias": {"1": 5}, "prompt_cache_key": "x"}
+        extra = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 5, "model": None}
+        for choice in ("required", named):
+            answer = await ask(client, CHAT, tools=TOOLS, tool_choice=choice, extra_body=extra, **more)
+            assert answer.choices[0].message.tool_calls[0].function.name == "add"
+        assert (await client.completions.create(model="any", prompt=[[ord("z")]])).choices[0].text == "C"
+
+    play(session(policy := Policy(CALL, CALL, "C")), agent)
+    assert policy.sampling == [{"max_new_tokens": 50}] * 3
+
+
 def test_a_call_that_is_malformed_stays_text() -> None:
     async def agent(task: Task, client: AsyncOpenAI) -> None:
         for expected in ('<tool_call>{"name": </tool_call>', '<tool_call>{"name": "f", "arguments": 3}</tool_call>'):
@@ -156,13 +175,106 @@ def test_a_call_that_is_malformed_stays_text() -> None:
     play(session(Policy('<tool_call>{"name": </tool_call>', '<tool_call>{"name": "f", "arguments": 3}</tool_call>')), agent)
 
 
-def test_a_full_context_is_a_reply_that_was_cut_off() -> None:
+def test_a_context_that_is_too_long_is_refused_as_openai_does_and_nothing_of_it_is_recorded() -> None:
     async def agent(task: Task, client: AsyncOpenAI) -> None:
-        await ask(client, CHAT)
-        choice = (await ask(client, [*CHAT, {"role": "assistant", "content": "A" * 40}, {"role": "user", "content": "more"}])).choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("length", "")
+        for known in ([], [*CHAT, (await ask(client, CHAT)).choices[0].message]):
+            with pytest.raises(openai.BadRequestError, match=r"maximum context length is 60 tokens\. However, your messages") as refused:
+                await ask(client, [*known, {"role": "user", "content": "x" * 1000}])
+            assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client.completions.create(model="any", prompt="x" * 1000)
+        await ask(client, [*known, {"role": "user", "content": "ok"}])
 
-    play(session(Policy("A" * 40), max_context_len=60), agent)
+    made = play(session(Policy("A", "B"), max_context_len=60), agent)
+    (response,) = made.responses()
+    assert (trained(response), response.turn, made.metadata) == ([ord("A"), END, ord("B"), END], 1, {"contexts": 1})
+
+
+@pytest.mark.parametrize("text", [f"<think>{CALL}</think>{CALL}", f"{CALL}</think>{CALL}", f"<think>{CALL}"])
+def test_a_call_that_is_only_thought_of_is_none(text: str) -> None:
+    async def agent(task: Task, client: AsyncOpenAI) -> None:
+        message = (await ask(client, CHAT, tools=TOOLS)).choices[0].message
+        assert len(message.tool_calls or []) == text.count("</think>")
+        assert message.content == text.removesuffix(CALL if "</think>" in text else "")
+
+    play(session(Policy(text)), agent)
+
+
+def test_a_parser_of_sglang_sees_the_marks_that_are_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    async def parsed(client: Any, parser: str, text: str, tools: Any) -> tuple[str, list[Any]]:
+        seen.append(text)
+        return text, []
+
+    monkeypatch.setattr("rollout.endpoint.server.parse_by_sglang", parsed)
+    policy = Policy(f"a{chr(END)}b")
+    policy.pool = SimpleNamespace(engines_of=lambda model: [SimpleNamespace(client=None)])  # type: ignore[attr-defined]
+
+    async def whole() -> None:
+        endpoint = Endpoint(tool_call_parser="mistral")
+        await endpoint.start("127.0.0.1", 0)
+        slot = endpoint.open(session(policy))
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=slot.name) as client:
+            assert (await ask(client, CHAT, tools=TOOLS)).choices[0].message.content == "ab"
+        await endpoint.close()
+
+    asyncio.run(whole())
+    assert seen == [f"a{chr(END)}b"], "without the token that ended the reply"
+
+
+def test_a_text_with_the_marks_of_the_template_goes_on_from_the_record() -> None:
+    async def agent(task: Task, client: AsyncOpenAI) -> None:
+        await client.completions.create(model="any", prompt="ab")
+        await client.completions.create(model="any", prompt=f"abA{chr(END)}user:x")
+
+    made = play(session(Policy("A", "B"), "ab"), agent)
+    assert [trained(response) for response in made.responses()] == [[ord("A"), END, ord("B"), END]]
+
+
+def test_a_turn_whose_client_left_is_not_trained_and_its_retry_is_one() -> None:
+    class Slow(Policy):
+        left = False
+
+        async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
+            if not self.left:
+                self.left = True
+                asked.set()
+                await asyncio.sleep(60)
+            return await super().sample(tasks, begun)
+
+    asked = asyncio.Event()
+
+    async def agent(task: Task, client: AsyncOpenAI) -> None:
+        first = asyncio.create_task(ask(client, CHAT, stream=True))
+        await asked.wait()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await ask(client, CHAT)
+
+    (response,) = play(session(Slow("A")), agent).responses()
+    assert trained(response) == [ord("A"), END]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_is_kept_alive_while_its_reply_is_made(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr("rollout.endpoint.server.KEEP_ALIVE_S", 0.01)
+
+    class Slow(Policy):
+        async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
+            await asyncio.sleep(0.1)
+            if fails:
+                raise ValueError("mine")
+            return await super().sample(tasks, begun)
+
+    async def agent(task: Task, client: AsyncOpenAI) -> None:
+        response = await client.chat.completions.with_raw_response.create(model="x", messages=CHAT, stream=True)  # type: ignore[call-overload]
+        lines = [line async for line in response.http_response.aiter_lines() if line]
+        assert lines[0] == lines[1] == ": the reply is not there yet"
+        assert lines[-1] == "data: [DONE]"
+        assert ("mine" in lines[-2]) == fails
+
+    play(session(Slow("A")), agent)
 
 
 def test_an_agents_error_is_the_agents_and_an_engines_the_engines() -> None:
@@ -181,6 +293,45 @@ def test_an_agents_error_is_the_agents_and_an_engines_the_engines() -> None:
 
     with pytest.raises(Unreachable, match="no engine"):
         play(session(Gone()), asks)
+
+
+def test_an_agents_clients_share_their_connections() -> None:
+    class Own(Agent):
+        async def run(self, task: Task, base_url: str, api_key: str) -> float:
+            one, two = self.client(api_key), self.client(api_key)
+            assert one._client is two._client
+            return float((await ask(one, CHAT)).choices[0].message.content == "A")
+
+    async def whole(made: Session) -> None:
+        agent = Own()
+        await agent.setup()
+        await agent.generate(made)
+        await agent.teardown()
+        assert agent._http.is_closed
+
+    asyncio.run(whole(made := session(Policy("A"))))
+    assert made.reward == 1.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_an_agents_program_started_ends_with_its_session_and_with_a_killed_worker(tmp_path: Path, number: signal.Signals) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import asyncio, sys, signal\nfrom rollout.endpoint import Agent\n"
+        "class Own(Agent):\n    command = ['sh', '-c', f'sleep 987 & echo $! $SLIMEBUS_SECRET > {sys.argv[1]}; wait']\n"
+        "class Nothing: prompt = label = metadata = None\n"
+        "async def main():\n    task = asyncio.ensure_future(Own().run(Nothing, '', ''))\n"
+        "    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)\n"
+        "    await asyncio.gather(task, return_exceptions=True)\n"
+        "asyncio.run(main())\n"
+    )
+    written = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, worker, written], env=os.environ | {"SLIMEBUS_SECRET": "key"})
+    wait_until("its process id", lambda: written.is_file() and written.read_text().endswith("\n"))
+    (pid,) = written.read_text().split()  # and no secret of ours
+    process.send_signal(number)
+    process.wait(20)
+    wait_until("end of what it started", lambda: not psutil.pid_exists(int(pid)))
 
 
 def test_a_program_of_its_own_gets_the_task_and_the_address(tmp_path: Path) -> None:

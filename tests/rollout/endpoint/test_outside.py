@@ -1,12 +1,13 @@
 """Agents from outside that leave, hurry, repeat themselves or send nonsense: none of it reaches another agent's session."""
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 from jinja2 import TemplateError
 from letters import Letters
 from openai import AsyncOpenAI
@@ -99,9 +100,9 @@ def test_a_request_that_waited_behind_the_end_is_refused() -> None:
     async def talk(agents: OutsideAgents, made: list[Session]) -> None:
         first = asyncio.create_task(turn(agents, "one"))
         await policy.asked.wait()
-        seat = agents.endpoint._seats["one"]
+        slot = agents.endpoint._slots["one"]
         second = asyncio.create_task(turn(agents, "one"))
-        while not seat.turn._waiters:  # type: ignore[attr-defined]
+        while not slot.turn._waiters:  # type: ignore[attr-defined]
             await asyncio.sleep(0.001)
         await post(agents, "/sessions/one/reward", {"reward": 1.0})
         policy.go.set()
@@ -115,20 +116,24 @@ def test_a_request_that_waited_behind_the_end_is_refused() -> None:
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[web.Request]:
-    """The requests that wait for a session, as they begin to."""
-    requests: asyncio.Queue[web.Request] = asyncio.Queue()
+def waiting(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
+    """The names of requests that wait for a session, as they begin to; "left" once one has left."""
+    requests: asyncio.Queue[str] = asyncio.Queue()
     claim = Endpoint._claim
 
-    async def noted(self: Endpoint, name: str, request: web.Request) -> Any:
-        requests.put_nowait(request)
-        return await claim(self, name, request)
+    async def noted(self: Endpoint, name: str) -> Any:
+        requests.put_nowait(name)
+        try:
+            return await claim(self, name)
+        except asyncio.CancelledError:
+            requests.put_nowait("left")
+            raise
 
     monkeypatch.setattr(Endpoint, "_claim", noted)
     return requests
 
 
-def test_two_first_requests_of_one_id_take_one_session(waiting: asyncio.Queue[web.Request]) -> None:
+def test_two_first_requests_of_one_id_take_one_session(waiting: asyncio.Queue[str]) -> None:
     async def whole() -> list[Session]:
         agents, made = OutsideAgents(), [session(Policy("A", "B")), session(Policy("C", "D"))]
         agents.bind = "127.0.0.1:0"
@@ -147,18 +152,17 @@ def test_two_first_requests_of_one_id_take_one_session(waiting: asyncio.Queue[we
     assert [len(texts(one)) for one in asyncio.run(whole())] == [2, 0]
 
 
-def test_a_client_that_left_takes_no_session(waiting: asyncio.Queue[web.Request]) -> None:
+def test_a_client_that_left_takes_no_session(waiting: asyncio.Queue[str]) -> None:
     async def whole() -> int:
         agents = OutsideAgents()
         agents.bind = "127.0.0.1:0"
         await agents.setup()
         async with aiohttp.ClientSession() as http:
             gone = asyncio.create_task(http.post(agents.endpoint.base_url + "/sessions"))
-            request = await waiting.get()
+            await waiting.get()
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
-        while request.transport is not None:
-            await asyncio.sleep(0.001)
+        assert await waiting.get() == "left"
         offered = asyncio.create_task(agents.generate(session(Policy("A"))))
         async with asyncio.timeout(5):
             status, _ = await post(agents, "/sessions")
@@ -168,6 +172,67 @@ def test_a_client_that_left_takes_no_session(waiting: asyncio.Queue[web.Request]
         return status
 
     assert asyncio.run(whole()) == 200
+
+
+def test_a_session_that_ended_before_anybody_took_it_is_let_go_of() -> None:
+    async def whole() -> tuple[int, str]:
+        endpoint = Endpoint()
+        made = [session(Policy()) for _ in range(100)]
+        for one in made:
+            endpoint.release(endpoint.publish(one))
+        last = endpoint.publish(session(Policy()))
+        assert (last.session.is_waiting, made[0].is_waiting, len(endpoint._free)) == (True, False, 1)
+        return len(endpoint._slots), (await endpoint._claim("one")).name
+
+    assert asyncio.run(whole()) == (0, "one")
+
+
+def test_no_time_passes_while_a_session_waits_for_an_agent() -> None:
+    async def whole() -> None:
+        endpoint, made = Endpoint(), session(Policy())
+        slot = endpoint.publish(made)
+        made.began_at -= 1000.0
+        assert made.is_waiting
+        assert await endpoint._claim("one") is slot
+        assert not made.is_waiting
+        assert time.monotonic() - made.began_at < 100
+
+    asyncio.run(whole())
+
+
+class Judged(OutsideAgents):
+    def judge(self, made: Session, messages: list[dict[str, Any]]) -> float | None:
+        """Plain, slow for one agent; raises for another."""
+        said = messages[-1]["content"]
+        if said == "wait":
+            go.wait(20)
+            return 0.25 if made.text == "A" else None
+        if said == "raise":
+            raise KeyError("no such grade")
+        return 0.5
+
+
+go = threading.Event()
+
+
+def test_neither_its_own_reply_nor_another_waits_for_a_slow_judge_and_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    go.clear()
+
+    async def talk(agents: OutsideAgents, made: list[Session]) -> None:
+        async with client_of(agents, "one") as one, client_of(agents, "two") as two:
+            for client in (one, two):
+                await ask(client, CHAT)
+            assert (await ask(one, [*CHAT, {"role": "assistant", "content": "A"}, {"role": "user", "content": "wait"}])).choices
+            assert (await ask(two, [*CHAT, {"role": "assistant", "content": "C"}, {"role": "user", "content": "raise"}])).choices
+        for name in ("one", "two"):
+            await post(agents, f"/sessions/{name}", method="DELETE")
+        go.set()
+
+    first, second = visit(talk, Policy("A", "B"), Policy("C", "D"), hook=Judged)
+    assert (first.reward, texts(first)) == (0.25, ["B"])
+    assert (second.reward, texts(second)) == (None, ["D"])
+    assert "Judged.judge failed at" in caplog.text
+    assert "KeyError: 'no such grade'" in caplog.text
 
 
 def test_a_session_id_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_a_branch_trains_what_it_adds_and_no_token_is_trained_twice() -> None:
         await asyncio.gather(*(branch.generate(temperature=0.5) for branch in branches))
 
     made = play(session("ab", Policy("x", "y", "z")), hook)
-    samples = [to_sample(response) for one in made.family for response in one.responses()]
+    samples = [to_sample(response) for one in made.branches for response in one.responses()]
     assert [Letters().decode(s.tokens) for s in samples] == ["abx", "abxy", "abxz"]
     assert [s.loss_mask.tolist() for s in samples] == [[0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
     assert [s.trajectory for s in samples] == [2, 2, 2]

@@ -84,6 +84,15 @@ def test_the_time_for_sampling_does_not_cover_rewards(tmp_path: Path) -> None:
         make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g", generate_timeout_s="0.2"))
 
 
+def test_what_a_session_waits_for_an_agent_is_not_counted(tmp_path: Path) -> None:
+    plug = (
+        "import asyncio, time\nasync def g(session):\n    session.is_waiting = True\n    await asyncio.sleep(0.6)\n"
+        "    session.is_waiting, session.began_at = False, time.monotonic()\n    await session.generate()\n"
+    )
+    samples = make(maker(tmp_path, plug, custom_generate_function_path="plug.py:g", generate_timeout_s="0.3"))
+    assert [s.status for s in samples] == ["completed"] * 3
+
+
 def test_a_filter_drops_training_groups_only(tmp_path: Path) -> None:
     plug = "def keep(samples):\n    return len({s.reward for s in samples}) > 1\n"
     made = maker(tmp_path, plug, dynamic_sampling_filter_path="plug.py:keep")
@@ -154,9 +163,10 @@ def test_what_was_not_set_up_is_not_torn_down(tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_prompt_that_is_too_long_is_dropped_in_training_only(tmp_path: Path) -> None:
-    made = maker(tmp_path, rollout_max_prompt_len="1")
-    with pytest.raises(Dropped, match="a prompt of 2 tokens, above rollout_max_prompt_len"):
-        make(made)
+    for field in ("rollout_max_context_len", "rollout_max_prompt_len"):
+        made = maker(tmp_path, **{field: "1"})
+        with pytest.raises(Dropped, match=f"a prompt of 2 tokens, above {field}"):
+            make(made)
     assert len(make(made, kind="eval")) == 3
 
 

@@ -1,5 +1,6 @@
 """What a config names is looked for on this machine, and everything that is missing is told at once."""
 
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -18,12 +19,21 @@ from trainer.arguments.checks import CheckReply
 REWARD = "def reward(response):\n    return 1.0\n"
 
 
+EMPTY_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
+
+
+def weights(num_bytes: int, present: int) -> bytes:
+    """A safetensors file whose header names so many bytes of a tensor."""
+    header = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}})
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(present)
+
+
 def complete(folder: Path, **changes: Any) -> Path:
     """A run.yaml whose files are there; changes: section__field=value."""
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "2+2=", "label": "4"}) + "\n")
     (folder / "model").mkdir(exist_ok=True)
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (folder / "model" / name).write_text("{}")
+    for name, content in {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": EMPTY_WEIGHTS}.items():
+        (folder / "model" / name).write_bytes(content)
     (folder / "reward.py").write_text(REWARD)
     tree: dict[str, Any] = {"data": {"prompt_data": ["prompts.jsonl"]}, "model": {"hf_checkpoint": "model"}}
     for name, value in changes.items():
@@ -106,6 +116,64 @@ def test_a_model_without_a_tokenizer_or_weights_is_named(tmp_path: Path) -> None
     (tmp_path / "model" / "model.safetensors").unlink()
     assert "no tokenizer (tokenizer.json or tokenizer_config.json)" in problems(file)
     assert "no weights (*.safetensors)" in problems(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (weights(8, 8), ""),
+        (weights(8, 7), "model.safetensors is cut short: it has 1"),
+        (weights(8, 8)[:20], "its header cannot be read"),
+        (b"", "its header cannot be read"),
+        (b"version https://git-lfs.github.com/spec/v1", "its header cannot be read"),
+    ],
+)
+def test_weights_that_are_cut_short_are_refused_by_their_header(tmp_path: Path, content: bytes, message: str) -> None:
+    file = complete(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    assert bool(problems(file)) == bool(message)
+    assert message in problems(file)
+
+
+def test_weights_that_the_index_names_and_are_not_there_are_refused(tmp_path: Path) -> None:
+    file = complete(tmp_path)
+    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00002.safetensors"}}')
+    assert "model-00002.safetensors: no such file, which model.safetensors.index.json names" in problems(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", b'\n{"question": "2+2", "label": "4"}\n', "p.jsonl:2: no 'prompt' (input_key); it has 'question', 'label'"),
+        ("p.jsonl", b'{"prompt": "2+2", \n', "p.jsonl:1: "),
+        ("p.jsonl", b"\n \n", "no prompts in "),
+        ("p.jsonl.gz", gzip.compress(b'{"prompt": ""}\n'), "p.jsonl.gz:1: 'prompt' must be text"),
+        ("p.parquet", b"PAR1 and nothing behind it", "cannot be read as parquet"),
+    ],
+)
+def test_a_file_whose_first_line_is_no_prompt_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    file = complete(tmp_path, data__prompt_data=[name], rollout__custom_rm_path="reward.py:reward")
+    assert "data.prompt_data: " in problems(file)
+    assert message in problems(file)
+    if name == "p.jsonl" and b"{" in content:
+        assert not problems(complete(tmp_path, data__prompt_data=[name], data__skip_bad_prompts=True, rollout__rm_type="random"))
+
+
+def test_a_slice_is_judged_by_its_own_first_line(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"comment": "none"}\n{"prompt": "2+2", "label": "4"}\n')
+    assert not problems(complete(tmp_path, data__prompt_data=["p.jsonl@[1:]"]))
+
+
+@pytest.mark.parametrize(("own", "field"), [({"rollout__rollout_max_response_len": 128}, "rollout.rollout_max_response_len: 128"),
+    ({"rollout__rollout_max_response_len": 64, "eval__datasets": {"held": {"path": "prompts.jsonl", "max_response_len": 4096}}},
+     "eval.datasets.held.max_response_len: 4096")])  # fmt: skip
+def test_a_response_that_fills_the_context_is_refused(tmp_path: Path, own: dict[str, Any], field: str) -> None:
+    file = complete(tmp_path, **own)
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 128}')
+    assert f"{field} tokens leave no room for a prompt in the model's context of 128" in problems(file)
 
 
 def test_sglang_that_is_not_installed_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

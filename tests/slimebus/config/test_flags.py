@@ -1,13 +1,17 @@
 """Words of a command line."""
 
+import os
+import re
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from slimebus.cli.commands.engines import drain
 from slimebus.cli.commands.status import status
-from slimebus.config.flags import split_words
+from slimebus.cli.root import root
+from slimebus.config.flags import other_names, split_words, trainer_options
 
 
 @pytest.mark.parametrize("words", [("run.yaml", "http://x:1"), ("http://x:1", "run.yaml")])
@@ -32,3 +36,46 @@ def test_a_field_by_its_dotted_name_is_told_its_flag(given: str, flag: str) -> N
 def test_the_flag_of_a_field_that_a_command_does_not_take_is_not_named() -> None:
     assert "Did you mean" not in CliRunner().invoke(drain, ["--trainer.dump_samples", "3"]).output
     assert "Did you mean '--keys'?" in CliRunner().invoke(drain, ["--security.keys", "k"]).output
+
+
+# --- flags of slime, verl and TRL ---
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "algorithms.md"
+TABLE = re.compile(r"(?<=\| theirs \| here \|\n\|---\|---\|\n)(?:\|.*\n)*")
+
+
+@pytest.mark.parametrize(
+    ("words", "here"),
+    [
+        ("--eval-prompt-data held.jsonl", "path of a dataset of eval.datasets, in the run.yaml"),
+        ("--n-samples-per-eval-prompt=4", "n_samples_per_eval_prompt of a dataset of eval.datasets"),
+        ("--loss-type custom", "--advantage-estimator; sft, or"),
+        ("--colocate", "not here: trainer and engines have GPUs of their own"),
+        ("--num-generations 8", "--n-samples-per-prompt"),
+        ("--use-tis", "--corrections tis"),
+    ],
+)
+@pytest.mark.parametrize("command", ["trainer", "up", "config check", "status"])
+def test_a_flag_of_slime_or_trl_is_answered_with_what_to_write_here(command: str, words: str, here: str) -> None:
+    done = CliRunner().invoke(root, [*command.split(), *words.split()])
+    assert done.exit_code == 2
+    assert f"No such option '{words.split()[0].partition('=')[0]}'. Here: {here}" in done.output
+
+
+def test_what_is_suggested_exists_and_the_document_has_the_same_table() -> None:
+    commands = [root.get_command(click.Context(root), name) for name in ("trainer", "rollout", "up")]
+    known = {option for command in commands for param in command.params for option in param.opts}
+    for theirs, here in other_names().items():
+        assert f"--{theirs}" not in known, theirs
+        for flag in re.findall(r"--[a-z][\w-]+", here):
+            setting = trainer_options().option(flag[2:]).name
+            assert flag in {*known, "--sglang-tp-size", "--recompute-granularity"} or setting.startswith("algorithm.settings."), (
+                theirs,
+                flag,
+            )
+    shown = {theirs: f"`{here}`" if re.fullmatch(r"--[^,;]*", here) else here for theirs, here in other_names().items()}
+    rows = "".join(f"| `--{theirs}` | {here} |\n" for theirs, here in shown.items())
+    page = DOCUMENT.read_text()
+    if os.environ.get("SLIMEBUS_WRITE_GOLDEN"):
+        DOCUMENT.write_text(TABLE.sub(lambda _: rows, page, count=1))
+    assert TABLE.search(DOCUMENT.read_text())[0] == rows

@@ -44,6 +44,18 @@ def test_answers_near_the_limit_are_punished() -> None:
     assert not overlong_punishment(np.array([8.0]), 8, 0).any()
 
 
+def test_an_answer_is_as_long_as_what_the_policy_wrote_of_it_in_all_samples_of_its_trajectory() -> None:
+    """Tokens that are too old to be trained are masked, and an agent that compacts its history has a sample for each context."""
+    flags = {"algorithm.settings.overlong_buffer_len": 20, "rollout.rollout_max_response_len": 100}
+    batch = batch_of([100, 50, 50, 30], reward=[1.0] * 4, trajectory=[0, 1, 1, 2])
+    written = np.where(batch["loss_mask"] > 0, 3, -1)
+    written[batch.starts[3] + 1 : batch.starts[3] + 11] = -1  # a tool's answer
+    masked = batch["loss_mask"].copy()
+    masked[:80] = 0
+    batch = batch.with_columns({"versions": written, "loss_mask": masked})
+    assert objective("dapo", **flags).algorithm.rewards(batch) == pytest.approx([0, 0, 0, 1])  # type: ignore[attr-defined]
+
+
 def test_gspo_has_the_ratio_of_the_sequence_at_each_token() -> None:
     wide = {"algorithm.settings.eps_clip": 0.5, "algorithm.settings.eps_clip_high": 0.5}
     row = row_of(batch_of([2, 1]), [0.2, 0.0, -0.1])

@@ -1,6 +1,5 @@
 """Megatron's options: each accepted with its value, or refused in one sentence; the same on the command line and in a file."""
 
-import re
 from pathlib import Path
 
 import click
@@ -8,14 +7,15 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from slimebus.bus.errors import ConfigError, UsageError
+from slimebus.bus.errors import ConfigError
 from slimebus.cli.root import root
-from slimebus.config.flags import META, ExternalOption
+from slimebus.config.flags import META, ExternalOption, other_names
 from slimebus.config.schema import paths
 from trainer.arguments import command_line
 from trainer.arguments.checks import option_table
 from trainer.arguments.command_line import TrainerOptions, help_text
 from trainer.arguments.megatron_options import options, read_options, spellings, split_megatron_options
+from trainer.objective.plugin_settings import known_settings
 
 ROOT = Path(__file__).parents[3]
 
@@ -218,22 +218,9 @@ def test_no_option_of_megatron_is_taken_for_a_misspelled_one_of_slimebus() -> No
         assert not [name for name in names if found.external_option(f"--{name.replace('_', '-')}") is None]
 
 
-@pytest.mark.parametrize("words", ["--use-tis", "--learning-rate 1e-6", "--ppo-epochs 2", "--use-kl-loss"])
-def test_a_flag_of_slime_or_verl_is_told_with_its_name_here(words: str) -> None:
-    with pytest.raises(UsageError) as bad:
-        flags(*words.split())
-    assert bad.value.text.endswith(f"did you mean {option_table().other_names[words.split()[0][2:]]}?")
-
-
-def test_what_is_suggested_for_other_names_exists_and_the_document_has_it() -> None:
-    fields = {name.rpartition(".")[2].replace("_", "-") for name in paths()}
-    for other, ours in option_table().other_names.items():
-        flag = ours.split()[0].removeprefix("--")
-        assert flag in fields or TrainerOptions().option(flag).name.startswith("algorithm.settings.")
-        assert other not in fields
-        assert other.replace("-", "_") not in options()
-    page = (ROOT / "docs" / "algorithms.md").read_text()
-    assert dict(re.findall(r"^\| `--([\w-]+)` \| `(--[\w -]+)` \|$", page, re.MULTILINE)) == option_table().other_names
+def test_a_flag_of_slime_or_trl_is_no_option_of_megatron_or_an_algorithm() -> None:
+    names = {name.replace("-", "_") for name in other_names()}
+    assert not names & {*options(), *spellings(), *option_table().rejected_with_hint, *known_settings()}
 
 
 def test_without_megatron_only_the_settings_of_algorithms_are_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig, BrokerConfig
+from trainer.algorithms.grpo import Grpo
 from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes
-from trainer.batches.flatten import COLUMNS, check_sample, flatten
+from trainer.batches.flatten import COLUMNS, advantage_problems, check_sample, flatten
 from trainer.objective.build_objective import build_objective
 from trainer.objective.group_rewards import rewards_with_kl
+from trainer.objective.objective import Objective
 
 
 def sample(length: int, **given: Any) -> Sample:
@@ -131,6 +133,42 @@ def test_a_field_that_the_algorithm_needs_is_checked_in_every_sample(extras: dic
         check_sample(sample(3, extras=extras), "s", 99, reads_logprobs=True, fields={"teacher_logprobs"})
     first = {"teacher_logprobs": np.array([np.nan, -1, -1])}  # the first token is never trained
     check_sample(sample(3, extras=first), "s", 99, reads_logprobs=True, fields={"teacher_logprobs"})
+
+
+class TurnRewards(Grpo):
+    """Reads rewards of turns, one a turn, and a number."""
+
+    row_fields = frozenset({"turn_rewards"})
+
+    def needs(self) -> set[str]:
+        return {"bonus"}
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (1, 1), (3, 2)], ids=["some", "one", "as-many-as-tokens"])
+def test_the_scope_of_a_field_that_an_algorithm_names_does_not_follow_the_data(counts: tuple[int, int]) -> None:
+    bonus = [np.array(1.0), np.array([1.0])] if counts == (1, 1) else [np.zeros(3), np.array([1.0])]
+    fields = [{"turn_rewards": np.ones(count, np.float32), "bonus": one} for count, one in zip(counts, bonus, strict=True)]
+    samples = [sample(length, extras=extras) for length, extras in zip((3, 2), fields, strict=True)]
+    objective = Objective(RunConfig(), TurnRewards(RunConfig(), TurnRewards.Settings()), [])
+    for one in samples:
+        check_sample(one, "s", 99, reads_logprobs=True, fields=objective.fields, row_fields=objective.row_fields)
+    made = objective.batch_of([Group("g", samples)], None)
+    assert (made.column("turn_rewards").scope, made.column("bonus").scope) == ("row", "token")
+    assert made.column("turn_rewards").row_ends.tolist() == np.cumsum(counts).tolist()  # type: ignore[union-attr]
+    with pytest.raises(DataError, match="s: no field 'turn_rewards', which the algorithm reads"):
+        check_sample(sample(3, extras={"bonus": np.zeros(3)}), "s", 99, reads_logprobs=True, row_fields=objective.row_fields)
+
+
+def test_groups_without_the_advantages_that_others_of_the_batch_bring_are_no_batch() -> None:
+    own, other = sample(3, extras={"advantages": np.ones(3, np.float32)}), sample(3)
+    groups = [Group("a", [own, own]), Group("b", [own, other]), Group("c", [other])]
+    problems = advantage_problems(groups)
+    assert problems.keys() == {"b", "c"}
+    assert problems["b"].startswith("group b: 1 of 2 samples bring no field 'advantages', which others of the batch bring")
+    with pytest.raises(DataError, match="group b: 1 of 2 samples bring no field 'advantages'"):
+        build_objective(RunConfig()).batch_of(groups, None)
+    assert not advantage_problems(groups[:1])
+    assert not advantage_problems(groups[2:])
 
 
 def test_advantages_of_the_samples_are_used_instead_of_the_algorithms() -> None:

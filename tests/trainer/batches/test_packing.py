@@ -43,6 +43,43 @@ def test_every_sample_is_in_one_row_and_ranks_have_equally_many_rows(lengths, dp
             assert len(row) <= 1 or sum(lengths[i] for i in row) <= max_tokens
 
 
+def first_fit_decreasing(lengths, max_tokens):
+    rows = []
+    for length in sorted(lengths, reverse=True):
+        row = next((row for row in rows if sum(row) + length <= max_tokens), None)
+        rows.append([length]) if row is None else row.append(length)
+    return len(rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(60, 120))
+def test_rows_are_as_few_as_those_of_first_fit_decreasing_rounded_up_to_the_ranks(lengths, dp_size, max_tokens):
+    rows = plan_rows(np.array(lengths), dp_size, max_tokens)
+    assert len(rows[0]) <= -(-first_fit_decreasing(lengths, max_tokens) * 1.25 // dp_size)
+
+
+def test_what_fits_two_rows_gets_two():
+    (rows,) = plan_rows(np.array([60, 60, 40, 40]), 1, 100)
+    assert sorted(sorted(row.tolist()) for row in rows) == [[0, 2], [1, 3]] or sorted(sorted(row.tolist()) for row in rows) == [
+        [0, 3],
+        [1, 2],
+    ]
+
+
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(4, 8192), (16, 32768)])
+def test_rows_of_long_tailed_lengths_are_full_and_ranks_in_step(dp_size, max_tokens):
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(max_tokens, draw.lognormal(np.log(max_tokens / 6), 0.9, 1024) + 200).astype(np.int64)
+    rows = plan_rows(lengths, dp_size, max_tokens, attention_tokens=24_000)
+    fewest = -(-first_fit_decreasing(lengths.tolist(), max_tokens) // dp_size) * dp_size
+    assert fewest / sum(len(rank) for rank in rows) >= 0.95
+    tokens = np.array([[lengths[row].sum() for row in rank] for rank in rows])
+    assert tokens.max(axis=0).sum() * dp_size / lengths.sum() < 1.05  # what ranks that wait for each other at each row compute
+    cost = lengths + lengths**2 / 24_000
+    of_ranks = np.array([sum(cost[row].sum() for row in rank) for rank in rows])
+    assert of_ranks.max() / of_ranks.mean() < 1.02
+
+
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.integers(1, 3))
 def test_every_target_is_predicted_once_from_the_token_before(lengths, shape, dp_size):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from slimebus.bus.errors import SlimebusError
-from trainer.checkpoint import folder, schedule
+from trainer.checkpoint import folder
+from trainer.checkpoint import schedule as saving
 from trainer.checkpoint.folder import Progress, oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.schedule import BackgroundSave, CheckpointSchedule
@@ -18,8 +19,8 @@ from trainer.checkpoint.schedule import BackgroundSave, CheckpointSchedule
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Files are written once it is set."""
-    may_write, write = threading.Event(), schedule.write_rank_file
-    monkeypatch.setattr(schedule, "write_rank_file", lambda *args: may_write.wait() and write(*args))
+    may_write, write = threading.Event(), saving.write_rank_file
+    monkeypatch.setattr(saving, "write_rank_file", lambda *args: may_write.wait() and write(*args))
     yield may_write
     may_write.set()
 
@@ -73,7 +74,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_and_fails_the_last_one(t
     policy, checkpoints = build_policy(tied_model), schedule(tmp_path)
     checkpoints.save_if_due(policy, 1, 1)
     checkpoints._writing._file.exception()
-    monkeypatch.setattr(schedule, "write_rank_file", full)
+    monkeypatch.setattr(saving, "write_rank_file", full)
     checkpoints.save_if_due(policy, 2, 2)
     checkpoints._writing._file.exception()
     assert checkpoints.save_if_due(policy, 3, 3) == 1

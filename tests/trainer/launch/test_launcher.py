@@ -13,7 +13,8 @@ from typing import IO, Any
 
 import pytest
 
-from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
+from slimebus.cli.root import exit_code
 from slimebus.process.launch import free_port
 from trainer.launch import launcher
 from trainer.launch.launcher import Launcher, NodeConnection, rendezvous, tell_others
@@ -231,3 +232,8 @@ def test_the_rank_that_fails_first_is_named_on_all_nodes(
     assert codes == [code]
     said = [message.partition("so all are ended: ")[2] for message in caplog.messages if "so all are ended" in message]
     assert said == [f"rank {rank} on {socket.gethostname()} ended with {text}"] * 2
+
+
+@pytest.mark.parametrize(("problem", "is_final"), [(Unreachable("no broker answers"), False), (UsageError("no such option"), True)])
+def test_a_trainer_that_lost_its_broker_may_be_started_again(problem: SlimebusError, is_final: bool) -> None:
+    assert (exit_code(problem) in launcher.FINAL_CODES) == is_final

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Publish
-from slimebus.config.schema import WeightsConfig
+from slimebus.config.schema import BrokerConfig, RunConfig
 from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore
@@ -50,7 +50,7 @@ class Stages:
             lambda v, part: self.exchanges[1].post(v, 3, part),
         ]
         stores = [VersionStore(lineage="l", first_version=5) for _ in range(2)]
-        self.publishers = [RankPart(WeightsConfig(), stores[i], None, reports[i], place=i) for i in range(2)]
+        self.publishers = [RankPart(RunConfig(), stores[i], None, reports[i], place=i) for i in range(2)]
 
     def publish(self, version: int, model: Tensors) -> None:
         for publisher, part in zip(self.publishers, split(model), strict=True):
@@ -142,7 +142,7 @@ def test_metrics_are_of_the_whole_model(stages: Stages) -> None:
 
 def test_a_step_waits_for_the_copy_and_not_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store, told, may_go_on = VersionStore(), list[int](), threading.Event()
-    publisher = RankPart(WeightsConfig(), store, None, lambda version, part: told.append(version))
+    publisher = RankPart(RunConfig(), store, None, lambda version, part: told.append(version))
     model, publish = random_model(1), store.publish
 
     def publish_later(*args: Any, **options: Any) -> Any:
@@ -218,7 +218,7 @@ def test_files_of_the_timeline_before_stay_until_the_broker_knows_of_the_next(tm
 
     def publish(broker: Broker) -> None:
         announcer = Coordinator(broker, "l", PartExchange(HashStore(), "l"), [], chain)  # type: ignore[arg-type]
-        publisher = RankPart(WeightsConfig(), VersionStore(lineage="l"), None, announcer.announce, chain=chain)
+        publisher = RankPart(RunConfig(), VersionStore(lineage="l"), None, announcer.announce, chain=chain)
         publisher.publish(0, random_model(1).items())
         publisher.wait()
 
@@ -229,6 +229,13 @@ def test_files_of_the_timeline_before_stay_until_the_broker_knows_of_the_next(tm
     assert not old.folder.exists()
     assert broker.told[0].publishers == [chain.address]
     assert DiskPuller(chain.folder).pull(None, 1.0).digest == broker.told[0].digest == whole(random_model(1)).digest
+
+
+def test_every_client_that_may_join_the_run_may_pull() -> None:
+    publisher = RankPart(RunConfig(broker=BrokerConfig(max_clients=3_000)), VersionStore(lineage="l"), None, lambda version, part: None)
+    assert publisher.server is not None
+    assert publisher.server._server.limits.max_connections >= 3_000
+    publisher.close()
 
 
 def test_publishers_of_one_host_bind_ports_in_a_row() -> None:

@@ -174,6 +174,31 @@ def test_a_group_whose_own_advantages_leave_out_the_kl_in_the_reward_is_handed_b
     batch_client.close()
 
 
+class PairBroker(RefillingBroker):
+    """Has two groups a step; gives the next of the list for one that is handed back."""
+
+    def call(self, message: Any, *, timeout_s: float) -> Any:
+        here = dict(self.groups[:2])
+        if isinstance(message, Batch):
+            groups = [BatchGroup(f"g{number}", 1, 3) for number in here]
+            return Reply(BatchReply(step=message.step, version=7, max_staleness=2, groups=groups), [])
+        if isinstance(message, Reject):
+            self.rejected |= message.groups
+            self.groups = [(number, samples) for number, samples in self.groups if f"g{number}" not in self.rejected]
+            return Reply(Ok(), [])
+        frames = [encode_group(here[int(name[1:])] or []) for name in message.groups]
+        return Reply(FetchReply(num_frames=[len(of_group) for of_group in frames]), [frame for of_group in frames for frame in of_group])
+
+
+def test_a_group_without_the_advantages_that_others_of_its_batch_bring_is_handed_back() -> None:
+    own = changed(extras={"advantages": np.ones(1, np.float32)})
+    broker = PairBroker([own], [sample(6)], [own])
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    assert [group.id for group in taken(batch_client).groups] == ["g0", "g2"]
+    assert "group g1: 1 of 1 samples bring no field 'advantages', which others of the batch bring" in broker.rejected["g1"]
+    batch_client.close()
+
+
 def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     batch_client = BatchClient(RefillingBroker([sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
     asked: list[Any] = []
@@ -251,4 +276,19 @@ def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
     assert batch_client.take(0, 0.01) is None
     broker.may_answer.set()
     assert taken(batch_client).groups
+    batch_client.close()
+
+
+def test_resume_and_commit_wait_for_a_broker_that_is_moved_to_another_machine() -> None:
+    class PatientBroker:
+        waits = list[float]()
+
+        def call(self, message: Any, *, timeout_s: float) -> Any:
+            self.waits.append(timeout_s)
+
+    broker = PatientBroker()
+    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client.resume(0, 0, "l", "")
+    batch_client.commit(0, checkpoint=0, unused={}, metrics={})
+    assert min(broker.waits) >= 600.0
     batch_client.close()

@@ -15,7 +15,7 @@ import types
 
 
 class _KernelStub(types.ModuleType):
-    """A module whose every function exists, so that it can be imported from, and raises when called."""
+    """A module that has every function, so that it can be imported from; each raises when called."""
 
     def __getattr__(self, name):
         if name.startswith("__"):

@@ -84,10 +84,13 @@ def test_silence_raises_unreachable_naming_who_and_where(connect: Callable[..., 
         client.call(Status(), timeout_s=0.2)
 
 
-def test_a_request_outlives_a_server_that_restarts(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+@pytest.mark.parametrize("resend_s", [0.2, 60.0])
+def test_a_request_outlives_a_server_that_restarts(
+    answering: Callable[..., Answering], connect: Callable[..., Client], resend_s: float
+) -> None:
     first = answering(lambda r: None)
     address = first.server.endpoint
-    client = connect(address, resend_s=0.2)
+    client = connect(address, resend_s=resend_s)
     future = client.submit(Status(), timeout_s=10)
     wait_until("request", lambda: first.seen)
     first.close()
@@ -134,6 +137,39 @@ def test_heartbeats_go_on_while_the_caller_is_busy(answering: Callable[..., Answ
     heard = threading.Event()
     client.keep_alive(0.02, lambda: Heartbeat(serving=1), lambda reply: heard.set() if reply.version == 3 else None, lambda problem: None)
     assert heard.wait(5)
+
+
+def num_beats(server: Answering) -> int:
+    return sum(isinstance(request.message, Heartbeat) for request in server.seen)
+
+
+def test_at_most_one_heartbeat_is_under_way(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:
+    server = answering(lambda r: None if isinstance(r.message, Heartbeat) else Ok())
+    client = connect(server.server.endpoint, resend_s=0.01)
+    client.keep_alive(60.0, Heartbeat, lambda reply: None, lambda problem: None)
+    wait_until("first heartbeat", lambda: num_beats(server))
+    for _ in range(5):
+        client.beat_now()
+        client.call(Status(), timeout_s=60)
+    assert num_beats(server) == 1
+    first = next(request for request in server.seen if isinstance(request.message, Heartbeat))
+    server.todo.append(partial(server.server.reply, first, HeartbeatReply()))  # in the server's thread
+    wait_until("the next, which is due", lambda: num_beats(server) == 2)
+
+
+def test_a_broker_that_comes_back_finds_one_heartbeat_and_each_request_once(
+    answering: Callable[..., Answering], connect: Callable[..., Client]
+) -> None:
+    gone = answering()
+    gone.close()
+    client = connect(gone.server.endpoint, resend_s=1.0)
+    client.keep_alive(1.0, Heartbeat, lambda reply: None, lambda problem: None)
+    asked = client.submit(Status(), timeout_s=60)
+    wait_until("two heartbeats and two repeats that are not sent", lambda: client.silent_s > 2.2)
+    came_back = answering(lambda r: None if isinstance(r.message, Heartbeat) else Ok(), bind=gone.server.endpoint)
+    asked.result(timeout=60)
+    assert isinstance(client.call(Hello(role="client", instance="i"), timeout_s=60).message, Ok)
+    assert sorted(type(request.message).__name__ for request in came_back.seen) == ["Heartbeat", "Hello", "Status"]
 
 
 def test_being_fenced_reaches_the_owner(answering: Callable[..., Answering], connect: Callable[..., Client]) -> None:

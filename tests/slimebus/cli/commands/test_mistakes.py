@@ -68,7 +68,7 @@ def test_a_broker_that_has_ended_is_not_waited_for(
 def test_a_broker_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False, False, True])
     monkeypatch.setattr(connect, "is_listening", lambda address: next(answers))
-    monkeypatch.setattr(connect, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(connect, "LISTEN_POLL_S", 0.0)
     connect.check_listening("tcp://127.0.0.1:1", 10.0)
     assert list(answers) == []
 

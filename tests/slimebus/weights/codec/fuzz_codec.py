@@ -17,7 +17,7 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel
 from slimebus.weights.messages import TensorEntry
-from slimebus.weights.pull.plan import Job, Known
+from slimebus.weights.pull.plan import Known, TensorDownload
 from slimebus.weights.tensors import Tensor, checksum, hash_bytes
 
 LIES = [0, 1, 2, 39, 40, 41, 127, 255, 2**15, 2**22 - 1, 2**22, 2**22 + 1, 2**31 - 1, 2**31, 2**32 - 1]
@@ -100,10 +100,10 @@ def is_accepted(payload: bytes, base: np.ndarray, target: np.ndarray, payload_ha
         name="x", dtype="bfloat16", shape=base.shape, hash=hash_bytes(target), kind="delta", size=len(payload), payload_hash=payload_hash
     )
     known = Known(0, entry.form._replace(hash=hash_bytes(base)), Tensor("bfloat16", base.shape, base.view(np.uint8)))
-    job = Job(entry, known)
-    job.put(0, memoryview(payload))
-    is_right = job.is_right()
-    assert not is_right or job.result.tobytes() == target.tobytes(), "a wrong tensor was accepted"
+    download = TensorDownload(entry, known)
+    download.write(0, memoryview(payload))
+    is_right = download.verify()
+    assert not is_right or download.result.tobytes() == target.tobytes(), "a wrong tensor was accepted"
     return is_right
 
 

@@ -1,6 +1,5 @@
 """The codec keeps its promises on any bit pattern, with either kernel, and survives any bytes."""
 
-import contextlib
 import itertools
 import math
 import shutil
@@ -43,30 +42,6 @@ def test_every_kernel_gives_the_same_bytes_and_brings_back_the_target(pair: tupl
         values = base.copy()
         delta_codec.apply(encoded.payload, values, kernel=kernel)
         assert np.array_equal(values, target)
-
-
-@settings(max_examples=60, deadline=None)
-@given(versions(), st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_merge_is_one_delta_that_equals_the_chain(pair: tuple[np.ndarray, np.ndarray], fractions: list[float], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    chain = [*pair]
-    for fraction in fractions:
-        chain.append(perturbed(rng, chain[-1], fraction, 40000))
-    payloads = [delta_codec.encode(a, b).payload for a, b in itertools.pairwise(chain)]
-    merged = {delta_codec.merge(payloads, len(chain[0]), kernel=kernel) for kernel in KERNELS}
-    assert len(merged) == 1
-    values = chain[0].copy()
-    delta_codec.apply(merged.pop().payload, values)
-    assert np.array_equal(values, chain[-1])
-
-
-@all_kernels
-def test_update_moves_the_base_to_the_target(kernel: Kernel) -> None:
-    rng = np.random.default_rng(1)
-    base = rng.integers(0, 65536, 100_003).astype(np.uint16)
-    target = perturbed(rng, base, 0.1, 500)
-    delta_codec.encode(base, target, update=True, kernel=kernel)
-    assert np.array_equal(base, target)
 
 
 @all_kernels
@@ -140,43 +115,6 @@ def test_arrays_of_two_lengths_are_refused() -> None:
         delta_codec.encode(np.zeros(3, np.uint16), np.zeros(4, np.uint16))
 
 
-@all_kernels
-@pytest.mark.parametrize("zstd", [False, True])
-@pytest.mark.parametrize("fraction", [0.02, 0.6, 1.0])
-def test_damaged_payloads_are_an_error_or_harmless(kernel: Kernel, zstd: bool, fraction: float) -> None:
-    """A flipped step is a valid payload for another target (checksums catch it); nothing else may pass, and nothing may crash."""
-    rng = np.random.default_rng(5)
-    base = rng.integers(0, 65536, 4001).astype(np.uint16)
-    payload = delta_codec.encode(base, perturbed(rng, base, fraction, 30000 if fraction == 1.0 else 200), zstd=zstd).payload
-    guard = np.full(64, 0xABCD, np.uint16)
-    for _ in range(400):
-        damaged = _damage(rng, payload)
-        arena = np.concatenate([guard, base, guard])
-        with contextlib.suppress(WeightsError):
-            delta_codec.apply(damaged, arena[64:-64], kernel=kernel)
-        assert np.array_equal(arena[:64], guard)
-        assert np.array_equal(arena[-64:], guard)
-
-
-def _damage(rng: np.random.Generator, payload: bytes) -> bytes:
-    damaged = bytearray(payload)
-    match rng.integers(0, 5):
-        case 0:  # a bit
-            damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
-        case 1:  # a size that lies
-            at = 4 + 4 * int(rng.integers(9))
-            damaged[at : at + 4] = int(rng.choice([0, 1, 255, 4000, 4002, 2**31, 2**32 - 1])).to_bytes(4, "little")
-        case 2:
-            del damaged[rng.integers(len(damaged)) :]
-        case 3:
-            damaged += bytes(rng.integers(0, 256, rng.integers(1, 50), dtype=np.uint8))
-        case _:  # a run of noise
-            at = int(rng.integers(len(damaged)))
-            noise = rng.integers(0, 256, min(16, len(damaged) - at), dtype=np.uint8)
-            damaged[at : at + len(noise)] = noise.tobytes()
-    return bytes(damaged)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 5000))
 def test_any_bytes_are_an_error(noise: bytes, num_values: int) -> None:
@@ -228,6 +166,9 @@ def test_streams_that_do_not_count_each_other_are_refused(kernel: Kernel) -> Non
         (u8(3), u8(15), u8(255), none),  # an escape that is missing
         (u8(3), u8(15), u8(255), u8(1)),  # half an escape
         (u8(3), u8(15), u8(1), u8(1, 2)),
+        (u8(3), u8(0), none, none),  # a step of nothing, as a code and as escapes
+        (u8(3), u8(15), u8(255), u8(0, 0)),
+        (u8(3), u8(15), u8(255), u8(7, 0)),
     ]
     for streams in refused:
         assert not kernel.apply_sparse(values, *streams)
@@ -258,16 +199,3 @@ def test_a_delta_is_little_larger_than_the_entropy_of_its_changes(percent: float
     assert len(payload) <= 1.1 * entropy_bytes(base, target)
     delta_codec.apply(payload, base)
     assert np.array_equal(base, target)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_a_step_of_nothing_is_refused(kernel: Kernel) -> None:
-    values = np.arange(300, dtype=np.uint16)
-    for streams in (
-        (b"\x00\x00", b"\x12\x00"[:1], b"", b""),
-        (b"\x00", b"\x00", b"", b""),
-        (b"\x00", b"\x0f", b"\xff", b"\x00\x00"),
-        (b"\x00", b"\x0f", b"\xff", b"\x07\x00"),
-    ):
-        fits = kernel.apply_sparse(values, *streams)
-        assert fits == (streams[1] == b"\x12"), streams

@@ -264,16 +264,6 @@ def test_a_folder_without_a_lock_is_left_until_its_worker_must_have_begun(tmp_pa
     assert (beginning.exists(), left.exists()) == (True, False)
 
 
-def test_memory_that_is_full_is_an_error_that_says_what_to_do(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, content: memoryview, offset: int) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(WeightsError, match=r"has no room for 2 bytes of tensors: .* are free.*weights\.weights_shm"):
-        folder.place_in_memory(weights(a=[1]))
-    assert not names(folder.path / "unfinished")
-
-
 def test_no_descriptor_stays_open_for_a_tensor(folder: SharedFolder) -> None:
     before = len(os.listdir("/proc/self/fd"))
     held = folder.place_in_memory(weights(**{f"t{i}": [i] for i in range(50)}))

@@ -158,11 +158,11 @@ def test_a_pull_ends_although_each_version_lasts_a_fraction_of_it(closing: Any, 
 
 
 def test_a_tensor_that_nobody_reads_any_more_is_let_go(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "LENT_S", 0.2)
+    monkeypatch.setattr(store_module, "READ_GRACE_S", 0.2)
     store, server = publish(closing, {"w": noise(1)})
     closing(WeightPuller([server.endpoint])).pull(deadline_s=10.0)
     store.publish({"w": noise(1) + np.uint16(1)})
-    wait_until("end of the former version", lambda: not store._former)
+    wait_until("end of the superseded version", lambda: not store._superseded)
 
 
 # --- what is asked for ---
@@ -189,7 +189,8 @@ class Peer:
             got = envelope.decode([frame], TYPES)
             self.requests.append(got.message)
             for message, frames, request_id in self._answer(got.message, got.header.id):
-                self._socket.send_multipart([peer, envelope.encode(message, id=request_id), *frames])
+                header = message if isinstance(message, bytes) else envelope.encode(message, id=request_id)
+                self._socket.send_multipart([peer, header, *frames])
 
     def close(self) -> None:
         self._stop.set()
@@ -249,7 +250,23 @@ def silence(message: Message, request_id: int) -> list[tuple[Message, list[Any],
     return []
 
 
-GARBAGE = [later, zeros, short, too_many, all_gone, manifests, errors, nobodys, silence]
+def noise_alone(message: Message, request_id: int) -> list[tuple[Any, list[Any], int]]:
+    return [(np.random.default_rng(request_id).bytes(50), [b"x"], request_id)]
+
+
+GARBAGE = [noise_alone, later, zeros, short, too_many, all_gone, manifests, errors, nobodys, silence]
+
+
+def publisher_of(store: VersionStore, answer: Any) -> Peer:
+    """Its manifest is right; what else it is asked for, `answer` answers."""
+    bulk = msgspec.msgpack.encode(store.manifest("", -1))
+
+    def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
+        if isinstance(message, ManifestRequest):
+            return [(ManifestReply(lineage=store.lineage, version=0), [bulk], request_id)]
+        return answer(message, request_id)
+
+    return Peer(reply)
 
 
 def naming(store: VersionStore, source: str) -> Any:
@@ -281,22 +298,15 @@ def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: 
 
 @pytest.mark.parametrize("answer", GARBAGE, ids=lambda answer: answer.__name__)
 def test_a_publisher_that_talks_nonsense_leads_to_an_error_by_the_deadline(closing: Any, answer: Any) -> None:
-    """Its manifest is right; it has the bytes of no tensor."""
     store = VersionStore()
     store.publish({"w": noise(0.1)})
-    bulk = msgspec.msgpack.encode(store.manifest("", -1))
-
-    def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-        if isinstance(message, ManifestRequest):
-            return [(ManifestReply(lineage=store.lineage, version=0), [bulk], request_id)]
-        return answer(message, request_id)
-
-    publisher = closing(Peer(reply))
+    publisher = closing(publisher_of(store, answer))
     puller = closing(WeightPuller([publisher.endpoint], stall_s=0.2))
     started = time.monotonic()
     with pytest.raises(WeightsError):
         puller.pull(deadline_s=1.0)
     assert time.monotonic() - started < 2.0
+    assert (puller._connections[0].refused["protocol"] > 0) == (answer is noise_alone)
 
 
 @pytest.mark.parametrize(
@@ -351,18 +361,15 @@ def test_a_busy_server_is_asked_again_for_what_it_has_put_off(closing: Any) -> N
     store, put_off = VersionStore(), [5]
     values = noise(3)
     store.publish({"w": values})
-    bulk, good = msgspec.msgpack.encode(store.manifest("", -1)), onward_of(store)
+    good = onward_of(store)
 
     def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-        if isinstance(message, ManifestRequest):
-            return [(ManifestReply(lineage=store.lineage, version=0), [bulk], request_id)]
         if put_off[0]:
             put_off[0] -= 1
             return [(Error(code="busy", text="later", retryable=True), [], request_id)]
         return good(message, request_id)
 
-    publisher = closing(Peer(reply))
-    puller = closing(WeightPuller([publisher.endpoint]))
+    puller = closing(WeightPuller([closing(publisher_of(store, reply)).endpoint]))
     assert np.array_equal(puller.pull(deadline_s=10.0).tensors["w"].steps, values)
     assert (puller.counts["rounds"], puller.counts["received_bytes"]) == (0, values.nbytes)
 
@@ -372,11 +379,9 @@ def test_no_more_is_asked_for_at_once_than_the_credits_allow(closing: Any, credi
     """A server that answers only what has waited for a while sees how much was asked for meanwhile."""
     store, waiting, most = VersionStore(), [], [0]
     store.publish({f"w{i}": noise(0.5, i) for i in range(12)})
-    bulk, good = msgspec.msgpack.encode(store.manifest("", -1)), onward_of(store)
+    good = onward_of(store)
 
     def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-        if isinstance(message, ManifestRequest):
-            return [(ManifestReply(lineage=store.lineage, version=0), [bulk], request_id)]
         assert isinstance(message, ChunkRequest)
         waiting.append((message, request_id))
         most[0] = max(most[0], sum(piece.length for asked, _ in waiting for piece in asked.pieces))
@@ -386,7 +391,7 @@ def test_no_more_is_asked_for_at_once_than_the_credits_allow(closing: Any, credi
         waiting.clear()
         return answers
 
-    publisher = closing(Peer(reply))
+    publisher = closing(publisher_of(store, reply))
     puller = closing(WeightPuller([publisher.endpoint], credits=credits, chunk_bytes=1 << 19, stall_s=1.0))
     assert len(puller.pull(deadline_s=20.0).tensors) == 12
     assert most[0] <= credits << 19

@@ -89,24 +89,6 @@ def test_a_worker_that_dies_is_gone_around(model: Any, after: Any, check: Any) -
         check(third.pull(), newer)
 
 
-class Liar(RelayPayloads):
-    """Passes on other bytes than it pulled."""
-
-    def read(self, lineage: str, version: int, name: str, base: int) -> memoryview:
-        right = bytearray(super().read(lineage, version, name, base))
-        right[-1:] = bytes([right[-1] ^ 1]) if right else b""
-        return memoryview(right)
-
-
-def test_a_worker_that_lies_is_found_out_and_the_publisher_asked(model: Any, check: Any) -> None:
-    with Crowd(model, degree=1, count=0) as crowd:
-        crowd.workers = [Worker(crowd.publisher.endpoint, Liar()), Worker(crowd.publisher.endpoint)]
-        for worker in crowd.workers:
-            check(worker.pull(), model)
-        assert crowd.workers[1].puller.counts["bad_sources"] == 1
-        assert crowd.workers[1].puller.counts["wrong_bytes"] == 1
-
-
 def test_a_payload_that_is_on_its_way_is_waited_for(model: Any, check: Any) -> None:
     with Crowd(model, degree=1, count=2, stall_s=3.0) as crowd:
         first, second = crowd.workers

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,66 +41,65 @@ def values(seed: int, changed: int = NUM_TENSORS) -> dict[str, np.ndarray]:
     return made
 
 
-@pytest.fixture
-def store() -> VersionStore:
-    return VersionStore(lineage="one")
+class Host:
+    """A publisher, and workers of one host that pull from it."""
 
+    def __init__(self, root: Path) -> None:
+        self.root, self.store = root, VersionStore(lineage="one")
+        self.server = WeightServer(self.store)
+        self._opened: list[Any] = [self.server]
 
-@pytest.fixture
-def server(store: VersionStore) -> Iterator[WeightServer]:
-    served = WeightServer(store)
-    yield served
-    served.close()
+    def sharing(self) -> HostPullSharing:
+        """Another worker's part in it."""
+        folder = SharedFolder(self.root)
+        self._opened.append(folder)
+        return HostPullSharing(folder, self.server.endpoint)
 
-
-@pytest.fixture
-def join(tmp_path: Path, server: WeightServer) -> Iterator[Callable[..., WeightPuller]]:
-    """Makes the puller of another worker on this host."""
-    made: list[tuple[WeightPuller, SharedFolder]] = []
-
-    def worker(**options: object) -> WeightPuller:
-        folder = SharedFolder(tmp_path)
-        puller = WeightPuller([server.endpoint], host=HostPullSharing(folder, server.endpoint), **options)  # type: ignore[arg-type]
-        made.append((puller, folder))
+    def join(self, **options: Any) -> WeightPuller:
+        """The puller of another worker."""
+        puller = WeightPuller([self.server.endpoint], host=self.sharing(), **options)
+        self._opened.append(puller)
         return puller
 
-    yield worker
-    for puller, folder in made:
-        puller.close()
-        folder.close()
+    def close(self) -> None:
+        for opened in reversed(self._opened):
+            opened.close()
 
 
-def test_workers_that_pull_at_once_load_the_publisher_with_one_copy(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller]
-) -> None:
-    published = store.publish(values(1))
-    pullers = [join() for _ in range(4)]
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path)
+    yield made
+    made.close()
+
+
+def test_workers_that_pull_at_once_load_the_publisher_with_one_copy(host: Host) -> None:
+    published = host.store.publish(values(1))
+    pullers = [host.join() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         pulled = list(pool.map(lambda puller: puller.pull(deadline_s=30), pullers))
     assert {weights.digest for weights in pulled} == {published.digest}
-    assert server.sent_bytes == SIZE
+    assert host.server.sent_bytes == SIZE
     assert sum(puller.counts["received_bytes"] for puller in pullers) == SIZE
     assert sum(puller.counts["neighbour_bytes"] for puller in pullers) == 3 * SIZE
     assert sum(puller.counts["neighbour_tensors"] for puller in pullers) == 3 * NUM_TENSORS
 
 
-def test_what_changed_travels_once_too(store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller]) -> None:
-    store.publish(values(1))
-    pullers = [join(), join()]
+def test_what_changed_travels_once_too(host: Host) -> None:
+    host.store.publish(values(1))
+    pullers = [host.join(), host.join()]
     have = [puller.pull(deadline_s=30) for puller in pullers]
-    store.publish(values(2, changed=10) | {name: v for name, v in values(1).items() if int(name[1:]) >= 10})
-    before = server.sent_bytes
+    host.store.publish(values(2, changed=10) | {name: v for name, v in values(1).items() if int(name[1:]) >= 10})
+    before = host.server.sent_bytes
     newer = [puller.pull(weights, deadline_s=30) for puller, weights in zip(pullers, have, strict=True)]
     assert newer[0].digest == newer[1].digest
-    assert server.sent_bytes - before <= 10 * NUM_VALUES * 2
+    assert host.server.sent_bytes - before <= 10 * NUM_VALUES * 2
     assert pullers[1].counts["received_bytes"] == 0
     assert newer[1].tensors["t20"] is have[1].tensors["t20"], "what did not change is not taken again"
 
 
-def test_the_pull_of_a_worker_that_dies_is_finished_by_the_next(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
-    published = store.publish(values(1))
+def test_the_pull_of_a_worker_that_dies_is_finished_by_the_next(host: Host) -> None:
+    published = host.store.publish(values(1))
     code = f"""
 import os, signal
 from pathlib import Path
@@ -115,13 +115,13 @@ def dying(self, job, target):
         print("in the middle", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 Plan.keep_verified = dying
-host = HostPullSharing(SharedFolder(Path({str(tmp_path)!r})), {server.endpoint!r})
-WeightPuller([{server.endpoint!r}], host=host).pull(deadline_s=60)
+host = HostPullSharing(SharedFolder(Path({str(host.root)!r})), {host.server.endpoint!r})
+WeightPuller([{host.server.endpoint!r}], host=host).pull(deadline_s=60)
 """
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
     assert other.stdout.readline() == "in the middle\n"
-    puller = join()
+    puller = host.join()
     with ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(puller.pull, deadline_s=30)
         wait_until("half of the tensors", lambda: puller.counts["neighbour_tensors"] >= NUM_TENSORS // 2)
@@ -136,81 +136,58 @@ WeightPuller([{server.endpoint!r}], host=host).pull(deadline_s=60)
     assert puller.counts["received_bytes"] == SIZE // 2
 
 
-def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 0.3)
-    published = store.publish(values(1))
-    hanging = HostPullSharing(SharedFolder(tmp_path), server.endpoint)
+    published = host.store.publish(values(1))
+    hanging = host.sharing()
     hanging.begin()
     assert hanging.is_puller
-    waiting = join()
+    waiting = host.join()
     have = waiting.pull(deadline_s=30)
     assert have.digest == published.digest
     monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 1000.0)
-    newer = store.publish(values(2))
+    newer = host.store.publish(values(2))
     assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
     hanging.end()
-    hanging.folder.close()
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/etc/hostname")])
 def test_a_lock_file_that_cannot_be_opened_is_not_waited_for(
-    store: VersionStore,
-    server: WeightServer,
-    tmp_path: Path,
-    join: Callable[..., WeightPuller],
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[Path], None],
+    host: Host, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
 ) -> None:
     monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 0.1)
-    published = store.publish(values(1))
-    puller = join()
+    published = host.store.publish(values(1))
+    puller = host.join()
     assert puller._host is not None
     make(puller._host._lock.path)
     assert puller.pull(deadline_s=30).digest == published.digest
 
 
-def test_shared_memory_that_is_gone_is_an_error_that_says_where(store: VersionStore, server: WeightServer, tmp_path: Path) -> None:
-    store.publish(values(1))
-    (tmp_path / "shm").mkdir()
-    folder = SharedFolder(tmp_path / "shm")
-    puller = WeightPuller([server.endpoint], host=HostPullSharing(folder, server.endpoint))
-    shutil.rmtree(folder.root)
-    with pytest.raises(WeightsError, match=f"{folder.root}: No such file or directory"):
-        puller.pull(deadline_s=30)
-    puller.close()
-
-
-def test_a_tensor_that_is_begun_anew_takes_its_memory_once(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
+def test_a_tensor_that_is_begun_anew_takes_its_memory_once(host: Host) -> None:
     """As where versions follow each other faster than a large tensor comes."""
-    published = store.publish(values(1))
+    published = host.store.publish(values(1))
     begun: list[int] = []
 
     def gone_in_the_middle(lineage: str, version: int, name: str, base: int) -> memoryview:
         if name == "t39":
-            begun.append(len(list(tmp_path.glob("slimebus-weights-*/unfinished/*"))))
+            begun.append(len(list(host.root.glob("slimebus-weights-*/unfinished/*"))))
             if len(begun) in (3, 6, 9, 12):
                 raise VersionGone("it has changed")
-        return store.read(lineage, version, name, base)
+        return host.store.read(lineage, version, name, base)
 
-    server._store = SimpleNamespace(manifest=store.manifest, read=gone_in_the_middle)
-    assert join(credits=1, chunk_bytes=1 << 15).pull(deadline_s=30).digest == published.digest
+    host.server._store = SimpleNamespace(manifest=host.store.manifest, read=gone_in_the_middle)
+    assert host.join(credits=1, chunk_bytes=1 << 15).pull(deadline_s=30).digest == published.digest
     assert len(begun) > 12
     assert max(begun) <= 2
 
 
-def test_all_parts_together_must_have_room(
-    server: WeightServer, store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_parts_together_must_have_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = values(1)
-    other = VersionStore(lineage=store.lineage)
-    store.publish({name: tensor for name, tensor in parts.items() if name < "t20"})
+    other = VersionStore(lineage=host.store.lineage)
+    host.store.publish({name: tensor for name, tensor in parts.items() if name < "t20"})
     other.publish({name: tensor for name, tensor in parts.items() if name >= "t20"})
-    second, folder = WeightServer(other), SharedFolder(tmp_path)
-    puller = WeightPuller([server.endpoint, second.endpoint], host=HostPullSharing(folder, "two"))
+    second, folder = WeightServer(other), SharedFolder(host.root)
+    puller = WeightPuller([host.server.endpoint, second.endpoint], host=HostPullSharing(folder, "two"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SIZE - 1))
     with pytest.raises(WeightsError, match=f"no room for {SIZE} bytes"):
         puller.pull(deadline_s=30)
@@ -219,59 +196,32 @@ def test_all_parts_together_must_have_room(
         closable.close()
 
 
-def test_a_worker_that_waits_too_long_says_for_whom(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
-    store.publish(values(1))
-    pulling = HostPullSharing(SharedFolder(tmp_path), server.endpoint)
+def test_a_worker_that_waits_too_long_says_for_whom(host: Host) -> None:
+    host.store.publish(values(1))
+    pulling = host.sharing()
     pulling.begin()
     with pytest.raises(WeightsError, match=rf"process {os.getpid()} on this host pulls from .*; this one waited"):
-        join().pull(deadline_s=0.3)
+        host.join().pull(deadline_s=0.3)
     pulling.end()
-    pulling.folder.close()
 
 
-def test_a_neighbour_that_damages_its_tensors_is_found_out(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
-    published = store.publish(values(1))
-    join().pull(deadline_s=30)
-    damaged = sorted(tmp_path.glob("slimebus-weights-*/tensors/*"))[:3]
-    for file in damaged:
-        file.chmod(0o600)
-        with file.open("r+b") as out:
-            out.seek(-1, os.SEEK_END)
-            last = out.read(1)
-            out.seek(-1, os.SEEK_END)
-            out.write(bytes([last[0] ^ 1]))
-    puller = join()
-    assert puller.pull(deadline_s=30).digest == published.digest
-    assert puller.counts["neighbour_tensors"] == NUM_TENSORS - 3
-    assert puller.counts["received_bytes"] == 3 * NUM_VALUES * 2
-
-
-def test_a_newer_version_while_a_neighbour_pulls_the_older_is_followed(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
-    store.publish(values(1))
-    old = join()
+def test_a_newer_version_while_a_neighbour_pulls_the_older_is_followed(host: Host) -> None:
+    host.store.publish(values(1))
+    old = host.join()
     old.pull(deadline_s=30)
-    pulling = HostPullSharing(SharedFolder(tmp_path), server.endpoint)
+    pulling = host.sharing()
     pulling.begin()
-    newest = store.publish(values(2))
-    puller = join()
+    newest = host.store.publish(values(2))
+    puller = host.join()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(puller.pull, deadline_s=30)
         time.sleep(0.2)
         pulling.end()
         assert waiting.result(timeout=30).digest == newest.digest
-    pulling.folder.close()
 
 
-def test_only_the_one_that_pulls_says_that_it_serves(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.publish(values(1))
+def test_only_the_one_that_pulls_says_that_it_serves(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.store.publish(values(1))
     asked: list[str] = []
     manifest = WeightPuller._manifest
 
@@ -280,7 +230,7 @@ def test_only_the_one_that_pulls_says_that_it_serves(
         return manifest(self, link, request, deadline)  # type: ignore[arg-type]
 
     monkeypatch.setattr(WeightPuller, "_manifest", spied)
-    first, second = join(serves="tcp://first:1"), join(serves="tcp://second:1")
+    first, second = host.join(serves="tcp://first:1"), host.join(serves="tcp://second:1")
     assert first._host is not None
     first._host.begin()
     with ThreadPoolExecutor(1) as pool:
@@ -291,10 +241,8 @@ def test_only_the_one_that_pulls_says_that_it_serves(
     assert asked == ["", "tcp://first:1"]
 
 
-def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(
-    store: VersionStore, join: Callable[..., WeightPuller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.publish(values(1))
+def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.store.publish(values(1))
     fallocate, calls = os.posix_fallocate, []
 
     def full(descriptor: int, offset: int, length: int) -> None:
@@ -303,15 +251,16 @@ def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(
             raise OSError(28, "No space left on device")
         fallocate(descriptor, offset, length)
 
-    puller = join()
+    puller = host.join()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(WeightsError, match=r"no room for 100000 bytes.*weights\.weights_shm"):
         puller.pull(deadline_s=30)
-    assert not list(tmp_path.glob("slimebus-weights-*/unfinished/*"))
-    assert not list(tmp_path.glob("slimebus-pull-*"))
+    assert not list(host.root.glob("slimebus-weights-*/unfinished/*"))
+    assert not list(host.root.glob("slimebus-pull-*"))
 
 
-def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path, store: VersionStore) -> None:
+def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path) -> None:
+    store = VersionStore(lineage="one")
     chain = DiskChain(tmp_path / "chain", "one")
     newest = store.publish(values(1))
     chain.write(store)
@@ -352,17 +301,14 @@ def test_the_lock_file_of_a_worker_that_was_killed_is_removed(tmp_path: Path) ->
     taken.release()
 
 
-def test_a_cancelled_pull_stops_waiting_for_the_lock(
-    store: VersionStore, server: WeightServer, join: Callable[..., WeightPuller], tmp_path: Path
-) -> None:
-    store.publish(values(1))
-    pulling = HostPullSharing(SharedFolder(tmp_path), server.endpoint)
+def test_a_cancelled_pull_stops_waiting_for_the_lock(host: Host) -> None:
+    host.store.publish(values(1))
+    pulling = host.sharing()
     pulling.begin()
-    puller = join()
+    puller = host.join()
     timer = threading.Timer(0.2, puller.cancel)
     timer.start()
     with pytest.raises(WeightsError, match="cancelled"):
         puller.pull(deadline_s=30)
     timer.join()
     pulling.end()
-    pulling.folder.close()

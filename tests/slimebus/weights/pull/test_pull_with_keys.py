@@ -9,6 +9,7 @@ import pytest
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.bus.messages import Keys, KeysReply
 from slimebus.bus.transport.request import Reply
+from slimebus.client import pull_keyring
 from slimebus.client.pull_keyring import PullKeyring
 from slimebus.security import key_folder
 from slimebus.security.credentials import Credentials
@@ -24,7 +25,7 @@ class Broker:
     """A client whose broker tells the list that it read last."""
 
     def __init__(self, folder: Path) -> None:
-        self.credentials, self.folder, self.num_asked = Credentials(folder / "trainer.key"), folder, 0
+        self.credentials, self.folder, self.num_asked, self.keys_generation = Credentials(folder / "trainer.key"), folder, 0, 0
         self.read()
 
     def read(self) -> None:
@@ -104,6 +105,19 @@ def test_a_server_with_another_key_than_announced_is_not_believed(served) -> Non
 def test_a_viewers_key_pulls_nothing(served) -> None:
     with pytest.raises(SlimebusError, match="key 'viewer' has the role viewer, which may not send 'manifest_request'"):
         served.puller(read_key(served.folder / "viewer.key").pair).pull(deadline_s=5)
+
+
+def test_a_server_whose_heartbeats_tell_of_the_list_asks_when_it_has_changed_alone(served, monkeypatch) -> None:
+    monkeypatch.setattr(pull_keyring, "ASK_EVERY_S", 0.0)
+    served.broker.keys_generation = served.keyring.generation
+    for _ in range(3):
+        served.keyring.refresh()
+    assert served.broker.num_asked == 1, "at its start"
+    key_folder.revoke(served.folder, "rollout")
+    served.broker.read()
+    served.broker.keys_generation = served.broker.keyring.generation
+    served.keyring.refresh()
+    assert "rollout" not in {grant.name for grant in served.keyring.grants.values()}
 
 
 def test_a_key_revoked_at_the_broker_is_cut_off_at_the_weights_too(served, model, check) -> None:
