@@ -86,7 +86,8 @@ class SequenceRatio(PolicyGradient):
     """Knows where sequences end (GSPO's ratio), chooses over the whole optimizer step, and reads a field of the samples."""
 
     def advantages(self, batch: Batch) -> np.ndarray:
-        return per_group(batch, batch["reward"] + batch["bonus"], lambda of_group, _: of_group - of_group.mean())
+        bonus = batch["bonus"][batch.ends - 1]  # of each token of a sample the same
+        return per_group(batch, batch["reward"] + bonus, lambda of_group, _: of_group - of_group.mean())
 
     def prepare(self, part: Batch) -> dict[str, np.ndarray]:
         return {"median": np.full(part.num_tokens, np.median(part["current_logprobs"]), np.float32)}
